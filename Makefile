@@ -1,0 +1,57 @@
+# Everything runs in .venv, which is made on first use. `make help` lists the targets.
+PYTHON ?= python3
+VENV ?= .venv
+# Passed through to `python -m venv` (--system-site-packages keeps the torch of a training image) and to `pip install`.
+VENV_ARGS ?=
+PIP_ARGS ?=
+# One pytest process: the slow tests launch two to four processes themselves, and more of them at once is not faster.
+PYTEST_ARGS ?=
+
+BIN := $(VENV)/bin
+CONSTRAINTS := $(if $(shell command -v nvidia-smi 2> /dev/null),,ci/constraints-cpu.txt)
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check \
+	$(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(PIP_ARGS)
+
+# More OpenMP threads than cores make the tests with several processes many times slower.
+export OMP_NUM_THREADS ?= 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help test lint format readme clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) VENV_ARGS= PIP_ARGS= PYTEST_ARGS="
+
+test: $(VENV)/.test  ## run the tests (makes .venv on first use)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
+	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
+		echo "$$command"; $(BIN)/$$command || failed=1; \
+	done; exit $$failed
+
+format: $(VENV)/.lint  ## let ruff reformat and mend what it can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+readme: $(VENV)/.test  ## write the generated blocks of README.md again
+	$(BIN)/python ci/readme.py
+
+clean:  ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	@echo "making $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
+
+$(VENV)/.test: pyproject.toml $(wildcard ci/constraints*.txt) | $(VENV)/bin/python
+	@echo "installing mismatch_plugin, its tests and megatron-core into $(VENV)" \
+		"($(if $(CONSTRAINTS),no GPU: torch of $(CONSTRAINTS),with GPU: torch as pip chooses it))"
+	$(PIP_INSTALL) --editable '.[megatron,test]'
+	@touch $@
+
+$(VENV)/.lint: $(VENV)/.test
+	@echo "installing ruff and pyright into $(VENV)"
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,62 @@
+"""Write the generated blocks of README.md again, or check that they are current.
+
+    python ci/readme.py            # writes
+    python ci/readme.py --check    # exits 1 with a diff where a block is stale
+
+A block stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `BLOCKS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from mismatch_plugin.explain import explain_table
+from mismatch_plugin.report.table import Table
+from mismatch_plugin.report.tables import TABLES
+
+README = Path(__file__).resolve().parent.parent / "README.md"
+BLOCKS: dict[str, Callable[[], Table]] = {**TABLES, "example": explain_table}
+
+_BLOCK = re.compile(r"(?P<start><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
+
+
+def render(text: str) -> str:
+    """`text` with every generated block made anew. Raises ValueError for a block that nothing generates."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        if name not in BLOCKS:
+            raise ValueError(f"generated block {name!r} is unknown: choose one of {', '.join(sorted(BLOCKS))}.")
+        return f"{match['start']}{BLOCKS[name]().to_markdown()}{match['end']}"
+
+    return _BLOCK.sub(block, text)
+
+
+def block_names(text: str) -> list[str]:
+    """The names of the generated blocks in `text`, in order."""
+    return [match["name"] for match in _BLOCK.finditer(text)]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit status."""
+    parser = argparse.ArgumentParser(description="Write the generated blocks of README.md again.")
+    parser.add_argument("--check", action="store_true", help="only say what is stale; exit 1 if anything is")
+    parser.add_argument("path", nargs="?", type=Path, default=README, help="the file (README.md)")
+    options = parser.parse_args(arguments)
+    old = options.path.read_text(encoding="utf-8")
+    new = render(old)
+    if not options.check:
+        options.path.write_text(new, encoding="utf-8")
+        return 0
+    name = options.path.name
+    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, f"{name} (generated)"))
+    return int(old != new)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,39 @@
+"""Correction of training-inference mismatch in RL post-training: importance weights, rejection, the four algorithms."""
+
+from mismatch_plugin import compat
+from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchWarning, PPOClip, Terms
+from mismatch_plugin.core.correction import Correction, correct
+from mismatch_plugin.core.health import HealthWarning, check_health
+from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.validity import InvalidLogProb, InvalidLogProbError
+from mismatch_plugin.criteria import Criterion, Rejection
+from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.presets import preset
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Correction",
+    "Criterion",
+    "HealthWarning",
+    "ImportanceSampling",
+    "InvalidLogProb",
+    "InvalidLogProbError",
+    "MismatchConfig",
+    "MismatchWarning",
+    "PPOClip",
+    "PackedSequences",
+    "PolicyLoss",
+    "Rejection",
+    "Statistics",
+    "Terms",
+    "__version__",
+    "add_arguments",
+    "check_health",
+    "compat",
+    "correct",
+    "policy_loss",
+    "preset",
+]

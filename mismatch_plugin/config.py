@@ -1,0 +1,347 @@
+"""The typed configuration: every setting of the correction, validated once, frozen afterwards.
+
+A setting's metadata (flag, unit, source, the peers' names for it) stands beside its definition; the argparse group
+(`flags.py`) and the README's table are generated from it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+
+from mismatch_plugin.criteria import Criterion, Rejection
+from mismatch_plugin.fields import (
+    described,
+    dotted_fields_set,
+    flag_names,
+    merge,
+    notes_on,
+    plain_error,
+    read_file,
+    spell,
+)
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+Level = Literal["token", "sequence", "geometric", "none"]
+Mode = Literal["truncate", "clip", "mask"]
+Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
+Denominator = Literal["auto", "accepted", "original"]
+Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
+MetricsLevel = Literal["off", "basic", "full"]
+
+ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
+
+
+class MismatchWarning(UserWarning):
+    """A setting that is legal but has no effect, or is outside the range in which it is known to work."""
+
+
+class ImportanceSampling(BaseModel):
+    """How importance weights are made from the ratio ρ = π_train / π_rollout (DESIGN 3.2, 3.3)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    mode: Mode = described(
+        "truncate",
+        "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
+        "mask = rejected (weight 0, out of the loss)",
+        flag="--tis-mode",
+        slime="tis_mode",
+        verl='rollout_is_threshold ("lo_hi" = mask)',
+        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop)",
+    )
+    level: Level = described(
+        "token",
+        "how ratios are aggregated: token, sequence (product), geometric (geometric mean); none = weight 1, REINFORCE "
+        "with rejection only",
+        flag="--tis-level",
+        slime="tis_level",
+        verl="rollout_is",
+        source="rollout-correction guide, 3.3",
+    )
+    lower_bound: float | None = described(
+        None,
+        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off",
+        flag="--tis-lower-bound",
+        unit="ratio",
+        slime="tis_lower_bound, tis_clip_low",
+        verl='rollout_is_threshold ("lo_hi")',
+        ge=0.0,
+    )
+    upper_bound: float = described(
+        2.0,
+        "upper bound hi of the aggregated ratio; inf means e^20",
+        flag="--tis-upper-bound",
+        unit="ratio",
+        slime="tis_upper_bound, tis_clip",
+        verl="rollout_is_threshold",
+        gt=0.0,
+    )
+    batch_normalize: bool = described(
+        False,
+        "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)",
+        flag="--tis-batch-normalize",
+        slime="tis_batch_normalize",
+        verl="rollout_is_batch_normalize",
+        source="rollout-correction guide, 3.6",
+    )
+    batch_normalize_scope: Scope = described(
+        "auto",
+        "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
+        "host gives",
+        flag="--tis-batch-normalize-scope",
+    )
+
+    @property
+    def lower(self) -> float:
+        """lo with its default filled in: 1/hi, clamped to e^-20."""
+        return 1.0 / self.upper if self.lower_bound is None else self.lower_bound
+
+    @property
+    def upper(self) -> float:
+        """hi, with inf replaced by the safety bound e^20."""
+        return min(self.upper_bound, math.exp(20.0))
+
+    @model_validator(mode="after")
+    def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
+        if self.lower > self.upper:
+            whose = f"{self.lower:g}" if self.lower_bound is not None else f"{self.lower:g} (1/hi, its default)"
+            template = (
+                f"<tis.lower_bound> {whose} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the other."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound", "tis.lower_bound"))
+        return self
+
+
+class PPOClip(BaseModel):
+    """The clipped surrogate of algorithms 0, 1 and 2."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    eps_clip_low: float = described(
+        0.2,
+        "ε of the lower clip bound 1 − ε",
+        flag="--mismatch-eps-clip-low",
+        slime="eps_clip",
+        verl="clip_ratio_low",
+        source="Schulman et al. 2017",
+        ge=0.0,
+        le=1.0,
+    )
+    eps_clip_high: float = described(
+        0.2,
+        "ε of the upper clip bound 1 + ε",
+        flag="--mismatch-eps-clip-high",
+        slime="eps_clip_high",
+        verl="clip_ratio_high",
+        source="Yu et al. 2025 (DAPO)",
+        ge=0.0,
+    )
+    dual_clip: float | None = described(
+        None,
+        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off",
+        flag="--mismatch-dual-clip",
+        slime="eps_clip_c",
+        verl="clip_ratio_c",
+        source="Ye et al. 2020",
+        gt=1.0,
+    )
+
+
+class Terms(BaseModel):
+    """Losses beside the policy term. The correction does not scale them: they run over the original `loss_mask`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    entropy_coef: float = described(
+        0.0,
+        "entropy bonus: −coef · entropy is added to the loss",
+        flag="--mismatch-entropy-coef",
+        unit="1/nat",
+        slime="entropy_coef",
+        verl="entropy_coeff",
+    )
+    kl_coef: float = described(
+        0.0,
+        "KL penalty to the reference policy",
+        flag="--mismatch-kl-coef",
+        unit="1/nat",
+        slime="kl_loss_coef",
+        verl="kl_loss_coef",
+        ge=0.0,
+    )
+    kl_type: KlType = described(
+        "low_var_kl",
+        "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
+        "k3 bounded to ±10",
+        flag="--mismatch-kl-type",
+        slime="kl_loss_type",
+        verl="kl_loss_type",
+        source="Schulman 2020, Approximating KL divergence",
+    )
+    kl_importance_weighted: bool = described(
+        False,
+        "multiply the KL penalty by the importance weight (unbiased under the rollout policy)",
+        flag="--mismatch-kl-importance-weighted",
+        source="DeepSeek-V3.2, arXiv 2512.02556",
+    )
+
+
+class MismatchConfig(BaseModel):
+    """Everything the correction does, in one frozen value.
+
+    Two flags choose the algorithm (`.algorithm`): 0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS.
+    Build it directly, or with `from_file`, `from_args`, `mismatch_plugin.preset`, `mismatch_plugin.compat`.
+
+    Raises: ValueError naming the field (or flag), the value and the mend, pydantic.ValidationError where it is built
+    directly; also where a setting given by hand would have no effect. Warns (MismatchWarning) where a setting is legal
+    but outside its known range.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    use_rollout_log_probs: bool = described(
+        False,
+        "use SGLang's log-probs as the old policy; no second forward pass",
+        flag="--use-rollout-log-probs",
+        aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
+        slime="use_rollout_logprobs",
+        verl="bypass_mode, bypass_old_logprob_for_rollout",
+    )
+    use_tis: bool = described(
+        False,
+        "apply training-inference importance sampling",
+        flag="--use-tis",
+        slime="use_tis",
+        verl="rollout_is (not null)",
+    )
+    tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
+    rs: Rejection = Field(default_factory=Rejection)
+    ppo: PPOClip = Field(default_factory=PPOClip)
+    terms: Terms = Field(default_factory=Terms)
+    denominator: Denominator = described(
+        "auto",
+        "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
+        "accepted wherever the plugin owns the denominator",
+        flag="--mismatch-denominator",
+    )
+    aggregation: Aggregation = described(
+        "token-mean",
+        "how token losses become one number",
+        flag="--mismatch-aggregation",
+        slime="calculate_per_token_loss",
+        verl="loss_agg_mode",
+        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm",
+    )
+    length_norm: float | None = described(
+        None,
+        "constant that divides each sequence's sum under seq-mean-token-sum",
+        flag="--mismatch-length-norm",
+        unit="tokens",
+        verl="seq-mean-token-sum-norm",
+        source="Liu et al. 2025 (Dr. GRPO)",
+        gt=0.0,
+    )
+    rollout_log_prob_policy: InvalidPolicy = described(
+        "error",
+        "what a rollout log-prob that is none (NaN, > 0, −inf or a floor, a 0.0 fill) does",
+        flag="--rollout-log-prob-policy",
+    )
+    metrics: MetricsLevel = described("basic", "off, the guide's metrics, or everything", flag="--mismatch-metrics")
+    dry_run: bool = described(
+        False, "compute weights and rejections, report them, apply none", flag="--mismatch-dry-run"
+    )
+    report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
+        None, "folder for the run's metrics and report", flag="--mismatch-report-dir"
+    )
+
+    @property
+    def algorithm(self) -> int:
+        """0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS (DESIGN 3.1)."""
+        return int(self.use_rollout_log_probs) + 2 * int(self.use_tis)
+
+    @property
+    def weighted(self) -> bool:
+        """True where importance weights multiply the loss (algorithms 2 and 3, but not level none)."""
+        return self.use_tis and self.tis.level != "none"
+
+    @property
+    def rejects(self) -> bool:
+        """True where some token or sequence may leave the loss."""
+        masks = self.weighted and self.tis.mode == "mask"
+        drops = self.rollout_log_prob_policy in ("drop-token", "drop-sequence")
+        return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
+
+    @property
+    def criteria(self) -> tuple[Criterion, ...]:
+        """`rs.criteria` with every bound filled in (a missing ratio bound is the TIS upper bound, DESIGN 3.4)."""
+        inherited = self.tis.upper_bound if self.weighted else None
+        return tuple(criterion.resolved(inherited) for criterion in self.rs.criteria)
+
+    @model_validator(mode="after")
+    def _means_something(self, info: ValidationInfo) -> MismatchConfig:
+        if self.tis.level == "none" and self.algorithm != 3:
+            template = (
+                "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: "
+                "set both, or choose token, sequence or geometric."
+            )
+            raise ValueError(spell(template, info, "tis.level"))
+        names = [criterion.name for criterion in self.criteria]  # raises where a bound is missing
+        if len(set(names)) < len(names):
+            raise ValueError(f"rs.criteria names the same criterion twice ({', '.join(names)}): give each one once.")
+        for note in notes_on(self, info):  # raises where a setting given by hand has no effect
+            warnings.warn(note, MismatchWarning, stacklevel=2)
+        return self
+
+    @classmethod
+    def build(
+        cls, data: Mapping[str, Any], by_hand: Collection[str] = (), flags: Collection[str] = ()
+    ) -> MismatchConfig:
+        """Build from nested settings, of which only the dotted paths in `by_hand` were asked for by a person.
+
+        What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
+        a MismatchWarning. flags: those paths of `by_hand` that errors shall name as flags.
+        Raises: ValueError, one sentence a fault.
+        """
+        context = {"by_hand": by_hand, "typed": flags, "flags": flag_names(cls)}
+        try:
+            return cls.model_validate(data, context=context)
+        except ValidationError as error:
+            raise plain_error(error, cls, flags) from None
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MismatchConfig:
+        """Read a YAML or JSON file with this model's fields, and optionally `preset: NAME` to start from."""
+        return cls._layered(None, read_file(path), {})
+
+    @classmethod
+    def from_args(cls, namespace: Namespace) -> MismatchConfig:
+        """Build from a parsed argparse namespace (see `add_arguments`): flag over file over preset."""
+        from mismatch_plugin.flags import given_flags
+
+        flags = given_flags(namespace)
+        file = flags.pop("config", None)
+        return cls._layered(flags.pop("preset", None), read_file(file) if file else {}, flags)
+
+    @classmethod
+    def _layered(cls, preset: str | None, file: dict[str, Any], flags: dict[str, Any]) -> MismatchConfig:
+        from mismatch_plugin.presets import preset as build_preset
+
+        name = preset or file.pop("preset", None)
+        file.pop("preset", None)
+        base = {}
+        if name:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MismatchWarning)  # the merged configuration says what still holds
+                base = build_preset(name).model_dump(exclude_unset=True)
+        typed = dotted_fields_set(flags)
+        return cls.build(merge(merge(base, file), flags), dotted_fields_set(file) | typed, typed)

@@ -1,0 +1,313 @@
+"""What a batch adds to the step's statistics: token columns summed per sequence, then rows summed over sequences.
+
+A row holds one number a sequence: mostly the mean of a token quantity over its response tokens. One matrix product
+sums every row under both measures, `tokens` and `sequences`; so the number of kernels does not grow with N.
+Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and keeps its digits when the two engines nearly agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial, reduce
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.diagnostics import full_diagnostics
+from mismatch_plugin.core.levels import SAFETY_BOUND, aggregate_log_ratio, bounded_exp
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.statistics import Locator, Statistics
+from mismatch_plugin.core.tokens import Tokens
+from mismatch_plugin.core.validity import KINDS, count_kinds, find_invalid
+from mismatch_plugin.core.weights import batch_factor
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+MAX_CENTERED = 100.0
+"""Upper bound up to which clamped ratios are carried as ρ − 1; beyond it 1 + (ρ − 1) would cancel for small ρ."""
+_RATIO_ROWS = ("ratio", "clamped", "clamped_squared", "high", "low")
+
+
+def any_of(verdicts: list[Tensor | None]) -> Tensor | None:
+    """OR of the verdicts that exist; None where there is none."""
+    given = [verdict for verdict in verdicts if verdict is not None]
+    return reduce(torch.logical_or, given) if given else None
+
+
+class Stage:
+    """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences.
+
+    `outside` marks what a criterion or mask mode rejects; `masked` is any of these, `rejected` also a dropped defect.
+    """
+
+    def __init__(self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, train_T: Tensor) -> None:
+        self.config, self.packed, self.tokens = config, packed, tokens
+        self.level = config.tis.level if config.tis.level != "none" else "token"
+        # std and ESS are of ρ clamped to [1/hi, hi], carried as ρ − 1 where token sums are in low precision.
+        self.center = 1.0 if self.level == "token" and config.tis.upper <= MAX_CENTERED else 0.0
+        self.measured = config.metrics != "off" and tokens.code is not None
+        self.weights_T: Tensor | None = None
+        self.weights_N: Tensor | None = None
+        self.outside_mode_T: Tensor | None = None
+        self.outside_mode_N: Tensor | None = None
+        self.outside_criteria_T: dict[str, Tensor] = {}
+        self.outside_N: dict[str, Tensor] = {}
+        self.sums_N: dict[str, Tensor] = {}
+        self.means_N: dict[str, Tensor] = {}
+        self.maxima_N: dict[str, Tensor] = {}
+        self.tokens_N: Tensor
+        self.kept_N: Tensor
+        self.keep_T: Tensor
+        self.factor: Tensor | float | None = None  # what batch normalisation divides the weights by
+        self.locators: tuple[Locator, ...] = ()
+        rollout = packed.rollout_log_probs
+        if config.rollout_log_prob_policy == "error" and rollout is not None:
+            locate = partial(find_invalid, train_T, rollout, packed.loss_mask, packed.lengths, packed.sequence_ids)
+            self.locators = (locate,)
+
+    @property
+    def masks_tokens(self) -> bool:
+        """True where criteria or mask mode reject single tokens."""
+        return bool(self.outside_criteria_T) or self.outside_mode_T is not None
+
+    def read(self, names: tuple[str, ...], partials_KN: Tensor) -> None:
+        """Take the reduced sums per sequence, and form the means over response tokens (0 where there is none)."""
+        self.sums_N = dict(zip(names, partials_KN.unbind(0), strict=True))
+        self.tokens_N = self.sums_N["tokens"]
+        self.means_KN = partials_KN / self.tokens_N.clamp(min=1)
+        self.means_N = dict(zip(names, self.means_KN.unbind(0), strict=True))
+
+    def aggregated(self) -> Tensor:
+        """The diagnostics' aggregated log-ratio, unclamped: [T] at token level, else [N]."""
+        return aggregate_log_ratio(self.level, self.tokens.log_ratio, self.sums_N["log_ratio"], self.tokens_N)
+
+    def batch_factor(self) -> Tensor:
+        """Mean weight of this batch (0-d, float64), the same on every rank of a context-parallel group."""
+        rows = self.unit_rows()
+        measure = self.tokens_N if self.level == "token" else (self.tokens_N > 0).double()
+        return batch_factor(rows["weight_unit"].dot(measure), rows["units"].dot(measure))
+
+    def unit_rows(self) -> dict[str, Tensor]:
+        """Rows whose sums batch normalisation divides: weights before it, and the units they are averaged over."""
+        ones = torch.ones_like(self.tokens_N)
+        if self.weights_N is not None:
+            units = ones if self.outside_mode_N is None else ones.masked_fill_(self.outside_mode_N, 0.0)
+            return {"weight_unit": self.weights_N, "units": units}
+        units = ones if self.outside_mode_T is None else ones - self.means_N["outside_mode"]
+        return {"weight_unit": self.means_N["weight_unit"], "units": units}
+
+
+def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[tuple[str, Tensor]]:
+    """(name, [T]) columns to be summed per sequence, 0 at padding; one at a time, so that few live at once.
+
+    train, rollout and log_ratio come first: `_rows` takes them as one slice.
+    """
+    config, tokens = stage.config, stage.tokens
+    log_ratio = tokens.log_ratio
+    if stage.measured:
+        yield "train", tokens.train
+        yield "rollout", tokens.rollout
+    yield "log_ratio", log_ratio
+    yield "tokens", stage.packed.loss_mask
+    if rejected_T is not None:
+        yield "rejected", rejected_T
+    if stage.weights_T is not None:
+        if config.tis.batch_normalize:
+            yield "weight_unit", stage.weights_T
+            if stage.outside_mode_T is not None:
+                yield "outside_mode", stage.outside_mode_T
+        if config.metrics != "off":
+            weight = stage.weights_T if rejected_T is None else stage.weights_T.masked_fill(rejected_T, 0.0)
+            yield "weight", weight
+            weight = weight.square()
+            yield "weight_squared", weight
+            del weight
+    if config.metrics == "off":
+        return
+    if masked_T is not None and masked_T is not rejected_T:
+        yield "masked", masked_T
+    for name, outside in stage.outside_criteria_T.items():
+        if outside is not masked_T:
+            yield f"out_{name}", outside
+    if not stage.measured:
+        return
+    bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    ratio = bounded.expm1()
+    yield "k3", torch.sub(ratio, bounded, out=bounded)
+    del bounded
+    yield "chi2", (ratio + 2.0).mul_(ratio)  # ρ² − 1 = (ρ − 1)(ρ + 1)
+    if stage.level == "token":
+        yield from _ratio_rows(stage, log_ratio, ratio, tokens.padding)
+
+
+def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
+    """The batch's sums and maxima. One matrix product and one maximum over [K, N]; no host sync.
+
+    counts_sequences: False on the ranks of a context-parallel group that leave the counting to another one.
+    """
+    has = stage.tokens_N > 0
+    rows = _rows(stage)
+    totals = torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T
+    if not counts_sequences:
+        totals = torch.zeros_like(totals)
+    names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
+    values = [totals.flatten()]
+    maxima = _maxima(stage, has)
+    if stage.tokens.code is not None:
+        names += [f"invalid_{kind}" for kind in KINDS]
+        values.append(count_kinds(stage.tokens.code))
+    if stage.measured and stage.config.metrics == "full":
+        sums, extra = full_diagnostics(stage, counts_sequences)
+        maxima |= extra
+        for name, value in sums.items():
+            names += [f"{name}[{index}]" for index in range(value.numel())]
+            values.append(value)
+    maximum_names: list[str] = []
+    for name, value in maxima.items():
+        maximum_names += [name] if value.dim() == 0 else [f"{name}[{index}]" for index in range(value.numel())]
+    flat = [value.reshape(-1) for value in maxima.values()]
+    maximum_values = torch.cat(flat).double() if flat else totals.new_zeros(0)
+    return Statistics(
+        torch.cat(values), maximum_values, tuple(names), tuple(maximum_names), stage.config, stage.locators
+    )
+
+
+def _rows(stage: Stage) -> dict[str, Tensor]:
+    """One number a sequence, all finite; a sequence without response tokens is weighed 0 by both measures."""
+    config, means = stage.config, stage.means_N
+    kept = stage.kept_N / stage.tokens_N.clamp(min=1)
+    rows = {"one": torch.ones_like(kept), "kept": kept, "kept_any": kept > 0}
+    if config.weighted and config.tis.batch_normalize:
+        rows |= stage.unit_rows()
+    if config.metrics == "off":
+        return rows
+    rows |= _rejection_rows(stage)
+    rows |= _weight_rows(stage, kept)
+    if not stage.measured:
+        return rows
+    # exp of −mean log-prob, and of minus the mean log-ratio: the perplexities and their ratio.
+    perplexities = stage.means_KN[:3].neg().clamp_(max=SAFETY_BOUND).exp_()
+    rows |= {name: means[name] for name in ("train", "rollout", "log_ratio", "k3", "chi2")}
+    rows |= dict(zip(("training_ppl", "rollout_ppl", "ppl_ratio"), perplexities.unbind(0), strict=True))
+    rows["log_ratio_abs"] = means["log_ratio"].abs()
+    doubled = 2.0 * stage.sums_N["log_ratio"]
+    rows["chi2_seq"] = doubled.clamp_(-2 * SAFETY_BOUND, 2 * SAFETY_BOUND).expm1_()
+    if stage.level == "token":
+        ratio_rows = {name: means[name] for name in _RATIO_ROWS}
+        upper, lower = config.tis.upper - 1.0, config.tis.lower - 1.0
+        rows |= {"seq_high": ratio_rows["ratio"] > upper, "seq_low": ratio_rows["ratio"] < lower}
+    else:
+        log_ratio = stage.aggregated()
+        ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
+        ratio_rows = dict(_ratio_rows(stage, log_ratio, ratio, None))
+    rows |= ratio_rows
+    rows["ratio_squared"] = ratio_rows["ratio"].square()
+    return rows
+
+
+def _ratio_rows(
+    stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor | None
+) -> Iterator[tuple[str, Tensor]]:
+    """ρ − 1; c − center with c = ρ clamped to [1/hi, hi]; its square; whether l is above or below the bounds.
+
+    [T] with padding, where everything must be 0, or [N].
+    """
+    tis = stage.config.tis
+
+    def cleared(value: Tensor, is_zero: bool) -> Tensor:
+        return value if padding is None or is_zero else value.masked_fill_(padding, 0)
+
+    yield "ratio", ratio
+    if stage.center:
+        clamped = ratio.clamp(1.0 / tis.upper - 1.0, tis.upper - 1.0)
+    else:
+        clamped = bounded_exp(log_ratio).clamp_(1.0 / tis.upper, tis.upper)
+    clamped = cleared(clamped, stage.center > 0 and tis.upper >= 1.0)
+    yield "clamped", clamped
+    yield "clamped_squared", clamped.square()
+    yield "high", cleared(log_ratio > math.log(tis.upper), tis.upper >= 1.0)
+    yield "low", cleared(log_ratio < (math.log(tis.lower) if tis.lower > 0 else -math.inf), tis.lower <= 1.0)
+
+
+def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used, Σ over kept tokens divided by all tokens of the sequence.
+
+    They stand before batch normalisation, which the metrics apply from the merged sums; but for the scope micro_batch,
+    whose factors differ, after it.
+    """
+    if stage.weights_N is not None:
+        weight = stage.weights_N * kept
+        squared = stage.weights_N * weight
+    elif stage.weights_T is not None:
+        used = kept > 0
+        weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
+    else:
+        return {}
+    weight, squared = _normalized(stage, weight), _normalized(stage, _normalized(stage, squared))
+    return {"weight": weight, "weight_squared": squared, "seq_weight_squared": weight.square()}
+
+
+def _normalized(stage: Stage, values: Tensor) -> Tensor:
+    scoped = stage.factor is not None and stage.config.tis.batch_normalize_scope == "micro_batch"
+    return values / stage.factor if scoped else values
+
+
+def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
+    """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
+    rows: dict[str, Tensor] = {}
+    masked_N = any_of([stage.outside_N[c.name] for c in stage.config.criteria if c.aggregate != "token"])
+    masked_N = any_of([masked_N, stage.outside_mode_N])
+    masked = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.masks_tokens else None)
+    if masked is not None:
+        rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
+        rows["masked_any"] = rows["masked"] > 0
+    elif masked_N is not None:
+        rows |= {"masked": masked_N, "masked_any": masked_N}
+    for criterion in stage.config.criteria:
+        if criterion.aggregate == "token":
+            assert masked is not None
+            rows[f"out_{criterion.name}"] = stage.means_N.get(f"out_{criterion.name}", masked)
+        else:
+            rows[f"out_{criterion.name}"] = stage.outside_N[criterion.name]
+    if stage.config.rs.veto_threshold is not None:
+        rows |= {"vetoed": stage.outside_N["veto"], "catastrophic": stage.means_N["catastrophic"]}
+    return rows
+
+
+def _maxima(stage: Stage, has: Tensor) -> dict[str, Tensor]:
+    """0-d maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is nothing."""
+    if stage.config.metrics == "off":
+        return {}
+    both, above = {}, {}
+    if stage.measured:
+        both["log_ratio_seq"] = stage.means_N["log_ratio"]
+        if stage.level == "token":
+            both["ratio_seq"] = stage.means_N["ratio"]
+        else:
+            both["log_aggregate"] = stage.aggregated()
+    if stage.weights_N is not None:
+        above["weight"] = _normalized(stage, stage.weights_N.masked_fill(stage.kept_N == 0, 0.0))
+    maxima = _extremes(both, above, has.logical_not())
+    if stage.measured and stage.level == "token":
+        maxima |= _extremes({"log_aggregate": stage.tokens.log_ratio}, {}, stage.tokens.padding)
+    if stage.weights_T is not None:
+        maxima |= _extremes({}, {"weight": _normalized(stage, stage.weights_T * stage.keep_T)}, stage.tokens.padding)
+    return maxima
+
+
+def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> dict[str, Tensor]:
+    """Maxima of all rows and negated minima of the first kind, over what is not absent."""
+    rows = [*both.values(), *above.values()]
+    if not rows:
+        return {}
+    names = [*both, *above, *(f"-{name}" for name in both)]
+    if absent.numel() == 0:
+        return {name: rows[0].new_full((), -torch.inf) for name in names}
+    values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
+    parts = [values.masked_fill(absent, -torch.inf).amax(1)]
+    if both:
+        parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
+    return dict(zip(names, torch.cat(parts).unbind(0), strict=True))

@@ -1,0 +1,175 @@
+"""`correct`: from log-probs to importance weights, accepted tokens and mergeable statistics (DESIGN 3.2 to 3.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.collect import Stage, any_of, collect_statistics, token_columns
+from mismatch_plugin.core.levels import segment_max, segment_sum, spread
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.tokens import Tokens, select_tokens
+from mismatch_plugin.core.validity import invalid_error
+from mismatch_plugin.core.weights import bound_weight
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+
+class SequenceGroups(Protocol):
+    """What ring 1 needs to know of context parallelism: two reductions, and who counts a sequence."""
+
+    @property
+    def counts_sequences(self) -> bool:
+        """True on the one rank of the group that counts each sequence."""
+        ...
+
+    def sum(self, partials: Tensor) -> Tensor:
+        """Sum over the ranks that hold parts of the same sequences; may work in place."""
+        ...
+
+    def max(self, partials: Tensor) -> Tensor:
+        """Maximum over the same ranks; may work in place."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Correction:
+    """weights [T]: importance weights, 0 at padding and where mask mode rejects. keep [T]: 1 where a token stays in
+    the loss, else 0. Both in the log-probs' dtype, without gradient; the loss is multiplied by `weights · keep`.
+
+    tokens: the selected log-probs. tokens_N, kept_N [N]: response tokens of each whole sequence, and how many of them
+    stay (float64). factor: the mean that batch normalisation divided by, None without it.
+    """
+
+    weights: Tensor
+    keep: Tensor
+    statistics: Statistics
+    tokens: Tokens = field(repr=False)
+    tokens_N: Tensor = field(repr=False)
+    kept_N: Tensor = field(repr=False)
+    factor: Tensor | float | None = None
+
+
+def correct(
+    packed: PackedSequences,
+    config: MismatchConfig,
+    groups: SequenceGroups | None = None,
+    batch_factor: Tensor | float | None = None,
+) -> Correction:
+    """Importance weights, accepted tokens and statistics of a batch.
+
+    The training side is `packed.train_log_probs`, or `old_log_probs` where that is absent. l_t = log π_train −
+    log π_rollout on the loss mask and 0 elsewhere; then level, mode, batch normalisation, criteria and veto.
+
+    groups: context-parallel reductions; None means whole sequences here.
+    batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
+        None takes the mean over this batch. Unused without batch normalisation.
+    Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
+    Host syncs: none. Gradient: none.
+    Raises: ValueError where log-probs are missing; InvalidLogProbError where the packed data were found to hold
+        rollout log-probs that are none and the policy is `error` (data on a device are reported by `metrics()`).
+    """
+    train = packed.train_log_probs if packed.train_log_probs is not None else packed.old_log_probs
+    if train is None:
+        raise ValueError("train_log_probs is missing: correct needs the training side's log-probs of the same tokens.")
+    return compute_correction(train.detach(), packed, config, groups, batch_factor)
+
+
+@torch.no_grad()
+def compute_correction(
+    train_T: Tensor,
+    packed: PackedSequences,
+    config: MismatchConfig,
+    groups: SequenceGroups | None,
+    batch_factor: Tensor | float | None,
+) -> Correction:
+    """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ)."""
+    _refuse_missing(packed, config)
+    tokens = select_tokens(train_T, packed)
+    stage = Stage(config, packed, tokens, train_T)
+    tis = config.tis
+
+    # Decisions and weights that need one token only.
+    stage.outside_criteria_T = reject_tokens(config, tokens)
+    if config.weighted and stage.level == "token":
+        weights_T, stage.outside_mode_T = bound_weight(tokens.log_ratio, tis.mode, tis.lower, tis.upper)
+        stage.weights_T = weights_T.mul_(tokens.mask)
+    masked_T = any_of([*stage.outside_criteria_T.values(), stage.outside_mode_T])
+    dropped_T = tokens.defective if config.rollout_log_prob_policy == "drop-token" else None
+    rejected_T = any_of([masked_T, dropped_T])
+
+    # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
+    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens))
+    stage.read(*_reduce_sums(columns, packed.offsets, groups))
+    stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
+
+    # Decisions and weights that need the whole sequence.
+    stage.outside_N = reject_sequences(config, stage.sums_N, stage.means_N, stage.maxima_N)
+    if config.weighted and stage.level != "token":
+        stage.weights_N, stage.outside_mode_N = bound_weight(stage.aggregated(), tis.mode, tis.lower, tis.upper)
+    rejected_N = any_of([*stage.outside_N.values(), stage.outside_mode_N])
+    stage.kept_N = stage.tokens_N if rejected_T is None else stage.tokens_N - stage.sums_N["rejected"]
+    if rejected_N is not None:
+        stage.kept_N = stage.kept_N.masked_fill(rejected_N, 0.0)
+
+    # Back to tokens.
+    mask, index = tokens.mask, packed.sequence_index
+    keep = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
+    if rejected_N is not None:
+        keep = keep.masked_fill(spread(rejected_N, index), 0.0)
+    stage.keep_T = keep
+    if config.weighted and tis.batch_normalize:
+        stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
+    statistics = collect_statistics(stage, counts_sequences=groups is None or groups.counts_sequences)
+    if config.dry_run:
+        return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N)
+    weights = mask
+    if stage.weights_T is not None:
+        weights = stage.weights_T
+    elif stage.weights_N is not None:
+        weights = mask * spread(stage.weights_N.to(mask.dtype), index)
+    if stage.factor is not None:
+        weights = weights / stage.factor
+    return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor)
+
+
+def _refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
+    if packed.rollout_log_probs is None and (config.algorithm != 0 or config.rejects):
+        raise ValueError(
+            f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
+            f"the rollout engine returned (SGLang: return_logprob)."
+        )
+    if packed.invalid and config.rollout_log_prob_policy == "error":
+        raise invalid_error(packed.invalid)
+
+
+def _reduce_sums(
+    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
+) -> tuple[tuple[str, ...], Tensor]:
+    """Names, and Σ over each whole sequence of every column, [K, N] float64. Each column is freed once it is summed."""
+    sums = {}
+    for name, column in columns:
+        sums[name] = segment_sum(column, offsets)
+    partials = torch.stack(list(sums.values()))
+    return tuple(sums), partials if groups is None else groups.sum(partials)
+
+
+def _reduce_maxima(
+    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
+) -> dict[str, Tensor]:
+    maxima = {name: segment_max(column, offsets) for name, column in columns}
+    if not maxima:
+        return {}
+    values = list(maxima.values())
+    partials = torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)
+    if groups is not None:
+        partials = groups.max(partials)
+    return dict(zip(maxima, partials.unbind(0), strict=True))

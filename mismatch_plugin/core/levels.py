@@ -1,0 +1,50 @@
+"""Sums and maxima over sequences of a packed tensor, and the three levels at which ratios are aggregated.
+
+Reference for the levels: rollout-correction guide, section 3.3; Liu & Li et al. 2025, "When Speed Kills Stability".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SAFETY_BOUND = 20.0
+"""Log-ratios are clamped to ±20 before `exp`: e^20 ≈ 4.9e8 is finite in every dtype used here."""
+
+
+def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
+    """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0.
+
+    In float64 (a float32 sum over a long response loses three digits); bool is counted in float32, exact to 16 million.
+    """
+    wide = values_T.float() if values_T.dtype == torch.bool else values_T.double()
+    return torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True)
+
+
+def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:
+    """Maximum over each sequence: [T] → [N]. One kernel; an empty sequence gives −inf."""
+    return torch.segment_reduce(values_T, "max", offsets=offsets, unsafe=True)
+
+
+def spread(values_N: Tensor, sequence_index_T: Tensor) -> Tensor:
+    """Each sequence's value at each of its tokens: [N] → [T]. One kernel."""
+    return values_N.index_select(0, sequence_index_T)
+
+
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(l, −20, 20)): the safety bound (DESIGN 3.2). Two kernels."""
+    return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
+
+
+def aggregate_log_ratio(level: str, log_ratio_T: Tensor, sum_N: Tensor, count_N: Tensor) -> Tensor:
+    """The aggregated log-ratio of a level, unclamped.
+
+    token: l_t, [T] · sequence: Σ m l, [N] · geometric: Σ m l / Σ m, [N] (0 for a sequence without response tokens).
+    """
+    if level == "token":
+        return log_ratio_T
+    if level == "sequence":
+        return sum_N
+    if level == "geometric":
+        return sum_N / count_N.clamp(min=1)
+    raise ValueError(f"level {level!r} is unknown: choose token, sequence or geometric.")

@@ -1,0 +1,250 @@
+"""Ragged sequences as flat tensors with offsets: the form in which everything here computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
+
+_INTEGER_FIELDS = ("positions", "weight_versions")
+_TOKEN_FIELDS = (
+    "train_log_probs",
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "entropy",
+    *_INTEGER_FIELDS,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSequences:
+    """N sequences, one after the other, T tokens in all. Build with `from_lists` or `from_padded`, or directly.
+
+    loss_mask [T] bool: response tokens that train. lengths: tokens of each sequence on this rank, on the host.
+    The rest is optional, [T], floating point of at least float32:
+    rollout_log_probs (log π_rollout) · train_log_probs (log π of the diagnostics' training side, for `correct`) ·
+    old_log_probs (log π_old) · ref_log_probs · advantages · entropy (nats; may carry gradient) ·
+    positions (index of the token in its response, integer; under context parallelism the global one) ·
+    weight_versions (integer). rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the
+    data was still on the CPU (DESIGN 3.7).
+    """
+
+    loss_mask: Tensor
+    lengths: tuple[int, ...]
+    rollout_log_probs: Tensor | None = None
+    train_log_probs: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    entropy: Tensor | None = None
+    positions: Tensor | None = None
+    weight_versions: Tensor | None = None
+    rewards: Tensor | None = None
+    sequence_ids: tuple[object, ...] = ()
+    invalid: tuple[InvalidLogProb, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        tokens = sum(self.lengths)
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask has dtype {self.loss_mask.dtype}: pass a bool tensor (mask != 0).")
+        for name in ("loss_mask", *_TOKEN_FIELDS):
+            value = getattr(self, name)
+            if value is not None and value.shape != (tokens,):
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, but lengths add up to {tokens} tokens: pass one flat "
+                    f"value a token."
+                )
+            if value is not None and name in _TOKEN_FIELDS and value.dtype in (torch.bfloat16, torch.float16):
+                object.__setattr__(self, name, value.float())
+        if not self.sequence_ids:
+            object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
+        elif len(self.sequence_ids) != len(self.lengths):
+            raise ValueError(f"sequence_ids has {len(self.sequence_ids)} names for {len(self.lengths)} sequences.")
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """[N + 1] int64: sequence i holds tokens offsets[i] to offsets[i + 1]."""
+        return torch.tensor([0, *self.lengths], device=self.loss_mask.device).cumsum(0)
+
+    @cached_property
+    def sequence_index(self) -> Tensor:
+        """[T] int32: the sequence of each token."""
+        order = torch.arange(len(self.lengths), dtype=torch.int32, device=self.loss_mask.device)
+        return torch.repeat_interleave(order, self.offsets.diff(), output_size=sum(self.lengths))
+
+    @cached_property
+    def response_positions(self) -> Tensor:
+        """[T] integer: `positions`, or the index inside the local sequence."""
+        if self.positions is not None:
+            return self.positions
+        tokens = torch.arange(sum(self.lengths), device=self.loss_mask.device)
+        return tokens - self.offsets.index_select(0, self.sequence_index)
+
+    def replace(self, **changes: Any) -> PackedSequences:
+        """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device."""
+        copy = replace(self, **changes)
+        if copy.lengths == self.lengths:
+            kept = {name: self.__dict__[name] for name in ("offsets", "sequence_index") if name in self.__dict__}
+            copy.__dict__.update(kept)
+        return copy
+
+    def prepared(self) -> PackedSequences:
+        """This batch with its offsets made now, at data preparation, and not in the middle of the loss."""
+        assert self.offsets is not None and self.sequence_index is not None
+        return self
+
+    def to(self, device: torch.device | str) -> PackedSequences:
+        """A copy with every tensor on `device`; this one where they are there already."""
+        if self.loss_mask.device == torch.device(device):
+            return self
+        tensors = {item.name: getattr(self, item.name) for item in fields(self)}
+        return replace(self, **{name: v.to(device) for name, v in tensors.items() if isinstance(v, Tensor)})
+
+    def unpack(self, values_T: Tensor) -> list[Tensor]:
+        """[T] (or [T, …]) → one tensor a sequence (views)."""
+        return list(values_T.split(list(self.lengths)))
+
+    def to_padded(self, values_T: Tensor, padding: float = 0.0) -> Tensor:
+        """[T] → [N, longest], filled up with `padding`."""
+        if not self.lengths:
+            return values_T.new_zeros((0, 0))
+        return torch.nn.utils.rnn.pad_sequence(self.unpack(values_T), batch_first=True, padding_value=padding)
+
+    @classmethod
+    def from_lists(
+        cls,
+        train_log_probs: Sequence[Any] | None = None,
+        rollout_log_probs: Sequence[Any] | None = None,
+        loss_masks: Sequence[Any] | None = None,
+        *,
+        advantages: Sequence[Any] | None = None,
+        old_log_probs: Sequence[Any] | None = None,
+        ref_log_probs: Sequence[Any] | None = None,
+        entropy: Sequence[Any] | None = None,
+        positions: Sequence[Any] | None = None,
+        weight_versions: Sequence[Any] | None = None,
+        rewards: Sequence[Any] | None = None,
+        sequence_ids: Sequence[object] | None = None,
+    ) -> PackedSequences:
+        """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
+
+        advantages may hold one number a sequence. Half precision becomes float32, float64 stays.
+        On CPU data the rollout log-probs are checked here (DESIGN 3.7); what is found stands in `.invalid`.
+        Raises ValueError naming the sample and both lengths where two entries disagree.
+        """
+        if loss_masks is None:
+            raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
+        ids = tuple(sequence_ids) if sequence_ids is not None else tuple(range(len(loss_masks)))
+        for name, values in (("sequence_ids", ids), ("rewards", rewards)):
+            if values is not None and len(values) != len(loss_masks):
+                raise ValueError(
+                    f"{name} has {len(values)} entries, loss_masks {len(loss_masks)}: pass one entry a sequence."
+                )
+        lengths = tuple(len(mask) for mask in loss_masks)
+        given = {
+            "train_log_probs": train_log_probs,
+            "rollout_log_probs": rollout_log_probs,
+            "old_log_probs": old_log_probs,
+            "ref_log_probs": ref_log_probs,
+            "advantages": advantages,
+            "entropy": entropy,
+            "positions": positions,
+            "weight_versions": weight_versions,
+        }
+        fields: dict[str, Any] = {
+            name: _flatten(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)
+            for name, values in given.items()
+            if values is not None
+        }
+        mask = _flatten("loss_masks", loss_masks, lengths, ids)
+        if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
+            odd = mask[(mask != 0) & (mask != 1)][0]
+            raise ValueError(f"loss_masks holds {odd:g}: a mask is 1 where a token trains and 0 elsewhere.")
+        fields = {name: value.to(mask.device) for name, value in fields.items()}
+        if rewards is not None:
+            fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
+        packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, **fields)
+        return packed._checked()
+
+    @classmethod
+    def from_padded(
+        cls,
+        train_log_probs: Tensor | None = None,
+        rollout_log_probs: Tensor | None = None,
+        loss_masks: Tensor | None = None,
+        *,
+        lengths: Sequence[int] | None = None,
+        **fields: Tensor | None,
+    ) -> PackedSequences:
+        """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
+        long and padding must have loss_mask 0. advantages and rewards may be [B]."""
+        if loss_masks is None or loss_masks.dim() != 2:
+            shape = None if loss_masks is None else tuple(loss_masks.shape)
+            raise ValueError(f"loss_masks has shape {shape}: from_padded takes [batch, length] tensors.")
+        batch, width = loss_masks.shape
+        keep = [width] * batch if lengths is None else [int(length) for length in lengths]
+        if len(keep) != batch or any(not 0 <= length <= width for length in keep):
+            raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
+        given: dict[str, Any] = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, **fields}
+        rows: dict[str, Any] = {}
+        for name, value in given.items():
+            if value is None or name in ("sequence_ids", "rewards"):
+                rows[name] = value
+            elif value.dim() == 1 and name == "advantages":
+                rows[name] = list(value)
+            elif tuple(value.shape) != (batch, width):
+                raise ValueError(
+                    f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: they must agree."
+                )
+            else:
+                rows[name] = [row[:length] for row, length in zip(value, keep, strict=True)]
+        return cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
+
+    def _checked(self) -> PackedSequences:
+        rollout = self.rollout_log_probs
+        if rollout is None or rollout.device.type != "cpu":
+            return self
+        train = self.train_log_probs if self.train_log_probs is not None else self.old_log_probs
+        train = torch.zeros_like(rollout) if train is None else train.detach()
+        found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
+        object.__setattr__(self, "invalid", found)
+        return self
+
+
+def _flatten(
+    name: str, values: Sequence[Any], lengths: tuple[int, ...], ids: tuple[object, ...], integer: bool = False
+) -> Tensor:
+    if len(values) != len(lengths):
+        raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
+    rows = []
+    for row, length, label in zip(values, lengths, ids, strict=True):
+        tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
+        if tensor.dim() == 0 and name == "advantages":
+            tensor = tensor.expand(length)
+        if tensor.shape != (length,):
+            raise ValueError(
+                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: the two "
+                f"must cover the same response tokens."
+            )
+        rows.append(tensor)
+    if not rows:
+        return torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
+    flat = torch.cat(rows)
+    if integer:
+        return flat.long()
+    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+
+
+def _tensor(row: Any, integer: bool) -> Tensor:
+    if isinstance(row, (list, tuple)):
+        row = [float("nan") if item is None else item for item in row]
+        return torch.tensor(row, dtype=torch.int64 if integer else None)
+    return torch.as_tensor(row)

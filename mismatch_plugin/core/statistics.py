@@ -1,0 +1,102 @@
+"""Mergeable state of a step's diagnostics: sums, counts and maxima that any split of the step adds up to.
+
+Nothing here is a mean, a deviation or a quantile: those are formed last, by `metrics.py`, from the merged state. So
+every figure is the same however the step was cut into micro-batches and ranks (DESIGN 3.8).
+
+A sum is named `quantity@measure`: the quantity is a mean over the response tokens of a sequence, and the measure weighs
+the sequences: `tokens` by their response tokens, `sequences` by 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.validity import DEFECTS, InvalidLogProb, invalid_error
+from mismatch_plugin.core.weights import batch_factor
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+Locator = Callable[[], tuple[InvalidLogProb, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Sums [S] and maxima [M], float64, on the device; their names, fixed by the configuration.
+
+    `locators` find the place of an invalid log-prob; they run only when one was counted and the policy is `error`.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    config: MismatchConfig
+    locators: tuple[Locator, ...] = field(default=(), repr=False)
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The state of both together. Raises ValueError where they come from different configurations."""
+        if self.sum_names != other.sum_names or self.maximum_names != other.maximum_names:
+            raise ValueError("these statistics come from different configurations: merge those of one step only.")
+        return Statistics(
+            self.sums + other.sums,
+            torch.maximum(self.maxima, other.maxima),
+            self.sum_names,
+            self.maximum_names,
+            self.config,
+            self.locators + other.locators,
+        )
+
+    def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
+        """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
+        return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
+
+    def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
+        """This state with further 0-d sums appended."""
+        values = torch.stack([value.detach().double() for value in extra.values()])
+        names = (*self.sum_names, *extra)
+        sums = torch.cat([self.sums, values])
+        return Statistics(sums, self.maxima, names, self.maximum_names, self.config, self.locators)
+
+    def sum_of(self, name: str) -> Tensor:
+        """One sum as a 0-d tensor, without a host sync."""
+        return self.sums[self.sum_names.index(name)]
+
+    def batch_factor(self) -> Tensor:
+        """Mean weight over everything merged so far: what batch normalisation divides by (0-d, float64, no sync).
+
+        Pass it to `correct` or `policy_loss` as `batch_factor` when the step is cut into micro-batches.
+        """
+        if not (self.config.weighted and self.config.tis.batch_normalize):
+            return self.sums.new_ones(())
+        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric of DESIGN 3.8 that this configuration declares. One transfer to the host.
+
+        Raises InvalidLogProbError where an invalid rollout log-prob was counted and the policy is `error`.
+        """
+        from mismatch_plugin.core.metrics import compute_metrics
+
+        sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
+        self._raise_if_invalid(sums)
+        maxima = dict(zip(self.maximum_names, self.maxima.tolist(), strict=True))
+        return compute_metrics(sums, maxima, self.config)
+
+    def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
+        if self.config.rollout_log_prob_policy != "error":
+            return
+        counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in DEFECTS}
+        if not any(counted.values()):
+            return
+        found = [item for locate in self.locators for item in locate()]
+        if found:
+            raise invalid_error(found)
+        kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
+        raise invalid_error([], f"rollout log-probs on another rank are no log-probs: {kinds}")

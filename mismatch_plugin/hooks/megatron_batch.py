@@ -1,0 +1,169 @@
+"""From samples to what one rank feeds the model and the loss: token ids, rows of the logits, packed log-probs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.parallel.context import (
+    ContextLayout,
+    LocalTokens,
+    local_positions,
+    padded_length,
+    select_tokens_of,
+    split_tokens,
+)
+from mismatch_plugin.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One response. Per-token lists are as long as `response_ids`; advantage may be one number or one a token.
+
+    loss_mask: 1 where a response token trains (None: all). rollout_log_probs: what the rollout engine returned.
+    """
+
+    prompt_ids: Sequence[int]
+    response_ids: Sequence[int]
+    advantage: float | Sequence[float]
+    rollout_log_probs: Sequence[float | None] | None = None
+    old_log_probs: Sequence[float] | Tensor | None = None
+    ref_log_probs: Sequence[float] | Tensor | None = None
+    loss_mask: Sequence[int] | None = None
+    weight_versions: Sequence[int] | None = None
+    id: object = None
+
+
+@dataclass(frozen=True, eq=False)
+class MegatronBatch:
+    """One micro-batch on one rank.
+
+    tokens, position_ids: [b, s] (packed: [1, T]). rows: [R] int64, the row of the flattened logits that predicts each
+    trained token. targets: [R] int64. packed: those R tokens. local: their place in whole sequences.
+    """
+
+    tokens: Tensor
+    position_ids: Tensor
+    rows: Tensor
+    targets: Tensor
+    packed: PackedSequences
+    local: LocalTokens | None = field(default=None, repr=False)
+
+    @property
+    def packed_seq_params(self) -> Any:
+        """megatron's PackedSeqParams for packed sequences; None for [b, s]."""
+        return None if self.local is None else packed_seq_params(self.local)
+
+
+def packed_seq_params(local: LocalTokens) -> Any:
+    """megatron's PackedSeqParams: real and padded cumulative lengths of whole sequences, not of this rank's part."""
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    longest = int(local.cu_padded.diff().max())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=local.cu_real,
+        cu_seqlens_kv=local.cu_real,
+        cu_seqlens_q_padded=local.cu_padded,
+        cu_seqlens_kv_padded=local.cu_padded,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
+def make_batch(
+    samples: Sequence[Sample],
+    groups: ParallelGroups | None = None,
+    *,
+    layout: ContextLayout = "zigzag",
+    form: Literal["thd", "bshd"] = "thd",
+    align: int = 1,
+    padding_id: int = 0,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> MegatronBatch:
+    """One micro-batch for this rank: sequences one after the other (thd) or padded to the longest ([b, s]).
+
+    Logits at position p predict token p + 1, so under context parallelism a token's log-prob is computed where its
+    predecessor lives. Rows of prompts, tool tokens and padding are left out.
+    align: the local length is made a multiple of it (tp under sequence parallelism).
+    Raises ValueError for a sample without prompt, or whose lists differ in length.
+    """
+    groups = groups or ParallelGroups()
+    size, rank = groups.cp_size, groups.cp_rank
+    whole = _pack_responses(samples, dtype)
+    totals = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    ids = torch.tensor([i for s in samples for i in (*s.prompt_ids, *s.response_ids)])
+    if form == "thd":
+        local = split_tokens(totals, layout=layout, size=size, rank=rank, align=align)
+        tokens, positions = local.take(ids, padding_id), local.position_T[None]
+        sequence_T, position_T, real_T = local.sequence_T, local.position_T, local.is_real_T
+    else:
+        local = None
+        unit = math.lcm(padded_length(1, layout, size), size * align)
+        width = math.ceil(max(totals) / unit) * unit
+        place = local_positions(width, layout, size, rank)
+        starts = torch.tensor([0, *totals]).cumsum(0)
+        real = place[None] < torch.tensor(totals)[:, None]
+        tokens = torch.where(real, ids[torch.where(real, starts[:-1, None] + place, 0)], padding_id)
+        positions = place.expand(len(samples), -1).contiguous()
+        sequence_T = torch.arange(len(samples))[:, None].expand_as(positions).flatten()
+        position_T, real_T = positions.flatten(), real.flatten()
+
+    prompts = torch.tensor([len(s.prompt_ids) for s in samples] + [0])
+    responses = torch.tensor([*whole.lengths, 0])
+    response_T = position_T + 1 - prompts[sequence_T]  # index of the token that this row predicts in its response
+    predicts = real_T & (response_T >= 0) & (response_T < responses[sequence_T])
+    source_T = torch.where(predicts, whole.offsets[sequence_T] + response_T, 0)
+    predicts &= whole.loss_mask[source_T] if whole.loss_mask.numel() else False
+    rows = predicts.nonzero().flatten()
+    source = source_T[rows]
+    counts = torch.bincount(sequence_T[rows], minlength=len(samples))[: len(samples)]
+    packed = select_tokens_of(whole, source, tuple(counts.tolist()))
+    response_ids = torch.tensor([i for s in samples for i in s.response_ids], dtype=torch.int64)
+    return MegatronBatch(
+        tokens.to(device),
+        positions.to(device),
+        rows.to(device),
+        response_ids[source].to(device),
+        packed.to(device).prepared(),
+        local,
+    )
+
+
+def _pack_responses(samples: Sequence[Sample], dtype: torch.dtype) -> PackedSequences:
+    for index, sample in enumerate(samples):
+        if not sample.prompt_ids:
+            raise ValueError(f"sample {sample.id or index} has no prompt: its first token has no log-prob to train on.")
+
+    def rows(name: str) -> list[Any] | None:
+        values = [getattr(s, name) for s in samples]
+        if all(value is None for value in values):
+            return None
+        if any(value is None for value in values):
+            missing = next(s.id if s.id is not None else i for i, s in enumerate(samples) if getattr(s, name) is None)
+            raise ValueError(f"{name} is missing in sample {missing} and present in others: give it in all or none.")
+        return [_as_tensor(value, dtype) for value in values]
+
+    versions = [s.weight_versions for s in samples]
+    return PackedSequences.from_lists(
+        rollout_log_probs=rows("rollout_log_probs"),
+        loss_masks=[s.loss_mask if s.loss_mask is not None else [1] * len(s.response_ids) for s in samples],
+        advantages=[torch.as_tensor(s.advantage, dtype=dtype) for s in samples],
+        old_log_probs=rows("old_log_probs"),
+        ref_log_probs=rows("ref_log_probs"),
+        weight_versions=None if any(v is None for v in versions) else versions,
+        sequence_ids=[i if s.id is None else s.id for i, s in enumerate(samples)],
+    )
+
+
+def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.to(dtype)
+    return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype)

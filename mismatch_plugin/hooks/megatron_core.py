@@ -1,0 +1,252 @@
+"""The loss hook for any megatron-core training loop: `forward_step` and `loss_func` for megatron's schedules.
+
+    hook = MegatronLoss(config, model_config, ParallelGroups.from_megatron(), vocab_size=32000)
+    hook.start(batches)                                             # once a step, before the schedule
+    forward_backward(forward_step_func=hook.forward_step, data_iterator=iter(batches), ...)
+    optimizer.step()
+    metrics = hook.metrics()                                        # {} but on the last pipeline stage
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.loss import PolicyLoss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.validity import invalid_error
+from mismatch_plugin.hooks.megatron_batch import MegatronBatch
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
+from mismatch_plugin.parallel.step import Step
+
+
+class MegatronLoss:
+    """The corrected policy loss as megatron's schedules want it, on every pipeline stage.
+
+    It wraps `model_config.finalize_model_grads_func`, where a step's statistics are reduced (one SUM and one MAX over
+    DP × CP on the last stage), invalid rollout log-probs are raised on all ranks together, and the weight mean of
+    algorithm 3's batch normalisation is applied, all before the optimizer steps.
+
+    Args:
+        model_config: megatron's TransformerConfig of the model.
+        vocab_size: the real vocabulary; columns beyond it are padding. None: every column counts.
+        temperature: what the sampler divided the logits by.
+        backend, inplace_gradient: of `vocab_parallel_log_probs`.
+
+    Raises ValueError where a setting cannot be exact in this loop, with the reason and the mend.
+    """
+
+    def __init__(
+        self,
+        config: MismatchConfig,
+        model_config: Any,
+        groups: ParallelGroups,
+        *,
+        vocab_size: int | None = None,
+        temperature: float = 1.0,
+        backend: Backend = "auto",
+        inplace_gradient: bool = False,
+    ) -> None:
+        self.config, self.groups = config, groups
+        self.vocab_size, self.temperature = vocab_size, temperature
+        self.backend: Backend = backend
+        self.inplace_gradient = inplace_gradient
+        self.per_token = bool(model_config.calculate_per_token_loss)
+        self.other_losses = _other_losses(model_config)
+        _refuse(config, self.per_token, self.other_losses)
+        self.step: Step | None = None
+        self.micro_batches = 0
+        self.finished: Statistics | None = None
+        self._finalize: Callable[..., Any] | None = model_config.finalize_model_grads_func
+        model_config.finalize_model_grads_func = self.finalize_model_grads
+
+    @property
+    def needs_totals(self) -> bool:
+        """True where `start` must see the step's data: sums over it are needed before the first backward pass."""
+        config = self.config
+        counts_change = config.rejects and config.denominator != "original"
+        known_weights = config.weighted and config.tis.batch_normalize and not config.use_rollout_log_probs
+        units_are_tokens = config.aggregation == "token-mean" and not counts_change
+        own_terms = bool(config.terms.entropy_coef or config.terms.kl_coef)
+        return (
+            not self.per_token
+            or (known_weights and config.tis.batch_normalize_scope in ("auto", "step"))
+            or (bool(self.other_losses) and not units_are_tokens)
+            or (own_terms and counts_change)
+        )
+
+    def start(self, batches: Sequence[MegatronBatch | PackedSequences]) -> None:
+        """Begin an optimizer step with all of this rank's micro-batches (their data, not yet run).
+
+        Every rank of the last pipeline stage must call it. Collectives: those of `Step.prepare`, if `needs_totals`.
+        """
+        self.step, self.finished, self.micro_batches = Step(self.config, self.groups), None, len(batches)
+        if not self.needs_totals or not self.groups.is_last_stage:
+            return
+        packed = [batch.packed if isinstance(batch, MegatronBatch) else batch for batch in batches]
+        totals = self.step.prepare(packed)
+        if self.step.defers_factor and (self.other_losses or _own_terms(self.config)):
+            raise ValueError(_DEFERRED_WITH.format("; ".join([*self.other_losses, *_own_terms(self.config)])))
+        if totals.accepted is None and self._needs_accepted:
+            raise ValueError(
+                "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
+                "the step: pass it, or choose mismatch-denominator original."
+            )
+
+    def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
+        batch = next(data_iterator)
+        output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+        return output, partial(self.loss_func, batch)
+
+    def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
+        """megatron's loss_func from vocab-parallel logits [b, s, V/tp]; see `from_log_probs` for what it returns.
+
+        Collectives: one all-gather over tp, one SUM (and one MAX if a sequence_max criterion is set) over cp.
+        """
+        entropy = "grad" if self.config.terms.entropy_coef else "detached" if self.config.metrics == "full" else "none"
+        result = vocab_parallel_log_probs(
+            logits.flatten(0, -2),
+            batch.targets,
+            tp_group=self.groups.tp,
+            temperature=self.temperature,
+            entropy=entropy,
+            vocab_size=self.vocab_size,
+            rows=batch.rows,
+            inplace_gradient=self.inplace_gradient,
+            backend=self.backend,
+        )
+        return self.from_log_probs(result.log_probs, batch.packed.replace(entropy=result.entropy))
+
+    def from_log_probs(self, log_probs: Tensor, packed: PackedSequences) -> tuple[Any, ...]:
+        """The same from log-probs [R] of this micro-batch's tokens, for hosts that compute them themselves.
+
+        With `calculate_per_token_loss` (loss sum, integer count to divide the step by, metrics), else
+        (loss, metrics) scaled for megatron's mean over micro-batches and ranks. Exact for any split either way.
+        """
+        if self.step is None:
+            if self.needs_totals:
+                raise ValueError("these settings need sums over the step: call start(batches) before the schedule.")
+            self.step = Step(self.config, self.groups)
+        result = self.step.loss(log_probs, packed)
+        loss, count = self._scaled(result)
+        report = {"policy_loss": result.loss_sum.detach().clone(), "denominator": result.denominator.clone()}
+        if self.per_token:
+            return loss, count, report
+        return loss, report
+
+    def _scaled(self, result: PolicyLoss) -> tuple[Tensor, Tensor]:
+        """The micro-batch's loss, and the integer that megatron sums and divides gradients by."""
+        totals = self.step.totals if self.step is not None else None
+        terms = sum(result.terms.values()) if result.terms else None
+        accepted = self._needs_accepted
+        if totals is None:
+            loss = result.loss_sum if terms is None else result.loss_sum + terms
+            return loss, result.denominator
+        # Gradients are divided by `unit`: what is to be divided by something else is multiplied by unit / that.
+        divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
+        if self.other_losses:
+            unit, count = totals.tokens, result.correction.tokens.mask.sum().long()
+        else:
+            # With nothing accepted in the whole step megatron divides by nothing, and the terms still count.
+            unit, count = divisor.clamp(min=1), result.denominator
+        if not self.per_token:
+            unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
+        loss = result.loss_sum * _over(unit, divisor)
+        if terms is not None:
+            loss = loss + terms * _over(unit, totals.original)
+        return loss, count
+
+    @property
+    def _needs_accepted(self) -> bool:
+        return self.config.rejects and self.config.denominator != "original"
+
+    def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
+        """megatron's finalize_model_grads, then the step's end: errors on all ranks, the deferred weight mean.
+
+        Collectives: megatron's; one SUM and one MAX over DP × CP on the last stage; with a pipeline one broadcast of
+        two floats. One host sync a step. Raises InvalidLogProbError on every rank.
+        """
+        if self._finalize is None:
+            from megatron.core.distributed import finalize_model_grads
+
+            self._finalize = finalize_model_grads
+        outcome = self._finalize(model, *args, **kwargs)
+        step = self.step or Step(self.config, self.groups)
+        device = next(model[0].parameters()).device
+        verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=device)
+        if self.groups.is_last_stage:
+            self.finished, verdict = step.finish()
+            verdict = verdict.to(device)
+        self.step = None
+        factor, invalid = self.groups.from_last_stage(verdict).tolist()
+        if invalid and self.config.rollout_log_prob_policy == "error":
+            if self.finished is not None:
+                self.finished.metrics()  # raises, with the place where this rank holds it
+            raise invalid_error([], f"{int(invalid)} rollout log-probs in this step are no log-probs")
+        if factor != 1.0:
+            for chunk in model:
+                chunk.scale_gradients(1.0 / factor)
+        return outcome
+
+    def metrics(self) -> dict[str, float]:
+        """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.
+
+        Collectives: after a training step none; after a forward-only pass one SUM and one MAX over DP × CP.
+        """
+        if self.finished is None and self.step is not None and self.groups.is_last_stage:
+            self.finished, _ = self.step.finish()
+            self.step = None
+        return {} if self.finished is None else self.finished.metrics()
+
+
+_DEFERRED_WITH = (
+    "batch normalisation over the step divides all gradients by the mean weight at its end, so the policy term must be "
+    "their only source, but there is also: {}. Choose tis-batch-normalize-scope micro_batch, or switch them off."
+)
+
+
+def _other_losses(model_config: Any) -> list[str]:
+    """Losses that megatron adds itself, scaled by the token count it expects."""
+    names = {"moe_aux_loss_coeff": "MoE aux loss", "moe_z_loss_coeff": "MoE z-loss", "mtp_num_layers": "MTP"}
+    experts = getattr(model_config, "num_moe_experts", None)
+    found = []
+    for field, name in names.items():
+        value = getattr(model_config, field, None)
+        on = any(value) if isinstance(value, (list, tuple)) else bool(value)
+        if on and (experts or field == "mtp_num_layers"):
+            found.append(name)
+    return found
+
+
+def _own_terms(config: MismatchConfig) -> list[str]:
+    terms = {"an entropy term": config.terms.entropy_coef, "a KL term": config.terms.kl_coef}
+    return [name for name, coefficient in terms.items() if coefficient]
+
+
+def _refuse(config: MismatchConfig, per_token: bool, other_losses: list[str]) -> None:
+    """Settings that this loop cannot make exact (DESIGN 3.5, 3.6)."""
+    if config.tis.batch_normalize and config.tis.batch_normalize_scope == "rollout_batch":
+        raise ValueError("tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: choose step.")
+    others = [*other_losses, *_own_terms(config)]
+    deferred = config.weighted and config.tis.batch_normalize and config.use_rollout_log_probs
+    if deferred and config.tis.batch_normalize_scope != "micro_batch" and others:
+        raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
+    late = config.use_rollout_log_probs and config.rejects and config.denominator != "original"
+    if late and (others or not per_token):
+        reason = "; ".join(others) if others else "calculate_per_token_loss is off"
+        raise ValueError(
+            f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
+            f"it ({reason}): choose mismatch-denominator original."
+        )
+
+
+def _over(unit: Tensor, divisor: Tensor) -> Tensor:
+    return unit / divisor.clamp(min=1)

@@ -1,0 +1,61 @@
+"""What it takes to run megatron-core 0.16 on CPU over gloo: three replaced functions and one `TorchFunctionMode`.
+
+megatron-core asks CUDA for its device in a few dozen places, although nothing that the lab and the tests use (GPTModel,
+schedules, DDP, optimizers, `finalize_model_grads`) needs a GPU. Nothing of megatron itself is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_FULL_PRECISION = {"torch.FloatTensor": "torch.cuda.FloatTensor", "torch.DoubleTensor": "torch.cuda.FloatTensor"}
+
+_installed: CudaLiteralsToCpu | None = None
+
+
+class CudaLiteralsToCpu(TorchFunctionMode):
+    """Rewrites what megatron-core spells out as CUDA in calls of torch functions, in the thread that entered it."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        # `torch.zeros(..., device="cuda")`: token counts of the schedules, the optimizers' scale, grad clipping.
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        # `torch.tensor(..., pin_memory=True)`: RoPE under context parallelism. Pinning needs a GPU driver.
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        result = func(*args, **kwargs)
+        # `grad.type() == "torch.cuda.FloatTensor"`: gradient clipping and the distributed optimizer accept nothing
+        # else. For float64 the answer is the same, since megatron means "not half precision" by it.
+        if func is torch.Tensor.type and isinstance(result, str):
+            result = _FULL_PRECISION.get(result, result.replace("torch.", "torch.cuda.", 1))
+        return result
+
+
+def install() -> CudaLiteralsToCpu | None:
+    """Make megatron-core run on CPU in this process and thread, for the rest of its life.
+
+    Idempotent. Where CUDA is available it does nothing, since megatron-core then runs as it is.
+
+    Returns:
+        The active mode (this module keeps it alive), or None where CUDA is available.
+    """
+    global _installed
+    if _installed is None and not torch.cuda.is_available():
+        cuda: Any = torch.cuda
+        tensor: Any = torch.Tensor
+        # Device of RoPE, of the tensor and sequence parallel collectives, of pipeline receive and DDP gradient buffers.
+        cuda.current_device = lambda: torch.device("cpu")
+        # Pipeline communication waits for the device after batched sends and receives.
+        cuda.synchronize = lambda device=None: None
+        # RoPE under context parallelism and tied embeddings under pipeline parallelism move tensors with `.cuda()`.
+        tensor.cuda = lambda self, *args, **kwargs: self
+        _installed = CudaLiteralsToCpu()
+        _installed.__enter__()
+    return _installed

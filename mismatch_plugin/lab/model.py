@@ -1,0 +1,345 @@
+"""The real megatron-core GPTModel, DDP, schedule and optimizer behind a few functions, for any tp × pp × cp × dp.
+
+Weights depend on the seed and the parameter's global name only, and `gather_gradients` puts the parts of all ranks
+together again, so that any parallel layout can be compared with one process, tensor by tensor. Runs on CPU by the shim.
+Importing this imports megatron-core.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.nn import functional as F
+
+from mismatch_plugin.lab import cpu_shim
+from mismatch_plugin.lab.cpu_spec import CpLayout, block_spec
+
+ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
+"""megatron's contract: (data iterator, model) -> (output, loss_func); loss_func(output) runs on the last stage only."""
+
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+
+
+class ModelSettings(BaseModel):
+    """A small GPT. Defaults make a Llama-like model that trains in milliseconds a step on one core."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int = Field(2, ge=1)
+    """Transformer layers; a multiple of pp."""
+    hidden: int = Field(64, ge=1)
+    """Width; a multiple of `heads`."""
+    heads: int = Field(4, ge=1)
+    """Query heads; a multiple of `kv_groups`."""
+    kv_groups: int = Field(2, ge=1)
+    """Key and value heads (grouped-query attention); a multiple of tp."""
+    ffn: int = Field(128, ge=1)
+    """Width of the MLP; a multiple of tp."""
+    vocab: int = Field(64, ge=1)
+    """Tokens of the vocabulary."""
+    vocab_multiple: int = Field(8, ge=1)
+    """The vocabulary is padded to a multiple of this, itself a multiple of tp: the same padding for every layout."""
+    max_length: int = Field(128, ge=1)
+    """Longest sequence with `learned_absolute` positions."""
+    norm: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    position: Literal["rope", "learned_absolute", "none"] = "rope"
+    tied_embeddings: bool = False
+    """Whether the output layer shares the word embeddings' weight."""
+    dtype: Literal["float32", "float64"] = "float32"
+    """Of weights, activations and gradients. megatron's own cross entropy and grad norm are float32 all the same."""
+    sequence_parallel: bool = False
+    """Norms and residuals split over TP along the sequence. Needs tp > 1."""
+    cp_layout: CpLayout = "zigzag"
+    """How context parallelism splits a sequence; megatron's RoPE knows zigzag only."""
+    calculate_per_token_loss: bool = True
+    """megatron's own switch: gradients are divided by the step's token count in `finalize_model_grads`."""
+    init_std: float = Field(0.05, gt=0)
+    """Standard deviation of matrices; norms start at 1, as usual."""
+    norm_jitter: float = Field(0.0, ge=0)
+    """Standard deviation of the norms' weights about 1 and of biases about 0; above 0, tests see that they matter."""
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSettings:
+        if self.hidden % self.heads or self.heads % self.kv_groups:
+            raise ValueError("hidden must be a multiple of heads, and heads of kv_groups.")
+        if self.position == "rope" and self.cp_layout == "contiguous":
+            raise ValueError("megatron's RoPE knows the zigzag layout only: set position to none or learned_absolute.")
+        return self
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and columns of the logits, padding included."""
+        return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+
+def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
+    """Install the CPU shim, start torch.distributed if nobody did, and (re-)build megatron's process groups.
+
+    The data-parallel size is what remains of the world. Without torchrun's environment variables the world is this
+    process. Called again, it destroys the groups of the call before: models and optimizers built on them must not be
+    used any more. Collective over the world.
+    """
+    cpu_shim.install()
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(backend, **alone)
+    if parallel_state.is_initialized():
+        dist.barrier()  # a rank that is done must not close connections that a slower one still reads from
+        for group in filter(None, getattr(parallel_state, "_global_process_group_list", None) or ()):
+            dist.destroy_process_group(group)
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        create_gloo_process_groups=False,
+    )
+    # The inference tracker's forks do nothing, which is what there is without CUDA. Dropout is 0, so nothing is drawn.
+    tensor_parallel.model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
+
+
+def build_model(settings: ModelSettings, *, distributed_optimizer: bool = False) -> list[Any]:
+    """This rank's part of the model, as megatron's list of model chunks (one chunk), wrapped in megatron's DDP.
+
+    Needs `initialize_parallel`. `finalize_model_grads` is set on the config, where a hook may wrap it.
+    `distributed_optimizer` shards gradients and optimizer state over DP × CP. Collectives: those of megatron's set-up.
+
+    Raises:
+        ValueError: a parallel size does not divide what it splits, or float64 with the distributed optimizer.
+    """
+    if distributed_optimizer and settings.dtype != "float32":
+        raise ValueError(f"megatron's distributed optimizer casts gradients to float32, and dtype is {settings.dtype}.")
+    tp = parallel_state.get_tensor_model_parallel_world_size()
+    pp = parallel_state.get_pipeline_model_parallel_world_size()
+    if any(size % tp for size in (settings.kv_groups, settings.ffn, settings.padded_vocab)) or settings.layers % pp:
+        raise ValueError(f"tp={tp} must divide kv_groups, ffn and the padded vocabulary, and pp={pp} the layers.")
+    config = _transformer_config(settings)
+    model = GPTModel(
+        config,
+        block_spec(config, settings.cp_layout),  # type: ignore[arg-type]
+        vocab_size=settings.padded_vocab,
+        max_sequence_length=settings.max_length,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        position_embedding_type=settings.position,
+        share_embeddings_and_output_weights=settings.tied_embeddings,
+    )
+    # Position embeddings ignore params_dtype; the attributes of parameters survive a change of type.
+    model.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
+    model.unpadded_vocab = settings.vocab  # type: ignore[assignment]
+    _set_weights(model, settings)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
+    )
+    return [DistributedDataParallel(config, ddp_config, model)]
+
+
+def _transformer_config(settings: ModelSettings) -> TransformerConfig:
+    dtype = getattr(torch, settings.dtype)
+    gated = settings.activation == "swiglu"
+    return TransformerConfig(
+        num_layers=settings.layers,
+        hidden_size=settings.hidden,
+        num_attention_heads=settings.heads,
+        num_query_groups=settings.kv_groups,
+        ffn_hidden_size=settings.ffn,
+        normalization=settings.norm,
+        gated_linear_unit=gated,
+        activation_func=F.silu if gated else F.gelu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        sequence_parallel=settings.sequence_parallel,
+        calculate_per_token_loss=settings.calculate_per_token_loss,
+        # Micro-batches differ in length, so pipeline stages send shapes; megatron ties that to this dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # Fused kernels are CUDA only.
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+        finalize_model_grads_func=finalize_model_grads,
+    )
+
+
+def build_optimizer(
+    model: list[Any],
+    kind: Literal["adam", "sgd"] = "adam",
+    *,
+    lr: float = 1e-3,
+    clip_grad: float = 0.0,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+) -> Any:
+    """megatron's `MegatronOptimizer` for `model`; distributed if the model was built for it.
+
+    `step()` returns (success, grad norm, None). With `clip_grad` 0 megatron computes no norm, and it is None.
+    """
+    config = OptimizerConfig(
+        optimizer=kind,
+        lr=lr,
+        clip_grad=clip_grad,
+        weight_decay=weight_decay,
+        adam_beta1=betas[0],
+        adam_beta2=betas[1],
+        adam_eps=eps,
+        sgd_momentum=0.0,
+        params_dtype=next(model[0].parameters()).dtype,
+        use_distributed_optimizer=model[0].ddp_config.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, model, use_gloo_process_groups=False)
+
+
+def run_step(
+    model: list[Any],
+    forward_step: ForwardStep,
+    data_iterator: Iterator[Any],
+    num_microbatches: int,
+    *,
+    forward_only: bool = False,
+) -> list[Any]:
+    """One step of megatron's schedule: zero gradients, forward and backward of all micro-batches, finalise gradients.
+
+    Afterwards gradients are reduced over DP × CP and divided as megatron does; the optimizer is not stepped.
+    Collectives: megatron's own.
+
+    Returns:
+        What loss_func returned last, per micro-batch, on the last pipeline stage; an empty list elsewhere.
+    """
+    if not forward_only:
+        for chunk in model:
+            chunk.zero_grad_buffer()
+            for parameter in chunk.parameters():
+                # The float32 optimizer leaves main_grad here; DDP would add it to itself in the next backward pass.
+                parameter.grad = None
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=data_iterator,
+        model=model,
+        num_microbatches=num_microbatches,
+        seq_length=1,  # both are unused with variable_seq_lengths
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+
+
+def gather_parameters(model: list[Any]) -> dict[str, Tensor]:
+    """Global parameter name -> full weight, on every rank. Collective over TP and PP."""
+    return _gather(model, lambda parameter: parameter.detach())
+
+
+def gather_gradients(model: list[Any]) -> dict[str, Tensor]:
+    """Global parameter name -> full gradient as finalised by `run_step`, on every rank.
+
+    Names, shapes and order of rows do not depend on the layout: vocabulary padding is cut, and tied embeddings appear
+    once, with their whole gradient. Collective over TP and PP, with the distributed optimizer also over DP × CP.
+
+    Raises:
+        RuntimeError: the first and the last pipeline stage disagree on the tied embeddings.
+    """
+    for chunk in model:
+        if chunk.ddp_config.use_distributed_optimizer:
+            # The reduce-scatter left each rank its shard; the other shards of the buffer are scratch, so fill them.
+            group = chunk.intra_dp_cp_group
+            for buffer in chunk.buffers:
+                for bucket in buffer.buckets:
+                    shards = list(bucket.grad_data.chunk(group.size()))
+                    dist.all_gather(shards, shards[group.rank()].clone(), group=group)
+    return _gather(model, lambda parameter: parameter.main_grad)
+
+
+def _gather(model: list[Any], value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+    pp_group: Any = parallel_state.get_pipeline_model_parallel_group()
+    stage: dict[str, Tensor] = {}
+    for name, parameter in _named_parameters(model):
+        local = value(parameter).contiguous()
+        if getattr(parameter, "tensor_model_parallel", False):
+            parts = [torch.empty_like(local) for _ in range(tp_group.size())]
+            dist.all_gather(parts, local, group=tp_group)
+            local = _unshard(parts, parameter)
+        if name in (_EMBEDDING, _OUTPUT):
+            local = local[: model[0].module.unpadded_vocab]
+        stage[name] = local.detach().cpu().clone()
+    stages: list[Any] = [None] * pp_group.size()
+    dist.all_gather_object(stages, stage, group=pp_group)
+    full = {name: tensor for stage in stages for name, tensor in stage.items()}
+    tied = full.pop(_OUTPUT, None) if model[0].module.share_embeddings_and_output_weights else None
+    if tied is not None and not torch.equal(tied, full[_EMBEDDING]):
+        raise RuntimeError("the first and the last pipeline stage disagree on the tied embeddings.")
+    return full
+
+
+def _named_parameters(model: list[Any]) -> Iterator[tuple[str, Any]]:
+    """(global name, parameter): layers are counted over all pipeline stages."""
+    for chunk in model:
+        gpt = getattr(chunk, "module", chunk)
+        offset = get_transformer_layer_offset(gpt.config)
+        for name, parameter in gpt.named_parameters():
+            if layer := re.match(r"decoder\.layers\.(\d+)(.*)", name):
+                name = f"decoder.layers.{int(layer[1]) + offset}{layer[2]}"
+            yield name, parameter
+
+
+def _shard(full: Tensor, parameter: Any, size: int, rank: int) -> Tensor:
+    """This rank's part of a parameter. Gated MLPs have stride 2: a part of the gate, then a part of the up matrix."""
+    pieces = full.chunk(size * parameter.partition_stride, dim=parameter.partition_dim)
+    return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
+
+
+def _unshard(parts: list[Tensor], parameter: Any) -> Tensor:
+    """Inverse of `_shard`."""
+    dim, stride = parameter.partition_dim, parameter.partition_stride
+    pieces = [part.chunk(stride, dim=dim) for part in parts]
+    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
+
+
+@torch.no_grad()
+def _set_weights(model: torch.nn.Module, settings: ModelSettings) -> None:
+    """Draw every full weight in float64 from a generator seeded by its global name, and keep this rank's part."""
+    size = parallel_state.get_tensor_model_parallel_world_size()
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for name, parameter in _named_parameters([model]):
+        if settings.tied_embeddings and name == _OUTPUT:
+            name = _EMBEDDING
+        split = getattr(parameter, "tensor_model_parallel", False)
+        shape = list(parameter.shape)
+        if split:
+            shape[parameter.partition_dim] *= size
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{settings.seed}.{name}".encode()))
+        full = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if parameter.dim() == 1:
+            full = full * settings.norm_jitter + (1.0 if name.endswith("weight") else 0.0)
+        else:
+            full = full * settings.init_std
+        parameter.copy_(_shard(full, parameter, size, rank) if split else full)

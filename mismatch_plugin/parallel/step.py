@@ -1,0 +1,114 @@
+"""What a whole optimizer step shares across micro-batches and ranks: weight mean, denominators, statistics, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.correction import correct
+from mismatch_plugin.core.levels import segment_sum
+from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.validity import DEFECTS
+from mismatch_plugin.parallel.groups import ParallelGroups
+
+
+@dataclass(frozen=True)
+class StepTotals:
+    """Sums over the whole step, known before it runs (0-d float64 tensors).
+
+    tokens: response tokens. original, accepted: units of the chosen aggregation in the original mask and what rejection
+    leaves; accepted is None where it needs π_θ. batch_factor: mean weight, None where it needs π_θ.
+    """
+
+    tokens: Tensor
+    original: Tensor
+    accepted: Tensor | None
+    batch_factor: Tensor | None
+
+
+class Step:
+    """One optimizer step of the correction: `prepare` where needed, `loss` per micro-batch, `finish` once.
+
+    Create one per step, on the last pipeline stage. No collective but those named; none depends on what a rank holds.
+    """
+
+    def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
+        self.config, self.groups = config, groups
+        self.totals: StepTotals | None = None
+        self.statistics: Statistics | None = None
+        normalizes = config.weighted and config.tis.batch_normalize
+        self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
+
+    def prepare(self, micro_batches: Iterable[PackedSequences]) -> StepTotals:
+        """Totals of the step from its data, before any forward pass. Keep rejection and weights need π_old for it.
+
+        Collectives: the CP reductions of `correct` per micro-batch (where π_old is there), one CP SUM of the masks
+        otherwise; one SUM of five floats over DP × CP.
+        """
+        sums = None
+        known = not self.config.use_rollout_log_probs
+        for packed in micro_batches:
+            known = known and (packed.old_log_probs is not None or packed.train_log_probs is not None)
+            mine = self._sums(packed, known)
+            sums = mine if sums is None else sums + mine
+        sums = torch.zeros(5, dtype=torch.float64) if sums is None else sums
+        tokens, original, accepted, weight, units = self.groups.sum_over_data(sums).unbind(0)
+        mean = weight / units.clamp(min=1)
+        factor = torch.where(mean > 0, mean, torch.ones_like(mean))
+        accepted_known = known or not self.config.rejects
+        self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None)
+        return self.totals
+
+    def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
+        by_token = self.config.aggregation == "token-mean"
+        if not known:
+            tokens_N = self.groups.sum(segment_sum(packed.loss_mask.double(), packed.offsets))
+            counts = float(self.groups.counts_sequences)
+            tokens, original = tokens_N.sum() * counts, (tokens_N > 0).sum() * counts
+            original = tokens if by_token else original
+            return torch.stack([tokens, original, original, tokens.new_zeros(()), tokens.new_zeros(())]).double()
+        statistics = correct(packed, self.config, self.groups, batch_factor=1.0).statistics
+        names = ["one@tokens", "one@tokens" if by_token else "one@sequences"]
+        names.append("kept@tokens" if by_token else "kept_any@sequences")
+        values = [statistics.sum_of(name) for name in names]
+        if self.step_scope:
+            measure = "tokens" if self.config.tis.level == "token" else "sequences"
+            values += [statistics.sum_of(f"{row}@{measure}") for row in ("weight_unit", "units")]
+        else:
+            values += [values[0].new_zeros(())] * 2
+        return torch.stack(values)
+
+    @property
+    def defers_factor(self) -> bool:
+        """True where the step's weight mean is known only after it, so that gradients are divided by it at the end."""
+        return self.step_scope and (self.totals is None or self.totals.batch_factor is None)
+
+    def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
+        """`policy_loss` of one micro-batch, its statistics merged into the step's."""
+        factor: Tensor | float | None = None
+        if self.step_scope:
+            factor = 1.0
+            if self.totals is not None and self.totals.batch_factor is not None:
+                factor = self.totals.batch_factor
+        result = policy_loss(log_probs, packed, self.config, self.groups, factor)
+        self.statistics = result.statistics if self.statistics is None else self.statistics.merge(result.statistics)
+        return result
+
+    def finish(self) -> tuple[Statistics | None, Tensor]:
+        """(statistics over the whole step, [2] float64: weight mean to divide gradients by, invalid log-probs counted).
+
+        Collectives: one SUM and one MAX over DP × CP.
+        """
+        if self.statistics is None:
+            return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
+        reduced = self.groups.reduce_step(self.statistics)
+        factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
+        counted = [reduced.sum_of(f"invalid_{kind}") for kind in DEFECTS if f"invalid_{kind}" in reduced.sum_names]
+        invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
+        return reduced, torch.stack([factor, invalid])

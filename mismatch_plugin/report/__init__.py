@@ -1,0 +1,1 @@
+"""What people read: tables as data, rendered for a terminal or as markdown."""

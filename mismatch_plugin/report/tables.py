@@ -1,0 +1,244 @@
+"""The tables of the documentation and the command line, generated from the code that they describe.
+
+Settings come from the fields of `MismatchConfig` and the argparse group, metrics from their declarations, presets from
+their definitions, and health findings from the check itself. Only advice (recommended bounds) is written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, get_args
+
+from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, MismatchWarning
+from mismatch_plugin.core import health
+from mismatch_plugin.core.metrics import PREFIX, metric_rows
+from mismatch_plugin.criteria import Criterion
+from mismatch_plugin.fields import FieldInfo, leaf_fields
+from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.presets import PRESETS, preset
+from mismatch_plugin.report.table import NOTHING, Table
+
+PRESET_NAMES = "preset, other names"
+"""Header of the column that holds a preset's name and aliases."""
+
+
+def config_table() -> Table:
+    """Every setting: its field, flag, default, unit, the peers' names for it, what it means, where it comes from.
+
+    Flags that stand for no single field (`--mismatch-preset`, `--rs-level`, …) follow at the end.
+    """
+    rows = [_setting(field) for field in leaf_fields(MismatchConfig)]
+    described = {flag for row in rows for flag in row[1].split(", ")}
+    for action in _actions():
+        if described.isdisjoint(action.option_strings):
+            choices = ", ".join(action.choices or ())
+            rows.append(
+                (NOTHING, ", ".join(action.option_strings), choices or NOTHING, "", action.help or "", "", "", "")
+            )
+    headers = ("field", "flag", "default (other values)", "unit", "meaning", "slime", "verl", "source")
+    return Table("Settings", headers, tuple(rows), code=frozenset({"field", "flag", "slime", "verl"}))
+
+
+def metrics_table() -> Table:
+    """Every metric: name, formula, unit, what it averages over, how it merges, and the level that reports it."""
+    headers = ("metric", "formula", "unit", "over", "merges by", "level")
+    rows = tuple((name.removeprefix(PREFIX), *rest) for name, *rest in metric_rows())
+    notes = (
+        f"All names begin with `{PREFIX}`. A name with braces stands for several metrics.",
+        "ρ = exp(l) is the ratio π_train/π_rollout, of a token or, at sequence and geometric level, of a sequence.",
+    )
+    return Table("Metrics", headers, rows, code=frozenset({"metric"}), notes=notes)
+
+
+def presets_table() -> Table:
+    """Every preset: its names, what it does, when to use it, its parameters, and its settings as launch flags."""
+    rows = []
+    for entry in PRESETS:
+        config = quiet_preset(entry.name)
+        names = ", ".join((entry.name, *entry.aliases))
+        parameters = ", ".join(f"{name}={value}" for name, value in entry.parameters.items())
+        flags = " ".join(as_flags(config))
+        rows.append((names, str(config.algorithm), entry.summary, entry.when, parameters or NOTHING, flags or NOTHING))
+    headers = (PRESET_NAMES, "#", "what it does", "when to use it", "parameters", "the same as flags")
+    code = frozenset({PRESET_NAMES, "parameters", "the same as flags"})
+    return Table("Presets", headers, tuple(rows), code, notes=("The column # has the number of the algorithm.",))
+
+
+def preset_table(name: str) -> Table:
+    """One preset's full settings, each with its flag; those that are not at their default are marked.
+
+    Raises ValueError for a name that is no preset.
+    """
+    config = quiet_preset(name)
+    rows = []
+    for field in leaf_fields(MismatchConfig):
+        value = value_at(config, field.path)
+        mark = "" if value == field.default else " *"
+        rows.append((field.path, show(value) + mark, field.meta.get("flag") or NOTHING))
+    algorithm = f"algorithm {config.algorithm}, {ALGORITHM_NAMES[config.algorithm]}"
+    notes = ("An asterisk marks what is not at its default.", f"As flags: {' '.join(as_flags(config)) or 'none'}")
+    headers = ("field", "value", "flag")
+    return Table(f"{name}: {algorithm}", headers, tuple(rows), frozenset({"field", "flag"}), notes)
+
+
+def algorithms_table() -> Table:
+    """The four algorithms that the two flags choose."""
+    details = (
+        ("PPO-clip(π_θ/π_old)", "π_old, Megatron", "none", "yes"),
+        ("PPO-clip(π_θ/π_rollout)", "π_rollout", "none: the clip's ratio has it already", "not needed"),
+        ("w · PPO-clip(π_θ/π_old)", "π_old, Megatron", "π_old", "yes"),
+        ("−sg(w) · A · log π_θ", "none", "π_θ, detached", "not needed"),
+    )
+    rows = []
+    for number, (name, detail) in enumerate(zip(ALGORITHM_NAMES, details, strict=True)):
+        bypass, tis = ("yes" if number & bit else NOTHING for bit in (1, 2))
+        rows.append((str(number), name, bypass, tis, *detail))
+    flags = ("--use-rollout-log-probs", "--use-tis")
+    headers = ("#", "algorithm", *flags, "loss per token", "clip anchor", "weight's numerator", "second forward pass")
+    return Table("Algorithms", headers, tuple(rows))
+
+
+def bounds_table() -> Table:
+    """Recommended upper bounds for each level, and why."""
+    headers = ("where", "upper bound", "start with", "why")
+    rows = (
+        (
+            "token",
+            "1.5 to 5",
+            "2",
+            "One token's ratio seldom leaves this range unless something is wrong with it. Lower it when the deviation "
+            "of the weights grows; raise it when many ratios are cut.",
+        ),
+        (
+            "sequence",
+            "2 to 10",
+            "2 for short responses, 5 to 10 for long ones",
+            "The product of many ratios spreads with the length of the response: a tight bound cuts nearly every long "
+            "one.",
+        ),
+        (
+            "geometric",
+            "1.0001 to 1.001, so within 0.01 to 0.1 % of 1",
+            "1.001",
+            "A mean over the whole response hardly moves: 2 would hardly ever be reached. Used to reject, seldom to weigh.",
+        ),
+        (
+            "veto (a lower bound)",
+            "1e-6 to 1e-4",
+            "off; 1e-4 with geometric rejection",
+            "A token ten thousand times less likely in training than when it was sampled is rarely drift: look for "
+            "filters, fills and lost precision.",
+        ),
+    )
+    notes = ("The lower bound is 1/upper unless given. Only clip, mask and rejection use it.",)
+    return Table("Recommended bounds", headers, rows, notes=notes)
+
+
+def health_table() -> Table:
+    """What `check_health` finds, one row a metric: when it warns, what that means, what to do."""
+    config = MismatchConfig.model_validate(
+        {"use_tis": True, "tis": {"level": "sequence", "batch_normalize": True}}, context={"by_hand": set()}
+    )
+    after = "rollout_is_weight_after_"
+    low, high = health.MEAN_RANGE
+    ess = health.MIN_EFFECTIVE_SAMPLE_SIZE
+    blown, vanishing = health.MAX_NORMALIZED_WEIGHT, health.VANISHING_LOG_WEIGHT
+    probes = (
+        (f"{after}mean", high + 1, f"below {low:g} or above {high:g}"),
+        (f"{after}eff_sample_size", ess / 2, f"below {ess:g}"),
+        (f"{after}std", health.MAX_STD + 1, f"above {health.MAX_STD:g}"),
+        (f"{after}max", blown * config.tis.upper + 1, f"above {blown:g} upper bounds (batch normalisation)"),
+        ("rollout_is_veto_fraction", health.MAX_VETO_FRACTION + 0.1, f"above {health.MAX_VETO_FRACTION:g}"),
+        ("kl", health.MAX_KL + 1, f"beyond ±{health.MAX_KL:g}"),
+        ("chi2_token", health.MAX_CHI2 + 1, f"above {health.MAX_CHI2:g}"),
+        ("chi2_seq", health.MAX_CHI2 + 1, f"above {health.MAX_CHI2:g} (sequence level)"),
+        ("seq_log_ratio_mean", vanishing - 1, f"below {vanishing:g} (sequence level)"),
+        ("all_rejected", 1.0, "1"),
+    )
+    rows = []
+    for name, bad, when in probes:
+        # Every metric but this one is well, so that exactly this finding is made.
+        metrics = {f"{PREFIX}{after}mean": 1.0, f"{PREFIX}{name}": bad}
+        findings = health.check_health(metrics, config)
+        rows += [(found.metric.removeprefix(PREFIX), when, found.meaning, found.advice) for found in findings]
+    notes = ("Without importance weights the ratio's own metrics are judged (`rollout_is_mean` and so on).",)
+    return Table("Health", ("metric", "warns", "it means", "what to do"), tuple(rows), frozenset({"metric"}), notes)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "algorithms": algorithms_table,
+    "bounds": bounds_table,
+    "health": health_table,
+    "metrics": metrics_table,
+    "presets": presets_table,
+    "settings": config_table,
+}
+
+
+def as_flags(config: MismatchConfig) -> list[str]:
+    """The launch flags that give this configuration: those of every setting that is not at its default."""
+    words: list[str] = []
+    for field in leaf_fields(MismatchConfig):
+        value, flag = value_at(config, field.path), field.meta.get("flag")
+        if value == field.default or flag is None:
+            continue
+        if field.path == "rs.criteria":
+            for criterion in value:
+                words += [flag, criterion_spec(criterion)]
+        elif isinstance(value, bool):
+            words.append(flag)
+        else:
+            words += [flag, show(value)]
+    return words
+
+
+def criterion_spec(criterion: Criterion) -> str:
+    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper]."""
+    bounds = [bound for bound in (criterion.lower_bound, criterion.upper_bound) if bound is not None]
+    if criterion.lower_bound is not None and criterion.upper_bound is None:
+        bounds.append(math.inf)
+    return ":".join((criterion.aggregate, criterion.statistic, *(show(bound) for bound in bounds)))
+
+
+def value_at(config: MismatchConfig, path: str) -> Any:
+    """The value of the setting at a dotted path."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value
+
+
+def show(value: Any) -> str:
+    """A setting's value as one types it; – where there is none."""
+    if value is None or value == ():
+        return NOTHING
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(criterion_spec(criterion) for criterion in value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def quiet_preset(name: str) -> MismatchConfig:
+    """A preset without its warnings: a table is no use of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MismatchWarning)
+        return preset(name)
+
+
+def _setting(field: FieldInfo) -> tuple[str, ...]:
+    meta = field.meta
+    flags = ", ".join((meta["flag"], *meta["aliases"])) if meta.get("flag") else NOTHING
+    others = [show(value) for value in get_args(field.annotation) if isinstance(value, str) and value != field.default]
+    default = show(field.default) + (f" ({', '.join(others)})" if others else "")
+    return (field.path, flags, default, meta["unit"], field.description, meta["slime"], meta["verl"], meta["source"])
+
+
+def _actions() -> list[argparse.Action]:
+    """The flags that `add_arguments` adds to an empty parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return parser._actions

@@ -1,0 +1,103 @@
+"""Parts of a step put together and compared with one process, and how far its data are from every decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.diagnostics import HISTOGRAM_BINS, HISTOGRAM_EDGE, HISTOGRAM_SCALE, PROBABILITY_EDGES
+from mismatch_plugin.core.rejection import token_statistic
+from tests.distributed.correction_cases import VETO, Outcome, Settings, make
+from tests.distributed.correction_worker import Part
+
+TOLERANCE = 1e-12
+
+
+def together(parts: Sequence[Part]) -> Outcome:
+    """What the ranks of a step have, put back into the whole by position; each token lies on one rank."""
+    places = torch.cat([part.places for part in parts])
+    assert torch.equal(places.sort().values, torch.arange(places.numel())), "a token is missing, or is there twice"
+    tokens = torch.empty(4, places.numel(), dtype=torch.float64)
+    tokens[:, places] = torch.cat([part.tokens for part in parts], 1)
+    weights, keep, gradient, terms_gradient = tokens.unbind(0)
+    loss, terms, denominator, terms_denominator = (sum(values) for values in zip(*(p.sums for p in parts), strict=True))
+    (factor,) = {part.factor for part in parts}  # every rank has the same, to the last bit
+    (_,) = {part.digest for part in parts}
+    divisor, terms_divisor = max(denominator, 1.0), max(terms_denominator, 1.0)
+    assert parts[0].metrics is not None
+    return Outcome(
+        loss / divisor / factor + terms / terms_divisor,
+        (int(denominator), int(terms_denominator)),
+        gradient / divisor / factor + terms_gradient / terms_divisor,
+        weights / factor,
+        keep,
+        parts[0].metrics,
+    )
+
+
+def differences(actual: Outcome, whole: Outcome) -> list[str]:
+    """Names of what is not equal."""
+    found = [] if math.isclose(actual.loss, whole.loss, rel_tol=TOLERANCE) else ["loss"]
+    found += [] if actual.denominators == whole.denominators else ["denominators"]
+    for name in ("gradient", "weights", "keep"):
+        one, other = getattr(actual, name), getattr(whole, name)
+        found += [] if torch.allclose(one, other, rtol=TOLERANCE, atol=0.0) else [name]
+    assert actual.metrics.keys() == whole.metrics.keys()
+    for name, value in whole.metrics.items():
+        if not math.isclose(actual.metrics[name], value, rel_tol=TOLERANCE, abs_tol=1e-15):
+            found.append(f"{name}: {actual.metrics[name]!r} instead of {value!r}")
+    return found
+
+
+@cache
+def _trained(batch: str, name: str) -> list[Tensor]:
+    rows = make(batch).rows
+    return [row[mask] for row, mask in zip(rows[name], rows["loss_mask"], strict=True) if mask.any()]
+
+
+def distances(batch: str, settings: Settings) -> list[float]:
+    """From each quantity that is compared with something to what it is compared with."""
+    config, rollout = settings.config(), _trained(batch, "rollout_log_probs")
+    train = _trained(batch, "log_probs" if config.use_rollout_log_probs else "old_log_probs")
+    log_ratio = [a - b for a, b in zip(train, rollout, strict=True)]
+    flat, ratio = torch.cat(log_ratio), torch.cat([row.exp() for row in log_ratio])
+    sums, means = torch.stack([row.sum() for row in log_ratio]), torch.stack([row.mean() for row in log_ratio])
+    mean_ratio = torch.stack([row.exp().mean() for row in log_ratio])
+    pairs: list[tuple[Tensor, float]] = [
+        (sums, 20.0),
+        (sums, -20.0),
+        (flat, math.log(VETO)),
+        (flat, 20.0),
+        (flat, -20.0),
+    ]
+    for bound in (config.tis.lower, config.tis.upper):
+        aggregated = {"token": flat, "sequence": sums, "geometric": means}[_level(config)]
+        pairs += [(aggregated, math.log(bound)), (mean_ratio, bound)]
+    for criterion in config.criteria:
+        rows = [
+            token_statistic(criterion.statistic, l, t, r) for l, t, r in zip(log_ratio, train, rollout, strict=True)
+        ]
+        reduced = {
+            "token": torch.cat(rows),
+            "sequence_sum": torch.stack([row.sum() for row in rows]),
+            "sequence_mean": torch.stack([row.mean() for row in rows]),
+            "sequence_max": torch.stack([row.max() for row in rows]),
+        }[criterion.aggregate]
+        pairs += [(reduced, bound) for bound in criterion.log_bounds if bound is not None]
+    pairs += [(torch.cat(rollout).exp(), edge) for edge in PROBABILITY_EDGES]
+    anchor = torch.cat(rollout if config.use_rollout_log_probs else _trained(batch, "old_log_probs"))
+    step = (torch.cat(_trained(batch, "log_probs")) - anchor).exp()
+    pairs += [(step, bound) for bound in (1 - config.ppo.eps_clip_low, 1 + config.ppo.eps_clip_high, 3.0)]
+    distances = [float((values - bound).abs().min()) for values, bound in pairs]
+    width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
+    place = (flat / HISTOGRAM_SCALE).asinh() / width
+    assert ratio.isfinite().all()
+    return [*distances, float((place - place.round()).abs().min()) * width]
+
+
+def _level(config: mp.MismatchConfig) -> str:
+    return "token" if config.tis.level == "none" else config.tis.level

@@ -1,0 +1,162 @@
+"""What `tests/test_hook_megatron.py` runs on every rank: one parallel layout, many configurations of the loss hook.
+
+Importing this module imports no megatron-core; running `run_layout` does.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
+
+VOCAB = 61
+
+
+@dataclass(frozen=True)
+class Run:
+    """One configuration of the hook in a layout; `microbatches` of each data-parallel rank."""
+
+    config: dict[str, Any]
+    microbatches: int = 1
+    form: Any = "thd"
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A parallel layout (dp is what remains of the world) and what runs in it, on one model."""
+
+    name: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
+    samples: tuple[Sample, ...] = ()
+    runs: tuple[Run, ...] = ()
+
+
+@dataclass
+class Outcome:
+    """metrics and losses on the last pipeline stage (else empty); gradients on rank 0 only."""
+
+    metrics: dict[str, float]
+    gradients: dict[str, Tensor]
+    reports: list[dict[str, float]]
+    error: str = ""
+
+
+def model_settings(layout: Layout) -> Any:
+    from mismatch_plugin.lab import model as lab
+
+    defaults = {"vocab": VOCAB, "hidden": 32, "ffn": 48, "dtype": "float64", "norm_jitter": 0.1, "init_std": 0.15}
+    return lab.ModelSettings.model_validate({**defaults, **layout.settings})
+
+
+def micro_batches(
+    layout: Layout, run: Run, groups: Any, settings: Any, dp_rank: int, dp_size: int
+) -> list[MegatronBatch]:
+    """This rank's micro-batches: every sample goes to one data-parallel rank, in an order that all layouts share."""
+    mine = layout.samples[dp_rank::dp_size]
+    share = max(1, -(-len(mine) // run.microbatches))
+    parts = [mine[i : i + share] for i in range(0, len(mine), share)]
+    align = layout.tp if settings.sequence_parallel else 1
+    return [
+        make_batch(
+            part,
+            groups,
+            layout=settings.cp_layout if layout.cp > 1 else "none",
+            form=run.form,
+            align=align,
+            padding_id=VOCAB - 1,
+            dtype=getattr(torch, settings.dtype),
+        )
+        for part in parts
+    ]
+
+
+def run_layout(layout: Layout) -> list[Outcome]:
+    """Every configuration on the same initial weights: loss, gradients and metrics of one step."""
+    from megatron.core import parallel_state
+
+    from mismatch_plugin.hooks.megatron_core import MegatronLoss
+    from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.parallel.groups import ParallelGroups
+
+    lab.initialize_parallel(tp=layout.tp, pp=layout.pp, cp=layout.cp)
+    settings = model_settings(layout)
+    model = lab.build_model(settings)
+    groups = ParallelGroups.from_megatron()
+    finalize = model[0].config.finalize_model_grads_func
+    dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    outcomes = []
+    for run in layout.runs:
+        model[0].config.finalize_model_grads_func = finalize
+        config = mp.MismatchConfig.model_validate(copy.deepcopy(run.config), context={"by_hand": set()})
+        try:
+            hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB)
+            batches = micro_batches(layout, run, groups, settings, dp_rank, dp_size)
+            hook.start(batches)
+            stored = lab.run_step(model, hook.forward_step, iter(batches), len(batches))
+            metrics = hook.metrics()
+        except ValueError as error:
+            outcomes.append(Outcome({}, {}, [], f"{type(error).__name__}: {error}"))
+            continue
+        gradients = lab.gather_gradients(model)
+        first = torch.distributed.get_rank() == 0
+        reports = [{name: float(value) for name, value in report.items()} for report in stored]
+        outcomes.append(Outcome(metrics, gradients if first else {}, reports))
+    return outcomes
+
+
+def plain_log_probs(gpt: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+    """(log π, entropy) of every response token by `log_softmax` over the real vocabulary, with gradient."""
+    ids = torch.tensor([*sample.prompt_ids, *sample.response_ids])
+    logits = gpt(ids[None], torch.arange(len(ids))[None], None)
+    table = logits[0, :, :VOCAB].log_softmax(-1)
+    start = len(sample.prompt_ids)
+    rows = table[start - 1 : len(ids) - 1]
+    return rows.gather(1, ids[start:, None])[:, 0], -(rows.exp() * rows).sum(-1)
+
+
+def initial_log_probs(layout: Layout) -> list[Tensor]:
+    """log π of every response token under the initial weights, in one process."""
+    from mismatch_plugin.lab import model as lab
+
+    lab.initialize_parallel()
+    gpt = lab.build_model(model_settings(layout))[0]
+    with torch.no_grad():
+        return [plain_log_probs(gpt, sample)[0].clone() for sample in layout.samples]
+
+
+def run_plainly(layout: Layout) -> list[Outcome]:
+    """The reference: sample by sample through the model, one `policy_loss` on the whole batch, autograd. No hook."""
+    from mismatch_plugin.lab import model as lab
+
+    lab.initialize_parallel()
+    chunk = lab.build_model(model_settings(layout))[0]
+    samples = layout.samples
+    outcomes = []
+    for run in layout.runs:
+        config = mp.MismatchConfig.model_validate(copy.deepcopy(run.config), context={"by_hand": set()})
+        chunk.zero_grad_buffer()
+        pairs = [plain_log_probs(chunk, sample) for sample in samples]
+        keep_entropy = config.terms.entropy_coef or config.metrics == "full"
+        packed = mp.PackedSequences.from_lists(
+            rollout_log_probs=[torch.tensor(s.rollout_log_probs, dtype=torch.float64) for s in samples],
+            loss_masks=[s.loss_mask for s in samples],
+            advantages=[torch.tensor(s.advantage, dtype=torch.float64) for s in samples],
+            old_log_probs=[torch.as_tensor(s.old_log_probs, dtype=torch.float64) for s in samples],
+            ref_log_probs=[torch.as_tensor(s.ref_log_probs, dtype=torch.float64) for s in samples],
+            weight_versions=[s.weight_versions for s in samples],
+            entropy=[entropy for _, entropy in pairs] if keep_entropy else None,
+        )
+        result = mp.policy_loss(torch.cat([log_probs for log_probs, _ in pairs]), packed, config)
+        result.loss.backward()
+        outcomes.append(Outcome(result.statistics.metrics(), lab.gather_gradients([chunk]), []))
+    return outcomes

@@ -1,0 +1,101 @@
+"""The command answers, and says what the tables say."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import mismatch_plugin
+from mismatch_plugin.cli import app
+from mismatch_plugin.explain import explain_table
+from mismatch_plugin.presets import PRESETS
+from mismatch_plugin.report.tables import preset_table, presets_table
+
+NAMES = [entry.name for entry in PRESETS]
+
+
+def _run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
+
+
+def test_version():
+    result = _run("--version")
+    assert result.exit_code == 0
+    assert result.output == f"mismatch-plugin {mismatch_plugin.__version__}\n"
+
+
+def test_help_names_the_commands():
+    result = _run("--help")
+    assert result.exit_code == 0
+    assert "explain" in result.output and "presets" in result.output
+
+
+def test_module_and_script_are_the_same():
+    code = "import sys; sys.argv = ['mismatch-plugin', '--version']; from mismatch_plugin.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout) == (0, _run("--version").output)
+
+
+def test_version_and_help_import_nothing_heavy():
+    heavy = ("mismatch_plugin.explain", "mismatch_plugin.report")
+    code = f"import sys, mismatch_plugin.cli; print([name for name in {heavy} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_explain_markdown_is_the_example():
+    result = _run("explain", "--markdown")
+    assert result.exit_code == 0
+    assert result.output == explain_table().to_markdown()
+
+
+def test_explain_can_be_narrowed():
+    result = _run("explain", "--mode", "clip", "--mode", "mask", "--level", "geometric", "--markdown")
+    assert result.output == explain_table(["clip", "mask"], ["geometric"]).to_markdown()
+
+
+def test_explain_on_a_terminal_shows_rows_and_notes():
+    output = _run("explain").output
+    assert "sequence: mask" in output
+    assert "2.12" in output
+    assert explain_table().notes[0] in output
+
+
+def test_explain_refuses_an_unknown_mode():
+    result = _run("explain", "--mode", "chop")
+    assert result.exit_code == 2
+    assert "chop" in result.output and "truncate" in result.output
+
+
+def test_presets_lists_every_preset():
+    output = _run("presets").output
+    assert [name for name in NAMES if name not in output] == []
+
+
+def test_presets_markdown_is_the_table():
+    assert _run("presets", "--markdown").output == presets_table().to_markdown()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_preset_shows_all_its_settings(name: str):
+    result = _run("presets", name)
+    assert result.exit_code == 0
+    table = preset_table(name)
+    assert [field for field in table.column("field") if field not in result.output] == []
+    assert table.notes[-1] in result.output
+
+
+def test_an_alias_shows_its_preset():
+    entry = next(entry for entry in PRESETS if entry.aliases)
+    result = _run("presets", entry.aliases[0])
+    assert result.exit_code == 0
+    assert preset_table(entry.name).notes[-1] in result.output
+
+
+def test_presets_refuses_an_unknown_name():
+    result = _run("presets", "no_such_preset")
+    assert result.exit_code == 2
+    assert "no_such_preset" in result.output

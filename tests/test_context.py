@@ -1,0 +1,61 @@
+"""How context parallelism cuts sequences (no process groups needed: each rank's part is computed on the host)."""
+
+from __future__ import annotations
+
+from itertools import chain, compress
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.parallel.context import shard, split_tokens
+
+LENGTHS = [5, 1, 16]
+
+
+@pytest.mark.parametrize(
+    ("layout", "size", "align", "owned"),
+    [
+        # 5 tokens are chunks 01|23|4.|.., 1 token 0|.|.|., 16 tokens 0-3|4-7|8-11|12-15. Rank 0 owns the outer two.
+        ("zigzag", 2, 1, [[0, 1, 5, *range(6, 10), *range(18, 22)], [2, 3, 4, *range(10, 18)]]),
+        ("contiguous", 4, 1, [[0, 1, 5, *range(6, 10)], [2, 3, *range(10, 14)], [4, *range(14, 18)], [*range(18, 22)]]),
+        ("contiguous", 2, 8, [[0, 1, 2, 5, *range(6, 14)], [3, 4, *range(14, 22)]]),
+        ("none", 1, 1, [[*range(22)]]),
+    ],
+)
+def test_split_tokens(layout: Any, size: int, align: int, owned: list[list[int]]) -> None:
+    parts = [split_tokens(LENGTHS, layout=layout, size=size, rank=rank, align=align) for rank in range(size)]
+    assert [list(compress(part.source_T.tolist(), part.is_real_T.tolist())) for part in parts] == owned
+    assert sorted(chain(*owned)) == list(range(22))
+    assert {part.source_T.numel() * size for part in parts} == {int(parts[0].cu_padded[-1])}
+    assert all(part.source_T.numel() % align == 0 for part in parts)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_shards_hold_every_token_once_with_its_position(layout: Any, size: int) -> None:
+    lengths = [5, 0, 1, 16, 7]
+    whole = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0 - i - 0.01 * t for t in range(n)] for i, n in enumerate(lengths)],
+        loss_masks=[[t % 3 != 1 for t in range(n)] for n in lengths],
+    )
+    seen: list[tuple[int, int, float, bool]] = []
+    for rank in range(size):
+        part = shard(whole, layout, size, rank)
+        assert len(part.lengths) == len(lengths)
+        assert part.rollout_log_probs is not None and part.positions is not None
+        rows = zip(part.sequence_index, part.positions, part.rollout_log_probs, part.loss_mask, strict=True)
+        seen += [(int(i), int(t), float(value), bool(mask)) for i, t, value, mask in rows]
+    assert [(i, t) for i, t, _, _ in sorted(seen)] == [(i, t) for i, n in enumerate(lengths) for t in range(n)]
+    assert all(value == pytest.approx(-1.0 - i - 0.01 * t) and mask == (t % 3 != 1) for i, t, value, mask in seen)
+
+
+def test_a_sequence_without_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"at least one token, got lengths \[3, 0\]"):
+        split_tokens([3, 0])
+
+
+def test_take_fills_padding() -> None:
+    part = split_tokens([3], layout="zigzag", size=2, rank=0)
+    assert part.take(torch.tensor([7, 8, 9]), padding=-1).tolist() == [[7, -1]]

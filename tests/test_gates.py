@@ -1,0 +1,133 @@
+"""Gates on the correction stage: kernels, host syncs, memory. Counted, not timed (DESIGN 6)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from tests.counting import DispatchCounter, MemoryMeter
+
+SEQUENCE_TRUNCATE = {"use_tis": True, "tis": {"level": "sequence"}}
+GEOMETRIC = "sequence_mean:ratio:0.99:1.01"
+FURTHER = (
+    "sequence_sum:ratio:0.2:5", "sequence_max:ratio:0.2:5", "sequence_max:k2:0.5", "sequence_mean:k3:0.1",
+    "sequence_mean:tv:0.2", "sequence_max:binary_kl:0.1", "sequence_mean:binary_kl_reverse:0.1", "token:ratio:0.2:5",
+    "token:k3:0.5", "token:tv:0.5", "token:binary_kl:0.5",
+)  # fmt: skip
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
+
+def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
+    generator = torch.Generator().manual_seed(0)
+    lengths = tuple(torch.randint(1, longest, (sequences,), generator=generator).tolist())
+    tokens = sum(lengths)
+    rollout = -3 * torch.rand(tokens, generator=generator)
+    packed = mp.PackedSequences(
+        loss_mask=torch.rand(tokens, generator=generator) < 0.8,
+        lengths=lengths,
+        rollout_log_probs=rollout,
+        train_log_probs=rollout + 0.1 * torch.randn(tokens, generator=generator),
+        advantages=torch.randn(tokens, generator=generator),
+        weight_versions=torch.randint(0, 3, (tokens,), generator=generator),
+    )
+    # Made once a batch at data preparation, outside the hook.
+    assert packed.offsets is not None and packed.sequence_index is not None and packed.response_positions is not None
+    return packed
+
+
+def count(sequences: int, **fields: Any) -> DispatchCounter:
+    config = mp.MismatchConfig(**fields)
+    packed = batch(sequences)
+    with DispatchCounter() as counter:
+        mp.correct(packed, config)
+    return counter
+
+
+def rejecting(*criteria: str) -> dict[str, Any]:
+    return {**SEQUENCE_TRUNCATE, "rs": {"criteria": [GEOMETRIC, *criteria], "veto_threshold": 1e-4}}
+
+
+def test_kernels_at_basic() -> None:
+    assert count(64, **rejecting()).total <= 100
+
+
+@pytest.mark.parametrize("criterion", FURTHER)
+def test_kernels_for_a_further_criterion(criterion: str) -> None:
+    assert count(64, **rejecting(criterion)).total <= 110
+
+
+def test_kernels_for_all_criteria_together() -> None:
+    assert count(64, **rejecting(*FURTHER)).total <= 100 + 10 * len(FURTHER)
+
+
+@pytest.mark.parametrize("criteria", [(), ("token:k3:0.5",)])
+def test_kernels_at_full(criteria: tuple[str, ...]) -> None:
+    assert count(64, **rejecting(*criteria), metrics="full").total <= 200
+
+
+def test_metrics_off_costs_less() -> None:
+    """No work for what is off."""
+    assert count(64, **rejecting(), metrics="off").total <= 60
+    assert count(64, metrics="off").total <= 40
+
+
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: str, mode: str) -> None:
+    fields = {**rejecting("token:k3:0.5", "sequence_max:k2:1"), "metrics": metrics}
+    fields["tis"] = {"level": level, "mode": mode, "batch_normalize": True}
+    few, many = count(8, **fields), count(512, **fields)
+    assert few.kernels == many.kernels
+    assert not few.syncs and not many.syncs
+
+
+@pytest.mark.parametrize("algorithm", [0, 1, 2, 3])
+def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
+    config = mp.MismatchConfig(
+        use_rollout_log_probs=bool(algorithm & 1),
+        use_tis=bool(algorithm & 2),
+        metrics="full",
+        aggregation="seq-mean-token-mean",
+        rs={"criteria": ["token:k3:0.5", "sequence_mean:ratio:0.9:1.1"], "veto_threshold": 1e-4},  # pyright: ignore[reportArgumentType]
+    )
+    packed = batch(64)
+    assert packed.train_log_probs is not None
+    log_probs = packed.train_log_probs.clone().requires_grad_()
+    with DispatchCounter() as counter:
+        mp.policy_loss(log_probs, packed, config).loss_sum.backward()
+    assert not counter.syncs
+
+
+def test_the_counter_sees_syncs() -> None:
+    """The gate itself must be able to fail."""
+    values = torch.ones(4)
+    with DispatchCounter() as counter:
+        values[values > 0]
+        values.sum().item()
+        bool(values.any())
+        values.nonzero()
+    assert len(counter.syncs) >= 4
+
+
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_memory_is_at_most_twelve_floats_a_token(metrics: str, level: str) -> None:
+    packed = batch(64, longest=4000)
+    fields = {**rejecting("token:binary_kl:0.5"), "metrics": metrics, "tis": {"level": level, "mode": "mask"}}
+    config = mp.MismatchConfig(**fields)
+    inputs = (
+        packed.loss_mask,
+        packed.rollout_log_probs,
+        packed.train_log_probs,
+        packed.advantages,
+        packed.weight_versions,
+    )
+    with MemoryMeter(*inputs, packed.offsets, packed.sequence_index, packed.response_positions) as meter:
+        result = mp.correct(packed, config)
+    assert result.keep.numel() == packed.loss_mask.numel()
+    assert meter.peak / packed.loss_mask.numel() / 4 <= 12

@@ -1,0 +1,182 @@
+"""PackedSequences: in from lists and padded tensors, back again, and every error by its message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+
+FLOAT_FIELDS = ("train_log_probs", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy")
+INTEGER_FIELDS = ("positions", "weight_versions")
+LENGTHS = (3, 0, 2, 1)
+MASKS = [[1, 0, 1], [], [0, 0], [1]]
+
+
+def rows(start: float, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """Different numbers everywhere, all legal log-probs."""
+    values = -(start + torch.arange(1, 7, dtype=torch.float64) / 10)
+    return list(values.to(dtype).split(LENGTHS))
+
+
+def everything() -> dict[str, Any]:
+    fields: dict[str, Any] = {name: rows(i / 100) for i, name in enumerate(FLOAT_FIELDS)}
+    fields["positions"] = [[4, 5, 6], [], [0, 1], [9]]
+    fields["weight_versions"] = [[7, 7, 8], [], [7, 7], [6]]
+    return fields
+
+
+def test_from_lists_keeps_every_value_in_order() -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=MASKS, rewards=[1, 2, 3, 4], sequence_ids="abcd", **everything())
+    assert packed.lengths == LENGTHS and packed.sequence_ids == tuple("abcd")
+    assert packed.loss_mask.tolist() == [True, False, True, False, False, True]
+    assert packed.offsets.tolist() == [0, 3, 3, 5, 6]
+    assert packed.sequence_index.tolist() == [0, 0, 0, 2, 2, 3]
+    assert packed.rewards is not None and packed.rewards.tolist() == [1, 2, 3, 4]
+    for i, name in enumerate(FLOAT_FIELDS):
+        value = getattr(packed, name)
+        assert value.dtype == torch.float64 and torch.equal(value, torch.cat(rows(i / 100)))
+    for name in INTEGER_FIELDS:
+        value = getattr(packed, name)
+        assert value.dtype == torch.int64 and value.tolist() == [item for row in everything()[name] for item in row]
+
+
+def test_response_positions_start_again_in_each_sequence() -> None:
+    assert mp.PackedSequences.from_lists(loss_masks=MASKS).response_positions.tolist() == [0, 1, 2, 0, 1, 0]
+    packed = mp.PackedSequences.from_lists(loss_masks=MASKS, positions=everything()["positions"])
+    assert packed.response_positions.tolist() == [4, 5, 6, 0, 1, 9]
+
+
+@pytest.mark.parametrize("convert", [list, tuple, np.array, torch.tensor, lambda row: torch.tensor(row) == 1])
+def test_masks_of_any_kind(convert: Any) -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=[convert(row) for row in MASKS])
+    assert packed.loss_mask.dtype == torch.bool and packed.loss_mask.tolist() == [True, False, True, False, False, True]
+
+
+def test_floating_masks_and_integer_log_probs() -> None:
+    packed = mp.PackedSequences.from_lists([[-1, -2]], [[-1, -3]], [[1.0, 0.0]])
+    assert packed.loss_mask.tolist() == [True, False]
+    assert packed.train_log_probs is not None and packed.train_log_probs.dtype == torch.float32
+
+
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+def test_half_precision_becomes_float32_by_either_door(half: torch.dtype) -> None:
+    values = [row.to(half) for row in rows(0.0)]
+    for packed in (
+        mp.PackedSequences.from_lists(values, values, MASKS),
+        mp.PackedSequences(torch.ones(6, dtype=torch.bool), LENGTHS, torch.cat(values), torch.cat(values)),
+    ):
+        assert packed.train_log_probs is not None and packed.train_log_probs.dtype == torch.float32
+        assert torch.equal(packed.train_log_probs, torch.cat(values).float())
+
+
+def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=MASKS, advantages=[1.5, 7.0, -2.0, torch.tensor(0.5)])
+    assert packed.advantages is not None and packed.advantages.tolist() == [1.5, 1.5, 1.5, -2, -2, 0.5]
+    padded = mp.PackedSequences.from_padded(
+        loss_masks=torch.ones(2, 3), lengths=[3, 1], advantages=torch.tensor([1.0, 2.0])
+    )
+    assert padded.advantages is not None and padded.advantages.tolist() == [1, 1, 1, 2]
+
+
+def test_entropy_keeps_its_graph() -> None:
+    entropy = [torch.tensor([0.5, 0.7], requires_grad=True), torch.tensor([0.1], requires_grad=True)]
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1]], entropy=entropy)
+    assert packed.entropy is not None
+    packed.entropy.sum().backward()
+    assert entropy[0].grad is not None and entropy[0].grad.tolist() == [1, 1]
+
+
+def test_unpack_and_to_padded_round_trip() -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=MASKS, **everything())
+    assert packed.train_log_probs is not None
+    back = packed.unpack(packed.train_log_probs)
+    assert [row.shape for row in back] == [(3,), (0,), (2,), (1,)]
+    assert all(torch.equal(a, b) for a, b in zip(back, rows(0.0), strict=True))
+    square = packed.to_padded(packed.train_log_probs, padding=9.0)
+    assert square.tolist() == [[*row.tolist(), *[9.0] * (3 - len(row))] for row in back]
+    again = mp.PackedSequences.from_padded(
+        train_log_probs=square, loss_masks=packed.to_padded(packed.loss_mask), lengths=packed.lengths
+    )
+    assert again.lengths == LENGTHS and torch.equal(again.loss_mask, packed.loss_mask)
+    assert again.train_log_probs is not None and torch.equal(again.train_log_probs, packed.train_log_probs)
+
+
+def test_from_padded_without_lengths_keeps_the_padding_masked() -> None:
+    masks = torch.tensor([[1, 1, 0], [1, 0, 0]])
+    names: dict[str, Any] = {"sequence_ids": ["x", "y"]}
+    packed = mp.PackedSequences.from_padded(-torch.ones(2, 3), -torch.ones(2, 3), masks, **names)
+    assert packed.lengths == (3, 3) and packed.loss_mask.tolist() == [True, True, False, True, False, False]
+    assert packed.sequence_ids == ("x", "y")
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_batches_without_a_token(lengths: list[int]) -> None:
+    empty: list[list[float]] = [[] for _ in lengths]
+    packed = mp.PackedSequences.from_lists(empty, empty, empty, advantages=empty, weight_versions=empty)
+    assert packed.offsets.tolist() == [0, *lengths]
+    assert [len(row) for row in packed.unpack(packed.loss_mask)] == lengths
+    padded = packed.to_padded(packed.loss_mask)
+    assert padded.shape == (len(lengths), 0)
+    again = mp.PackedSequences.from_padded(padded.float(), padded.float(), padded)
+    assert again.lengths == tuple(lengths)
+
+
+ERRORS = {
+    "no masks": ({}, "loss_masks is missing"),
+    "sequences": ({"loss_masks": [[1]], "entropy": [[-1.0], [-1.0]]}, "entropy has 2 sequences, loss_masks 1"),
+    "length": (
+        {"loss_masks": [[1], [1, 1, 1]], "rollout_log_probs": [[-1.0], [-1.0, -1.0]], "sequence_ids": ["p7", "p8"]},
+        r"rollout_log_probs of sequence p8 has shape \(2,\), its loss mask 3 tokens",
+    ),
+    "every field": ({"loss_masks": [[1]], "weight_versions": [[1, 2]]}, "weight_versions of sequence 0"),
+    "two dimensions": ({"loss_masks": [[1, 1]], "entropy": [torch.zeros(1, 2)]}, r"entropy .* has shape \(1, 2\)"),
+    "one number": ({"loss_masks": [[1]], "old_log_probs": [-1.0]}, r"old_log_probs of sequence 0 has shape \(\)"),
+    "mask of 2": ({"loss_masks": [[1, 2]]}, "loss_masks holds 2: a mask is 1"),
+    "mask of 0.5": ({"loss_masks": [[1, 0.5]]}, "loss_masks holds 0.5"),
+    "mask of NaN": ({"loss_masks": [[1, None]]}, "loss_masks holds nan"),
+    "names": ({"loss_masks": [[1]], "sequence_ids": ["a", "b"]}, r"sequence_ids has 2"),
+    "rewards": ({"loss_masks": [[1]], "rewards": [1.0, 2.0]}, "rewards"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_from_lists_errors(case: str) -> None:
+    fields, message = ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        mp.PackedSequences.from_lists(**fields)
+
+
+ONES = torch.ones(2, 3)
+PADDED_ERRORS = {
+    "no masks": ({}, r"loss_masks has shape None: from_padded takes \[batch, length\]"),
+    "flat": ({"loss_masks": torch.ones(3)}, r"loss_masks has shape \(3,\)"),
+    "shape": ({"loss_masks": ONES, "entropy": torch.ones(2, 4)}, r"entropy has shape \(2, 4\), loss_masks \(2, 3\)"),
+    "few lengths": ({"loss_masks": ONES, "lengths": [3]}, r"lengths \[3\] do not fit"),
+    "long": ({"loss_masks": ONES, "lengths": [3, 4]}, r"lengths \[3, 4\] do not fit"),
+    "negative": ({"loss_masks": ONES, "lengths": [3, -1]}, "do not fit"),
+    "advantages": ({"loss_masks": ONES, "advantages": torch.ones(3)}, "advantages has 3 sequences, loss_masks 2"),
+}
+
+
+@pytest.mark.parametrize("case", PADDED_ERRORS)
+def test_from_padded_errors(case: str) -> None:
+    fields, message = PADDED_ERRORS[case]
+    with pytest.raises(ValueError, match=message):
+        mp.PackedSequences.from_padded(**fields)
+
+
+def test_constructor_errors() -> None:
+    mask = torch.ones(3, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"loss_mask has dtype torch\.float32"):
+        mp.PackedSequences(torch.ones(3), (3,))
+    with pytest.raises(ValueError, match=r"loss_mask has shape \(3,\), but lengths add up to 4"):
+        mp.PackedSequences(mask, (3, 1))
+    with pytest.raises(ValueError, match=r"entropy has shape \(2,\), but lengths add up to 3"):
+        mp.PackedSequences(mask, (2, 1), entropy=torch.zeros(2))
+    with pytest.raises(ValueError, match="sequence_ids has 1 names for 2 sequences"):
+        mp.PackedSequences(mask, (2, 1), sequence_ids=("a",))
