@@ -4,6 +4,7 @@ VENV ?= .venv
 # Passed through to `python -m venv` (--system-site-packages keeps the torch of a training image) and to `pip install`.
 VENV_ARGS ?=
 PIP_ARGS ?=
+COMPARE_ARGS ?=
 # One pytest process: the slow tests launch two to four processes themselves, and more of them at once is not faster.
 PYTEST_ARGS ?=
 
@@ -17,11 +18,14 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help test lint format readme clean
+.PHONY: help compare test lint format readme clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) VENV_ARGS= PIP_ARGS= PYTEST_ARGS="
+
+compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
+	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
 
 test: $(VENV)/.test  ## run the tests (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -46,9 +50,9 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV_ARGS) $(VENV)
 
 $(VENV)/.test: pyproject.toml $(wildcard ci/constraints*.txt) | $(VENV)/bin/python
-	@echo "installing mismatch_plugin, its tests and megatron-core into $(VENV)" \
+	@echo "installing mismatch_plugin with megatron-core and all that its tests use into $(VENV)" \
 		"($(if $(CONSTRAINTS),no GPU: torch of $(CONSTRAINTS),with GPU: torch as pip chooses it))"
-	$(PIP_INSTALL) --editable '.[megatron,test]'
+	$(PIP_INSTALL) --editable '.[io,lab,test]'
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

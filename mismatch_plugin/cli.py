@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mismatch_plugin
+from mismatch_plugin.lab.command import compare
 
 if TYPE_CHECKING:
     from mismatch_plugin.report.table import Table
@@ -107,6 +108,9 @@ def presets(
     else:
         table = presets_table()
         _show(table if markdown else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
+
+
+app.command()(compare)
 
 
 def _show(table: Table, markdown: bool) -> None:

@@ -169,6 +169,7 @@ class Terms(BaseModel):
         unit="1/nat",
         slime="entropy_coef",
         verl="entropy_coeff",
+        allow_inf_nan=False,
     )
     kl_coef: float = described(
         0.0,
@@ -178,6 +179,7 @@ class Terms(BaseModel):
         slime="kl_loss_coef",
         verl="kl_loss_coef",
         ge=0.0,
+        allow_inf_nan=False,
     )
     kl_type: KlType = described(
         "low_var_kl",
@@ -250,6 +252,7 @@ class MismatchConfig(BaseModel):
         verl="seq-mean-token-sum-norm",
         source="Liu et al. 2025 (Dr. GRPO)",
         gt=0.0,
+        allow_inf_nan=False,
     )
     rollout_log_prob_policy: InvalidPolicy = described(
         "error",

@@ -159,12 +159,31 @@ def test_under_bypass_the_anchor_of_a_defect_is_the_current_policy(policy: str) 
     result.loss_sum.backward()
     assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx(expected, rel=1e-6)
     assert int(result.denominator) == sum(KEPT[policy])
+    # The defect has log r = 0 in the metric, whatever π_θ says there.
+    assert result.statistics.metrics()["rollout_corr/ppo_kl"] == pytest.approx(-(0.1 + 0.1) / 4, rel=1e-5)
 
 
 def test_a_defect_vetoes_and_rejects_nothing_by_itself() -> None:
     settings = {"rs": {"criteria": ["sequence_sum:ratio:0.1:10"], "veto_threshold": 0.01}}
     for bad, _ in KINDS.values():
         assert mp.correct(from_lists(bad), config("neutral", **settings)).keep.tolist() == [1, 1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("case", KINDS)
+def test_what_is_dropped_keeps_its_entropy_and_kl(case: str, policy: str) -> None:
+    """These terms run over the original mask and know nothing of the rollout; the metrics beside them neither."""
+    bad, _ = KINDS[case]
+    packed = from_lists(bad, entropy=[[0.5, 0.5], [1.0, 2.0, NAN]], ref_log_probs=[[-1.0, -0.5], [-3.0, -6.0, NAN]])
+    current = torch.tensor([value for row in TRAIN for value in row], requires_grad=True)
+    terms = {"entropy_coef": 1.0, "kl_coef": 1.0, "kl_type": "k1"}
+    result = mp.policy_loss(current, packed, config(policy, terms=terms))
+    assert result.terms["entropy"].item() == pytest.approx(-4.0)  # .5 + .5 + 1 + 2
+    assert result.terms["kl"].item() == pytest.approx(3.0)  # 0 + 0 + 1 + 2
+    assert int(result.terms_denominator) == 4
+    metrics = result.statistics.metrics()
+    assert metrics["rollout_corr/entropy"] == pytest.approx(1.0)
+    assert metrics["rollout_corr/ref_kl"] == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("bad", [NAN, -INF, INF])

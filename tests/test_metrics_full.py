@@ -9,7 +9,6 @@ import statistics as stats
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,12 +222,3 @@ def test_the_names_of_the_contract_are_there() -> None:
     # `full` adds and changes nothing.
     more = mp.correct(Raw(5).packed(), settings.model_copy(update={"metrics": "full"})).statistics.metrics()
     assert {name: more[name] for name in metrics} == metrics and len(more) > len(metrics)
-
-
-def test_no_metric_goes_undocumented() -> None:
-    """Once a page lists the metrics, it lists all of them."""
-    page = Path(__file__).parents[1] / "README.md"
-    if not page.exists() or f"{PREFIX}rollout_is_mean" not in page.read_text(encoding="utf-8"):
-        pytest.skip("no page lists the metrics yet")
-    text = page.read_text(encoding="utf-8")
-    assert [metric.name for metric in METRICS if PREFIX + metric.name not in text] == []

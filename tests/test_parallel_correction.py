@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -27,11 +28,11 @@ from tests.distributed.correction_cases import (
     make,
     one_process,
 )
+from tests.distributed.correction_check import TOLERANCE, differences, distances, together
 from tests.distributed.correction_worker import Case, Part, run
 from tests.distributed.launch import launch
 
 MICRO_BATCHES = (1, 4)
-TOLERANCE = 1e-12
 
 
 @cache
@@ -51,15 +52,14 @@ def expected(settings: Settings) -> Outcome:
 def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
     """What `Step.prepare` knows before the step is what the step then has, and it knows what it can."""
     config = parts[0].settings.config()
-    (totals,) = {tuple(part.totals) for part in parts}
-    tokens, original, accepted, factor = totals
+    tokens, original, accepted, factor = parts[0].totals
+    found = [] if len({tuple(part.totals) for part in parts}) == 1 else ["totals of the ranks"]
     known_before = not config.use_rollout_log_probs
-    found = [] if tokens == whole.metrics["rollout_corr/tokens"] else ["tokens known before"]
+    found += [] if tokens == whole.metrics["rollout_corr/tokens"] else ["tokens known before"]
     found += [] if original == whole.denominators[1] else ["original known before"]
     if config.denominator == "accepted":
-        found += (
-            [] if accepted == (whole.denominators[0] if known_before or not config.rejects else None) else ["accepted"]
-        )
+        wanted = whole.denominators[0] if known_before or not config.rejects else None
+        found += [] if accepted == wanted else ["accepted known before"]
     mean = whole.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
     found += [] if (factor is not None) == known_before else ["weight mean known before"]
     found += [] if factor is None or math.isclose(factor, mean, rel_tol=TOLERANCE) else ["weight mean"]

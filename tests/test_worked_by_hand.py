@@ -200,6 +200,15 @@ def test_sequence_criteria(statistic: Any, aggregate: Any) -> None:
     assert verdict(value + EDGE, 100.0)[0] == nothing[0]
 
 
+@pytest.mark.parametrize("statistic", ["ratio", "k1"])
+def test_the_largest_ratio_is_not_that_of_a_masked_token(statistic: Any) -> None:
+    # ρ = .5, masked, .4: the largest is .5, although l = 0 (ρ = 1) stands at the masked token.
+    batch = packed([[0.25, NAN, 0.2]], [[0.5, 0.9, 0.5]], [[1, 0, 1]])
+    for lower, expected in ((0.5 + EDGE, [0, 0, 0]), (0.5 - EDGE, [1, 0, 1])):
+        criterion = mp.Criterion(statistic=statistic, aggregate="sequence_max", lower_bound=lower, upper_bound=9.0)
+        assert mp.correct(batch, rejection(criterion)).keep.tolist() == expected
+
+
 @pytest.mark.parametrize("statistic", STATISTICS)
 def test_token_criteria(statistic: Any) -> None:
     first, second = STATISTICS[statistic]

@@ -257,7 +257,7 @@ TERMS = {  # (aggregation, length_norm): share of either sequence, denominator
 def test_terms_are_not_scaled_by_rejection_or_weights(
     aggregation: str, length_norm: float | None, denominator: str
 ) -> None:
-    """Sequence A: ρ = 4 and 1 and a masked token; B: ρ = 0.1, rejected. Both keep their entropy and KL in full."""
+    """Sequence A: ρ = 4 (rejected) and 1 and a masked token; B: ρ = 0.1, rejected. All entropy and KL stays."""
     shares, count = TERMS[aggregation, length_norm]
     current = torch.cat(logs([[0.8, 0.5, 0.5], [0.05]])).requires_grad_()
     entropy = torch.tensor([0.3, 0.7, NAN, 1.1], dtype=torch.float64, requires_grad=True)
@@ -275,7 +275,7 @@ def test_terms_are_not_scaled_by_rejection_or_weights(
         config(
             use_rollout_log_probs=True,
             use_tis=True,
-            rs={"criteria": ["token:ratio:0.5:5"]},
+            rs={"criteria": ["token:ratio:0.5:3"]},
             terms={"entropy_coef": 0.1, "kl_coef": 0.2, "kl_type": "k1"},
             aggregation=aggregation,
             length_norm=length_norm,
@@ -283,7 +283,7 @@ def test_terms_are_not_scaled_by_rejection_or_weights(
         ),
     )
     a, b = shares
-    assert result.correction.keep.tolist() == [1, 1, 0, 0]
+    assert result.correction.keep.tolist() == [0, 1, 0, 0]
     # d = ln(.8/.4) = ln 2, 0 | ln(.05/.1) = −ln 2
     assert result.terms["entropy"].item() == close(-0.1 * (a * (0.3 + 0.7) + b * 1.1))
     assert result.terms["kl"].item() == close(0.2 * (a * LN2 - b * LN2))

@@ -122,8 +122,7 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         if config.metrics != "off":
             weight = stage.weights_T if rejected_T is None else stage.weights_T.masked_fill(rejected_T, 0.0)
             yield "weight", weight
-            weight = weight.square()
-            yield "weight_squared", weight
+            yield "weight_squared", weight.to(torch.float64, copy=True).square_()
             del weight
     if config.metrics == "off":
         return
@@ -149,7 +148,7 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     counts_sequences: False on the ranks of a context-parallel group that leave the counting to another one.
     """
     has = stage.tokens_N > 0
-    rows = _rows(stage)
+    rows = _rows(stage, has)
     totals = torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T
     if not counts_sequences:
         totals = torch.zeros_like(totals)
@@ -175,11 +174,11 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     )
 
 
-def _rows(stage: Stage) -> dict[str, Tensor]:
+def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     """One number a sequence, all finite; a sequence without response tokens is weighed 0 by both measures."""
     config, means = stage.config, stage.means_N
     kept = stage.kept_N / stage.tokens_N.clamp(min=1)
-    rows = {"one": torch.ones_like(kept), "kept": kept, "kept_any": kept > 0}
+    rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     if config.weighted and config.tis.batch_normalize:
         rows |= stage.unit_rows()
     if config.metrics == "off":
@@ -208,9 +207,7 @@ def _rows(stage: Stage) -> dict[str, Tensor]:
     return rows
 
 
-def _ratio_rows(
-    stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor | None
-) -> Iterator[tuple[str, Tensor]]:
+def _ratio_rows(stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor | None) -> Iterator[tuple[str, Tensor]]:
     """ρ − 1; c − center with c = ρ clamped to [1/hi, hi]; its square; whether l is above or below the bounds.
 
     [T] with padding, where everything must be 0, or [N].
@@ -227,7 +224,7 @@ def _ratio_rows(
         clamped = bounded_exp(log_ratio).clamp_(1.0 / tis.upper, tis.upper)
     clamped = cleared(clamped, stage.center > 0 and tis.upper >= 1.0)
     yield "clamped", clamped
-    yield "clamped_squared", clamped.square()
+    yield "clamped_squared", clamped.to(torch.float64, copy=True).square_()
     yield "high", cleared(log_ratio > math.log(tis.upper), tis.upper >= 1.0)
     yield "low", cleared(log_ratio < (math.log(tis.lower) if tis.lower > 0 else -math.inf), tis.lower <= 1.0)
 

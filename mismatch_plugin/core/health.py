@@ -122,6 +122,6 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
             "normalisation blew a weight up",
             "Nearly everything else was bounded to little: raise the lower bound.",
         )
-    if value("all_rejected"):
+    if value("all_rejected") and not config.dry_run:
         judge("all_rejected", True, "nothing is left in the loss", "Widen the bounds; try them with dry_run first.")
     return found

@@ -13,6 +13,7 @@ from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -84,7 +85,7 @@ def policy_loss(
         loss_T = reinforce_loss(log_probs, advantages)
     else:
         # Under bypass the selected rollout log-probs are π_θ itself where a value is no log-prob: ratio 1.
-        anchor = correction.tokens.rollout if config.use_rollout_log_probs else torch.where(mask, old, 0.0)
+        anchor = torch.where(mask, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
         clip = config.ppo
         loss_T, log_r = ppo_clip_loss(
             log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
@@ -108,11 +109,11 @@ def policy_loss(
 
 
 def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
-    """The tokens whose values enter at all: `loss_mask`, less what the policy drops (it may hold NaN)."""
-    defective = correction.tokens.defective
-    if defective is None or not config.rollout_log_prob_policy.startswith("drop"):
+    """The tokens whose values enter at all: `loss_mask`, less those that are dropped because π_train is not finite."""
+    code = correction.tokens.code
+    if code is None or not config.rollout_log_prob_policy.startswith("drop"):
         return packed.loss_mask
-    return packed.loss_mask.logical_and(defective.logical_not_())
+    return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
 
 
 def _clip_sums(log_r: Tensor, advantages: Tensor, config: MismatchConfig) -> dict[str, Tensor]:

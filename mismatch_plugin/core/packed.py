@@ -182,7 +182,7 @@ class PackedSequences:
         loss_masks: Tensor | None = None,
         *,
         lengths: Sequence[int] | None = None,
-        **fields: Tensor | None,
+        **fields: Any,
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B]."""

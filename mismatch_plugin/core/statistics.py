@@ -41,7 +41,8 @@ class Statistics:
 
     def merge(self, other: Statistics) -> Statistics:
         """The state of both together. Raises ValueError where they come from different configurations."""
-        if self.sum_names != other.sum_names or self.maximum_names != other.maximum_names:
+        same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
+        if not same_names or self.config != other.config:
             raise ValueError("these statistics come from different configurations: merge those of one step only.")
         return Statistics(
             self.sums + other.sums,

@@ -1,10 +1,10 @@
 """The loss hook for any megatron-core training loop: `forward_step` and `loss_func` for megatron's schedules.
 
-    hook = MegatronLoss(config, model_config, ParallelGroups.from_megatron(), vocab_size=32000)
-    hook.start(batches)                                             # once a step, before the schedule
-    forward_backward(forward_step_func=hook.forward_step, data_iterator=iter(batches), ...)
-    optimizer.step()
-    metrics = hook.metrics()                                        # {} but on the last pipeline stage
+hook = MegatronLoss(config, model_config, ParallelGroups.from_megatron(), vocab_size=32000)
+hook.start(batches)                                             # once a step, before the schedule
+forward_backward(forward_step_func=hook.forward_step, data_iterator=iter(batches), ...)
+optimizer.step()
+metrics = hook.metrics()                                        # {} but on the last pipeline stage
 """
 
 from __future__ import annotations

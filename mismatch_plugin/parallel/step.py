@@ -42,7 +42,7 @@ class Step:
         self.config, self.groups = config, groups
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
-        normalizes = config.weighted and config.tis.batch_normalize
+        normalizes = config.weighted and config.tis.batch_normalize and not config.dry_run
         self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
 
     def prepare(self, micro_batches: Iterable[PackedSequences]) -> StepTotals:
@@ -61,7 +61,7 @@ class Step:
         tokens, original, accepted, weight, units = self.groups.sum_over_data(sums).unbind(0)
         mean = weight / units.clamp(min=1)
         factor = torch.where(mean > 0, mean, torch.ones_like(mean))
-        accepted_known = known or not self.config.rejects
+        accepted_known = known or not self.config.rejects or self.config.dry_run
         self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None)
         return self.totals
 
@@ -73,9 +73,11 @@ class Step:
             tokens, original = tokens_N.sum() * counts, (tokens_N > 0).sum() * counts
             original = tokens if by_token else original
             return torch.stack([tokens, original, original, tokens.new_zeros(()), tokens.new_zeros(())]).double()
-        statistics = correct(packed, self.config, self.groups, batch_factor=1.0).statistics
-        names = ["one@tokens", "one@tokens" if by_token else "one@sequences"]
-        names.append("kept@tokens" if by_token else "kept_any@sequences")
+        old = packed.old_log_probs if packed.old_log_probs is not None else packed.train_log_probs  # as policy_loss
+        statistics = correct(packed.replace(train_log_probs=old), self.config, self.groups, batch_factor=1.0).statistics
+        original = "one@tokens" if by_token else "one@sequences"
+        accepted = "kept@tokens" if by_token else "kept_any@sequences"
+        names = ["one@tokens", original, original if self.config.dry_run else accepted]  # a dry run rejects nothing
         values = [statistics.sum_of(name) for name in names]
         if self.step_scope:
             measure = "tokens" if self.config.tis.level == "token" else "sequences"

@@ -123,7 +123,7 @@ def bounds_table() -> Table:
             "geometric",
             "1.0001 to 1.001, so within 0.01 to 0.1 % of 1",
             "1.001",
-            "A mean over the whole response hardly moves: 2 would hardly ever be reached. Used to reject, seldom to weigh.",
+            "A mean over the whole response hardly moves and would never come near 2. Used to reject, seldom to weigh.",
         ),
         (
             "veto (a lower bound)",

@@ -215,7 +215,7 @@ def make(name: str) -> Whole:
         elif name == "untrained_replica":
             row["loss_mask"] = torch.full((length,), number % 2 == 0)
         elif name == "rejected" or (name == "rejected_replica" and number % 2 == 1):
-            row["rollout_log_probs"] -= 6.0
+            row["rollout_log_probs"] -= 6.1
         elif name == "bad_token" and number == BAD_SEQUENCE:
             row["rollout_log_probs"][BAD_POSITION] = math.nan
         elif name == "bad_tokens":

@@ -117,7 +117,8 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
     """Per settings, where invalid log-probs are an error: what `finish` counted, and what `metrics` then says."""
     whole, groups = make(case.batch), groups_of(case.layout)
     local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
-    holds = any(not packed.rollout_log_probs[packed.loss_mask].isfinite().all() for packed, _ in local)
+    rollout = torch.cat(whole.rows["rollout_log_probs"])
+    holds = any(not rollout[places].isfinite().all() for _, places in local)
     outcomes = []
     for settings in case.settings:
         step = Step(settings.config(), groups)
@@ -137,9 +138,8 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: reduction, ranks it runs over, shape and type of its tensor."""
+    """One all-reduce: reduction, ranks it runs over, shape and type of its tensor."""
 
-    name: str
     operation: str
     ranks: tuple[int, ...]
     shape: tuple[int, ...]
@@ -162,7 +162,7 @@ class CallRecorder(CollectiveRecorder):
 
         def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any) -> Any:
             ranks = tuple(dist.get_process_group_ranks(group))
-            self.calls.append(Call("all_reduce", op_name(op), ranks, tuple(tensor.shape), tensor.dtype))
+            self.calls.append(Call(op_name(op), ranks, tuple(tensor.shape), tensor.dtype))
             return self._all_reduce(tensor, op=op, group=group, **options)
 
         dist.all_reduce = all_reduce
@@ -171,7 +171,7 @@ class CallRecorder(CollectiveRecorder):
     def __exit__(self, *error: Any) -> None:
         dist.all_reduce = self._all_reduce
         super().__exit__(*error)
-        found = [(f"{call.name}_.default", call.bytes) for call in self.calls]
+        found = [("allreduce_.default", call.bytes) for call in self.calls]
         assert error[0] is not None or self.collectives == found, f"{self.collectives} instead of {found}"
 
 

@@ -1,0 +1,156 @@
+"""One run of the lab into a folder: `run_one`, and `python -m mismatch_plugin.lab.run`, alone or under torchrun.
+
+A folder holds `config.json` (what ran), `metrics.jsonl` (one line for the evaluation before the first optimizer step,
+then one a step, see `trainer.train`) and, once the run ended, `done.json`. Importing this imports no megatron-core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import mismatch_plugin
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.lab.settings import LabSettings
+
+CONFIG, METRICS, DONE = "config.json", "metrics.jsonl", "done.json"
+_PACKAGES = ("torch", "megatron-core", "transformers")
+
+
+def run_one(
+    settings: LabSettings,
+    variant_config: MismatchConfig,
+    folder: str | Path,
+    *,
+    warm_up_cache: str | Path | None = None,
+) -> dict[str, Any]:
+    """Warm up, train, and leave everything in `folder`. Returns what `done.json` holds.
+
+    A finished run with the same settings is left as it is; an unfinished or different one starts again.
+    warm_up_cache: folder of warm weights, shared by all runs of a seed; None: `warm` beside `folder`.
+    `done.json`: status (finished, or diverged if the gradient stopped being finite), steps, seconds, and the last
+    evaluation. Collective under torchrun: rank 0 reads and writes the files.
+    """
+    from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.lab.policy import broadcast
+    from mismatch_plugin.lab.trainer import is_first_rank, train, warm_up
+
+    folder = Path(folder)
+    cache = folder.parent / "warm" if warm_up_cache is None else Path(warm_up_cache)
+    lab.initialize_parallel(settings.tp, settings.pp, settings.cp)
+    first = is_first_rank()
+    description: dict[str, Any] = {
+        "settings": settings.model_dump(mode="json"),
+        "mismatch": variant_config.model_dump(mode="json"),
+    }
+    description["world_size"] = lab.dist.get_world_size()
+    if (outcome := broadcast(_finished(folder, description) if first else None)) is not None:
+        return outcome
+
+    start = time.perf_counter()
+    if first:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / DONE).unlink(missing_ok=True)
+        _write(folder / CONFIG, {**description, "versions": _versions()})
+    weights = warm_up(settings, cache)
+    warm_seconds = time.perf_counter() - start
+    last: dict[str, Any] = {}
+    with (folder / METRICS if first else Path(os.devnull)).open("w") as lines:
+
+        def on_step(record: dict[str, Any]) -> None:
+            last.update({name: value for name, value in record.items() if name == "step" or "held_out" in name})
+            lines.write(_json(record) + "\n")
+            lines.flush()
+
+        finished = train(settings, variant_config, weights, on_step)
+    seconds = {"warm_up": warm_seconds, "total": time.perf_counter() - start}
+    outcome = {"status": "finished" if finished else "diverged", "seconds": seconds, **last}
+    if first:
+        _write(folder / DONE, outcome)
+    return broadcast(outcome)
+
+
+def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | None:
+    """What `done.json` says, if it is there and belongs to these settings."""
+    if not (folder / DONE).exists() or not (folder / CONFIG).exists():
+        return None
+    before = json.loads((folder / CONFIG).read_text())
+    same = json.loads(_json(description)) == {name: before.get(name) for name in description}
+    return json.loads((folder / DONE).read_text()) if same else None
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "mismatch-plugin": mismatch_plugin.__version__}
+    return {**found, **{name: metadata.version(name) for name in _PACKAGES}}
+
+
+def _write(path: Path, value: Any) -> None:
+    """All of the file or nothing of it, so that a killed run never looks finished."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(_json(value, indent=2) + "\n")
+    part.replace(path)
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become their names."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m mismatch_plugin.lab.run", description=_DESCRIPTION)
+    parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
+    parser.add_argument("--warm-up-cache", type=Path, help="folder of warm weights (default: warm, beside the folder)")
+    group = parser.add_argument_group("lab")
+    for name, field in LabSettings.model_fields.items():
+        options: dict[str, Any] = {"help": f"(default: {field.default})", "default": argparse.SUPPRESS}
+        if get_origin(field.annotation) is tuple:
+            options.update(type=float, nargs=len(get_args(field.annotation)))
+        elif choices := get_args(field.annotation):
+            options["choices"] = choices
+        else:
+            options["type"] = field.annotation
+        group.add_argument("--" + name.replace("_", "-"), **options)
+    return add_arguments(parser)
+
+
+_DESCRIPTION = "One small RL run on CPU: a megatron-core policy, rollouts by transformers, and the corrected loss."
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Parse the command line, run, print what `done.json` holds. Under torchrun rank 0 prints."""
+    import torch
+
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    try:
+        settings = LabSettings(**{k: v for k, v in vars(given).items() if k in LabSettings.model_fields})
+        config = MismatchConfig.from_args(given)
+    except ValueError as error:
+        parser.error(str(error))
+    torch.set_num_threads(1)  # at this size a second thread costs more than it does
+    outcome = run_one(settings, config, given.folder, warm_up_cache=given.warm_up_cache)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(_json(outcome, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""A run folder of `compare`, read into arrays. What is missing, empty or cut is skipped and said, never an error.
+
+RUN/run.json                                  settings, variants, number of seeds, the lab's settings, versions
+RUN/<setting>/<variant>/seed<k>/metrics.jsonl one JSON object an optimizer step
+                               /config.json   the configuration; "variant" is the label
+                               /done.json     there when the run has finished
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_plugin.config import ALGORITHM_NAMES
+from mismatch_plugin.report.table import NOTHING, Table
+
+Array = NDArray[np.float64]
+
+BASELINE = "0"
+"""Label of the variant that the others are compared with."""
+TRAIN_COLUMNS = ("reward", "exact")
+HELD_OUT = "held_out_"
+_OWN_KEYS = ("variant", "setting", "seed")
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """One seed of one variant in one setting: steps [T], and columns [T] by name, NaN where nothing was recorded.
+
+    Columns are those of the file; the ones inside "seconds" are called `seconds/…`, metrics keep their names.
+    """
+
+    setting: str
+    variant: str
+    seed: int
+    steps: Array
+    columns: dict[str, Array] = field(repr=False)
+    config: dict[str, Any] = field(repr=False)
+    finished: bool = False
+
+    def column(self, name: str) -> Array:
+        """A column, all NaN where the run does not have it."""
+        return self.columns.get(name, np.full(len(self.steps), np.nan))
+
+    def curve(self, name: str) -> tuple[Array, Array]:
+        """(steps, values) where the column has a finite value."""
+        values = self.column(name)
+        there = np.isfinite(values)
+        return self.steps[there], values[there]
+
+
+@dataclass(frozen=True, eq=False)
+class RunFolder:
+    """Everything read: names in the order of `run.json`, runs by (setting, variant, seed), and what is missing."""
+
+    root: Path
+    info: dict[str, Any]
+    settings: tuple[str, ...]
+    variants: tuple[str, ...]
+    seeds: tuple[int, ...]
+    runs: dict[tuple[str, str, int], Run] = field(repr=False)
+    missing: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """True where every run that was asked for has finished and could be read."""
+        return not self.missing
+
+    def finished(self, setting: str, variant: str) -> list[Run]:
+        """The finished runs of one variant, by seed."""
+        return [run for run in self.all(setting, variant) if run.finished]
+
+    def all(self, setting: str, variant: str) -> list[Run]:
+        """All runs of one variant that hold at least one step, by seed."""
+        return [run for (s, v, _), run in sorted(self.runs.items()) if (s, v) == (setting, variant)]
+
+    def shown(self, setting: str, variant: str) -> list[Run]:
+        """The runs that a curve is drawn from: the finished ones, or the unfinished where there is no other."""
+        return self.finished(setting, variant) or self.all(setting, variant)
+
+    def config_of(self, variant: str) -> dict[str, Any]:
+        """The configuration of a variant's first run, empty where none was read."""
+        return next((run.config for (_, v, _), run in sorted(self.runs.items()) if v == variant), {})
+
+    def source(self, name: str) -> str:
+        """Column for `reward` or `exact`: the held-out one where any run recorded it, else that of the batches."""
+        return HELD_OUT + name if HELD_OUT + name in self._recorded else name
+
+    @cached_property
+    def _recorded(self) -> frozenset[str]:
+        """Columns with a finite value in some run."""
+        runs = self.runs.values()
+        return frozenset(name for run in runs for name, column in run.columns.items() if np.isfinite(column).any())
+
+
+def read_run_folder(root: str | Path) -> RunFolder:
+    """Read a run folder. Raises FileNotFoundError only where there is no such folder."""
+    root = Path(root)
+    if not root.is_dir():
+        raise FileNotFoundError(f"{root} is no folder: give the folder that compare wrote its runs to.")
+    missing: list[str] = []
+    info = _read_json(root / "run.json")
+    if not info:
+        missing.append("run.json is missing or damaged: settings, variants and seeds are those found in the folder.")
+    runs: dict[tuple[str, str, int], Run] = {}
+    touched: set[tuple[str, str, int]] = set()
+    known = [str(label) for label in _names(info.get("variants"))]
+    for folder in sorted(root.glob("*/*/seed*")):
+        number = folder.name.removeprefix("seed")
+        if not number.isdecimal():
+            continue
+        config = _read_json(folder / "config.json")
+        variant = str(config.get("variant") or _label(folder.parent.name, known))
+        key = (folder.parent.parent.name, variant, int(number))
+        touched.add(key)
+        run, notes = _read_run(folder, key, config)
+        missing += notes
+        if run is not None:
+            runs[key] = run
+    settings = _ordered(_names(info.get("settings")), [key[0] for key in sorted(touched)])
+    variants = _ordered(known, [key[1] for key in sorted(touched)])
+    asked = info.get("seeds")
+    seeds = _ordered(range(asked) if isinstance(asked, int) else (), sorted({key[2] for key in touched}))
+    missing += _not_started(settings, variants, seeds, touched)
+    return RunFolder(root, info, settings, variants, seeds, runs, tuple(missing))
+
+
+def describe(label: str) -> str:
+    """A variant's label in words: `2:token:truncate` is "2 decoupled PPO, token truncate"; another stays as it is."""
+    number, *rest = label.split(":")
+    if not (number.isdecimal() and int(number) < len(ALGORITHM_NAMES)):
+        return label
+    name = f"{number} {ALGORITHM_NAMES[int(number)]}"
+    return f"{name}, {' '.join(rest)}" if rest else name
+
+
+def short(label: str) -> str:
+    """A variant's label for legends: `2:token:truncate` is "2 token truncate"; 0 to 3 alone keep their names."""
+    return label.replace(":", " ") if ":" in label else describe(label)
+
+
+def align(curves: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """(steps [K], values [N, K]) at the steps that every curve has: seeds side by side."""
+    if not curves:
+        return np.empty(0), np.empty((0, 0))
+    common = curves[0][0]
+    for steps, _ in curves[1:]:
+        common = np.intersect1d(common, steps)
+    return common, np.array([values[np.isin(steps, common)] for steps, values in curves]).reshape(len(curves), -1)
+
+
+def mean_seconds(runs: Iterable[Run]) -> dict[str, float]:
+    """Mean seconds a step of each part over all runs; 0 where a part was not recorded."""
+    parts = {}
+    for part in ("rollout", "old_log_probs", "train"):
+        means = [float(values.mean()) for run in runs if len(values := run.curve(f"seconds/{part}")[1])]
+        parts[part] = float(np.mean(means)) if means else 0.0
+    return parts
+
+
+def settings_tables(folder: RunFolder) -> list[Table]:
+    """What was run: the lab's settings, what tells settings and variants apart, versions."""
+    flat = {key: dict(_flatten(run.config)) for key, run in sorted(folder.runs.items())}
+    names = sorted({name for config in flat.values() for name in config if name not in _OWN_KEYS})
+
+    def differing(index: int) -> list[str]:
+        """Settings whose value depends on this part of a run's key while the rest of the key is the same."""
+        found = []
+        for name in names:
+            groups: dict[tuple[object, ...], set[str]] = {}
+            for key, config in flat.items():
+                groups.setdefault(key[:index] + key[index + 1 :], set()).add(config.get(name, NOTHING))
+            if any(len(values) > 1 for values in groups.values()):
+                found.append(name)
+        return found
+
+    def listed(index: int, label: str, members: Iterable[str], which: list[str]) -> Table:
+        rows = []
+        for member in members:
+            config = next((config for key, config in flat.items() if key[index] == member), None)
+            cell = NOTHING if config is None else "; ".join(f"{n} = {config[n]}" for n in which if n in config)
+            words = describe(member) if index == 1 else member
+            rows.append((words, cell or NOTHING))
+        return Table(f"What tells the {label}s apart", (label, "settings"), tuple(rows))
+
+    by_setting, by_variant = differing(0), differing(1)
+    shared = dict(_flatten(folder.info.get("lab")))
+    first: Mapping[str, str] = next(iter(flat.values()), {})
+    own = [name for name in names if name not in {*by_setting, *by_variant, *differing(2)} and name in first]
+    shared |= {name: first[name] for name in own if name not in shared}
+    tables = [
+        Table("The same for all runs", ("setting", "value"), tuple(shared.items())),
+        listed(0, "setting", folder.settings, by_setting),
+        listed(1, "algorithm", folder.variants, by_variant),
+        Table("Versions", ("part", "version"), tuple(_flatten(folder.info.get("versions")))),
+    ]
+    started = folder.info.get("started")
+    run = [("started", str(started))] if started else []
+    run.append(("seeds", ", ".join(map(str, folder.seeds)) or NOTHING))
+    return [Table("Run", ("what", "value"), tuple(run)), *(table for table in tables if table.rows)]
+
+
+def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -> tuple[Run | None, list[str]]:
+    """The run, None where it holds no step; and sentences about what is wrong with it."""
+    setting, variant, seed = key
+    name = f"{setting}, {describe(variant)}, seed {seed}"
+    records, bad = _read_lines(folder / "metrics.jsonl")
+    notes = [f"{name}: {bad} damaged line{'s' if bad > 1 else ''} skipped."] if bad else []
+    if not records:
+        return None, [*notes, f"{name}: started, but holds no step."]
+    finished = (folder / "done.json").is_file()
+    if not finished:
+        notes.append(f"{name}: unfinished, {len(records)} steps; left out of every comparison.")
+    steps = np.array(sorted(records), dtype=np.float64)
+    columns: dict[str, Array] = {}
+    for index, step in enumerate(sorted(records)):
+        for column, value in _flat(records[step]):
+            columns.setdefault(column, np.full(len(steps), np.nan))[index] = value
+    for column in (*TRAIN_COLUMNS, "grad_norm"):
+        lost = int(np.isnan(columns.get(column, steps)).sum())
+        if lost:
+            notes.append(f"{name}: {column} is no finite number at {lost} step{'s' if lost > 1 else ''}.")
+    return Run(setting, variant, seed, steps, columns, config, finished), notes
+
+
+def _read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """(records by step, number of damaged lines). A step written twice counts as it was written last."""
+    records: dict[int, dict[str, Any]] = {}
+    bad = 0
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return records, bad
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            records[int(record["step"])] = record
+        except (ValueError, TypeError, KeyError):
+            bad += 1
+    return records, bad
+
+
+def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """(column, value) of every number in a record; what is no finite number is NaN."""
+    seconds, metrics = record.get("seconds"), record.get("metrics")
+    parts = {name: value for name, value in record.items() if name not in ("step", "seconds", "metrics")}
+    parts |= {f"seconds/{name}": value for name, value in seconds.items()} if isinstance(seconds, dict) else {}
+    parts |= metrics if isinstance(metrics, dict) else {}
+    for name, value in parts.items():
+        if isinstance(value, (int, float)):
+            yield name, float(value) if math.isfinite(value) else math.nan
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _names(value: object) -> list[str]:
+    return [str(name) for name in value] if isinstance(value, (list, tuple)) else []
+
+
+def _label(folder: str, known: Sequence[str]) -> str:
+    """The label that a folder's name stands for: ":" is written as "_" there."""
+    return next((label for label in known if label.replace(":", "_") == folder), folder)
+
+
+def _ordered(first: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys([*first, *found]))
+
+
+def _not_started(
+    settings: Sequence[str], variants: Sequence[str], seeds: Sequence[int], touched: set[tuple[str, str, int]]
+) -> Iterator[str]:
+    for setting in settings:
+        for variant in variants:
+            absent = [str(seed) for seed in seeds if (setting, variant, seed) not in touched]
+            if absent:
+                seed_words = f"seed{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+                yield f"{setting}, {describe(variant)}: {seed_words} not started."
+
+
+def _flatten(value: object, prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, text) of every leaf of nested dicts. Of a path only the last part: where a run lay says nothing."""
+    if not isinstance(value, dict):
+        return []
+    leaves: list[tuple[str, str]] = []
+    for name, item in value.items():
+        if isinstance(item, dict):
+            leaves += _flatten(item, f"{prefix}{name}.")
+        else:
+            leaves.append((f"{prefix}{name}", _text(item)))
+    return leaves
+
+
+def _text(item: Any) -> str:
+    if item is None or item in ([], ""):
+        return NOTHING
+    if isinstance(item, bool):
+        return "on" if item else "off"
+    if isinstance(item, str):
+        for kind in (PurePosixPath, PureWindowsPath):
+            if kind(item).is_absolute():
+                return kind(item).name
+        return item
+    return f"{item:g}" if isinstance(item, float) else json.dumps(item, ensure_ascii=False)
