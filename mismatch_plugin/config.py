@@ -104,7 +104,7 @@ class ImportanceSampling(BaseModel):
     @property
     def lower(self) -> float:
         """lo with its default filled in: 1/hi, clamped to e^-20."""
-        return 1.0 / self.upper if self.lower_bound is None else self.lower_bound
+        return min(1.0 / self.upper, self.upper) if self.lower_bound is None else self.lower_bound
 
     @property
     def upper(self) -> float:
@@ -290,6 +290,25 @@ class MismatchConfig(BaseModel):
         inherited = self.tis.upper_bound if self.weighted else None
         return tuple(criterion.resolved(inherited) for criterion in self.rs.criteria)
 
+    def describe(self) -> str:
+        """The block that is shown at the start of a run: algorithm, weights, rejection, denominator."""
+        tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
+        if self.weighted:
+            bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
+            scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
+            lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}")
+        else:
+            lines.append("weights: none")
+        rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
+        if self.rs.veto_threshold is not None:
+            rejections.append(f"veto below {self.rs.veto_threshold:g}")
+        lines.append(
+            f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
+        )
+        lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
+        lines.append(f"invalid rollout log-probs: {self.rollout_log_prob_policy}; metrics: {self.metrics}")
+        return "\n".join(lines)
+
     @model_validator(mode="after")
     def _means_something(self, info: ValidationInfo) -> MismatchConfig:
         if self.tis.level == "none" and self.algorithm != 3:
@@ -332,17 +351,24 @@ class MismatchConfig(BaseModel):
         from mismatch_plugin.flags import given_flags
 
         flags = given_flags(namespace)
-        file = flags.pop("config", None)
-        return cls._layered(flags.pop("preset", None), read_file(file) if file else {}, flags)
+        file, name = flags.pop("config", None), flags.pop("preset", None)
+        for flag, value in (("--mismatch-config", file), ("--mismatch-preset", name)):
+            if value == "":
+                raise ValueError(f"{flag} is empty: give it a value, or leave it out (is a shell variable unset?).")
+        config = cls._layered(name, read_file(file) if file else {}, flags)
+        if getattr(namespace, "mismatch_explain_only", None):
+            print(config.describe())
+            raise SystemExit(0)
+        return config
 
     @classmethod
     def _layered(cls, preset: str | None, file: dict[str, Any], flags: dict[str, Any]) -> MismatchConfig:
         from mismatch_plugin.presets import preset as build_preset
 
-        name = preset or file.pop("preset", None)
-        file.pop("preset", None)
+        in_file = file.pop("preset", None)
+        name = in_file if preset is None else preset
         base = {}
-        if name:
+        if name is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MismatchWarning)  # the merged configuration says what still holds
                 base = build_preset(name).model_dump(exclude_unset=True)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo
@@ -54,7 +54,8 @@ def leaf_fields(model: type[BaseModel], prefix: str = "") -> list[FieldInfo]:
     leaves = []
     for name, field in model.model_fields.items():
         annotation = field.annotation
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        # On Python 3.10 tuple[X, ...] is an instance of type, too.
+        if get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, BaseModel):
             leaves += leaf_fields(annotation, f"{prefix}{name}.")
             continue
         extra = field.json_schema_extra
@@ -217,12 +218,14 @@ def notes_on(config: MismatchConfig, info: ValidationInfo) -> list[str]:
     its default counts as asked for.
     Raises: ValueError for the first setting that was asked for and has no effect.
     """
-    by_hand = (info.context or {}).get("by_hand")
+    by_hand, typed = (info.context or {}).get("by_hand"), (info.context or {}).get("typed", ())
     notes: dict[str, str] = {}
     for path, rest in without_effect(config):
         value, default = value_and_default(config, path)
         asked = value is not None and value is not False  # switching off what is off is no mistake
-        refused = value != default if by_hand is None else asked and path in by_hand
+        # A flag that was typed is asked for; in a file, which may list every setting, what differs from its default.
+        refused = value != default if by_hand is None or path not in typed else asked
+        refused = refused and (by_hand is None or path in by_hand)
         if refused or value != default:
             shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
             sentence = spell(f"<{path}>{shown} {rest}", info, path)

@@ -185,7 +185,6 @@ _BOTH = "use_tis: true, use_rollout_log_probs: true"
         ("terms: {kl_coef: 0.1, kl_importance_weighted: true}", "needs importance weights: add use_tis"),
         ("dry_run: true", "dry_run has nothing to try: add use_tis, a criterion or a veto"),
         ("use_tis: true, tis: {mode: clip, lower_bound: 3}", "tis.lower_bound 3 is above tis.upper_bound 2: lower it,"),
-        ("use_tis: true, tis: {upper_bound: 0.5}", "tis.lower_bound 2 (1/hi, its default) is above tis.upper"),
         ("rs: {criteria: ['token:ratio']}", "rs criterion token_ratio has no upper bound and there is no TIS bound"),
         (f"{_BOTH}, tis: {{level: none}}, rs: {{criteria: ['token:ratio']}}", "there is no TIS bound to inherit"),
         ("use_tis: true, rs: {criteria: ['token:k2']}", "rs criterion token_k2 has no upper bound: give one"),
@@ -282,7 +281,6 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("rollout_is: token", "is in verl's form: read it with mismatch_plugin.compat.from_verl"),
         ("algorithm: {rollout_correction: {}}", "is in verl's form"),
         ("use_tiss: true", "setting 'use_tiss' is unknown: did you mean use_tis"),
-        ("tis: {mode: truncate}", f"tis.mode truncate {_NO_WEIGHT}"),  # by hand, though it is the default
         ("preset: tokn_is", "preset 'tokn_is' is unknown"),
     ],
 )
@@ -337,3 +335,37 @@ def test_numbers_bounds_and_switches() -> None:
     for wrong in (True, None, "1_2", "two", [2]):
         with pytest.raises(ValueError, match=r"x is .*, which is not a number: write one"):
             number(wrong, "x")
+
+
+def test_an_upper_bound_below_one_needs_no_lower_bound() -> None:
+    """1/hi would be above hi: the default lower bound is hi itself there."""
+    tis = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"upper_bound": 0.5}}).tis
+    assert (tis.lower, tis.upper) == (0.5, 0.5)
+
+
+def test_a_preset_can_be_saved_as_a_file_and_read_again(tmp_path: Path) -> None:
+    """A file that lists every setting asks for none of those at their defaults."""
+    for name in ("token_is", "ppo_is_bypass", "pg_rs", "geo_rs", "token_icepop"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = mp.preset(name)
+            (tmp_path / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+            assert mp.MismatchConfig.from_file(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("flag", ["--mismatch-config", "--mismatch-preset"])
+def test_an_empty_preset_or_file_is_refused(flag: str) -> None:
+    """`--mismatch-config "$UNSET"` must not train uncorrected."""
+    parser = argparse.ArgumentParser()
+    mp.add_arguments(parser)
+    with pytest.raises(ValueError, match=f"{flag} is empty"):
+        mp.MismatchConfig.from_args(parser.parse_args([flag, ""]))
+
+
+def test_explain_only_prints_the_block_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    mp.add_arguments(parser)
+    with pytest.raises(SystemExit) as stop:
+        mp.MismatchConfig.from_args(parser.parse_args(["--use-tis", "--mismatch-explain-only"]))
+    assert stop.value.code == 0
+    assert "algorithm 2: decoupled PPO" in capsys.readouterr().out

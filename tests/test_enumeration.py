@@ -81,7 +81,7 @@ SUM = {"aggregation": "seq-mean-token-sum", "denominator": "original", "metrics"
 
 
 def config(flags: int, **fields: object) -> mp.MismatchConfig:
-    return mp.MismatchConfig(use_rollout_log_probs=bool(flags & 1), use_tis=bool(flags & 2), **{**SUM, **fields})  # pyright: ignore[reportArgumentType]
+    return mp.MismatchConfig(use_rollout_log_probs=bool(flags & 1), use_tis=bool(flags & 2), **{**SUM, **fields})
 
 
 def relative(a: Tensor, b: Tensor) -> float:

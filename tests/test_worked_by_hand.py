@@ -291,3 +291,30 @@ def test_level_none_is_weight_one() -> None:
     found = mp.correct(BATCH, config)
     assert rows(BATCH, found.weights) == ALL
     assert rows(BATCH, found.keep) == [[1] * 3, [1, 0, 1], [0], [0], [1, 1]]
+
+
+def test_mask_mode_whose_bounds_exclude_one_leaves_padding_alone() -> None:
+    """Padding has l = 0, outside [.5, .8]: it must be no rejected token. ρ = e^−.5 = .6065 twice, both inside."""
+    settings = mp.MismatchConfig.model_validate(
+        {
+            "use_tis": True,
+            "aggregation": "seq-mean-token-mean",
+            "tis": {"mode": "mask", "lower_bound": 0.5, "upper_bound": 0.8},
+        }
+    )
+    packed = mp.PackedSequences.from_lists([[-1.0] * 4], [[-0.5] * 4], [[1, 1, 0, 0]], advantages=[1.0])
+    assert packed.train_log_probs is not None
+    result = mp.policy_loss(packed.train_log_probs.clone().requires_grad_(), packed, settings)
+    assert float(result.loss) == pytest.approx(-math.exp(-0.5))
+    assert result.correction.kept_N.tolist() == [2.0]
+    assert result.statistics.metrics()["rollout_corr/accepted_token_fraction"] == 1.0
+
+
+@pytest.mark.parametrize("scope", ["auto", "micro_batch"])
+def test_the_policy_loss_metric_is_the_loss_under_batch_normalisation(scope: str) -> None:
+    tis = {"upper_bound": 1.2, "batch_normalize": True, "batch_normalize_scope": scope}
+    settings = mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
+    packed = mp.PackedSequences.from_lists([[-0.5, -1.0]], [[-1.0, -0.9]], [[1, 1]], advantages=[[1.0, 3.0]])
+    assert packed.train_log_probs is not None
+    result = mp.policy_loss(packed.train_log_probs.clone().requires_grad_(), packed, settings)
+    assert result.statistics.metrics()["rollout_corr/pg_loss"] == pytest.approx(float(result.loss))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Any
 
 import torch
 
@@ -77,7 +78,7 @@ def main() -> None:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
     )
-    model = [DistributedDataParallel(model_config, DistributedDataParallelConfig(), gpt)]
+    model: list[Any] = [DistributedDataParallel(model_config, DistributedDataParallelConfig(), gpt)]
     model[0].broadcast_params()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=1.0), model)
 

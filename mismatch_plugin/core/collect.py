@@ -65,7 +65,15 @@ class Stage:
         self.locators: tuple[Locator, ...] = ()
         rollout = packed.rollout_log_probs
         if config.rollout_log_prob_policy == "error" and rollout is not None:
-            locate = partial(find_invalid, train_T, rollout, packed.loss_mask, packed.lengths, packed.sequence_ids)
+            locate = partial(
+                find_invalid,
+                train_T,
+                rollout,
+                packed.loss_mask,
+                packed.lengths,
+                packed.sequence_ids,
+                packed.positions,
+            )
             self.locators = (locate,)
 
     @property
@@ -218,11 +226,9 @@ def _ratio_rows(stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor 
         return value if padding is None or is_zero else value.masked_fill_(padding, 0)
 
     yield "ratio", ratio
-    if stage.center:
-        clamped = ratio.clamp(1.0 / tis.upper - 1.0, tis.upper - 1.0)
-    else:
-        clamped = bounded_exp(log_ratio).clamp_(1.0 / tis.upper, tis.upper)
-    clamped = cleared(clamped, stage.center > 0 and tis.upper >= 1.0)
+    low, high = sorted((1.0 / tis.upper, tis.upper))
+    clamped = ratio.clamp(low - 1.0, high - 1.0) if stage.center else bounded_exp(log_ratio).clamp_(low, high)
+    clamped = cleared(clamped, stage.center > 0)
     yield "clamped", clamped
     yield "clamped_squared", clamped.to(torch.float64, copy=True).square_()
     yield "high", cleared(log_ratio > math.log(tis.upper), tis.upper >= 1.0)
@@ -248,8 +254,9 @@ def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
 
 
 def _normalized(stage: Stage, values: Tensor) -> Tensor:
-    scoped = stage.factor is not None and stage.config.tis.batch_normalize_scope == "micro_batch"
-    return values / stage.factor if scoped else values
+    if stage.factor is None or stage.config.tis.batch_normalize_scope != "micro_batch":
+        return values
+    return values / stage.factor
 
 
 def _rejection_rows(stage: Stage) -> dict[str, Tensor]:

@@ -100,7 +100,7 @@ def compute_correction(
     # Decisions and weights that need one token only.
     stage.outside_criteria_T = reject_tokens(config, tokens)
     if config.weighted and stage.level == "token":
-        weights_T, stage.outside_mode_T = bound_weight(tokens.log_ratio, tis.mode, tis.lower, tis.upper)
+        weights_T, stage.outside_mode_T = bound_weight(tokens.log_ratio, tis.mode, tis.lower, tis.upper, tokens.padding)
         stage.weights_T = weights_T.mul_(tokens.mask)
     masked_T = any_of([*stage.outside_criteria_T.values(), stage.outside_mode_T])
     dropped_T = tokens.defective if config.rollout_log_prob_policy == "drop-token" else None

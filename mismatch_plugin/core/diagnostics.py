@@ -71,7 +71,7 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
 
 def _slot_extremes(slot_T: Tensor, versions_T: Tensor, padding_T: Tensor) -> tuple[Tensor, Tensor]:
     """Largest version and negated smallest version in each slot; −inf where a slot is empty."""
-    values = versions_T.float().masked_fill_(padding_T, -torch.inf)  # float32 is exact up to version 16 million
+    values = versions_T.double().masked_fill_(padding_T, -torch.inf)
     lowest = values.new_full((VERSION_SLOTS,), -torch.inf)
     largest = lowest.scatter_reduce(0, slot_T, values, reduce="amax")
     values.neg_().masked_fill_(padding_T, -torch.inf)

@@ -109,9 +109,12 @@ def policy_loss(
 
 
 def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
-    """The tokens whose values enter at all: `loss_mask`, less those that are dropped because π_train is not finite."""
+    """The tokens whose values enter at all: `loss_mask`, less those whose π_train is not finite.
+
+    Under the policy `error` these stay, so that the loss shows them even before the step's error is raised.
+    """
     code = correction.tokens.code
-    if code is None or not config.rollout_log_prob_policy.startswith("drop"):
+    if code is None or config.rollout_log_prob_policy == "error":
         return packed.loss_mask
     return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
 

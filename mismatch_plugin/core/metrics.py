@@ -318,7 +318,7 @@ METRICS: tuple[Metric, ...] = (
            unit="tokens"),
     # The loss.
     Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: _ratio(s.sums["pg_loss"],
-           s.sums["denominator"])),
+           s.sums["denominator"]) / s.factor),
     Metric("pg_clipfrac", "share where the upper clip is active", "tokens", "clip_high",
            lambda s: _ratio(s.sums["clip_high"], s.tokens), unit="share"),
     Metric("pg_clipfrac_lower", "share where the lower clip is active", "tokens", "clip_low",

@@ -52,6 +52,8 @@ class PackedSequences:
     invalid: tuple[InvalidLogProb, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if any(not isinstance(length, int) or length < 0 for length in self.lengths):
+            raise ValueError(f"lengths {list(self.lengths)[:8]} must be whole numbers of at least 0.")
         tokens = sum(self.lengths)
         if self.loss_mask.dtype != torch.bool:
             raise ValueError(f"loss_mask has dtype {self.loss_mask.dtype}: pass a bool tensor (mask != 0).")
@@ -90,6 +92,8 @@ class PackedSequences:
 
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device."""
+        if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "train_log_probs", "old_log_probs"}:
+            changes = {"invalid": (), **changes}  # what was found belongs to the values before
         copy = replace(self, **changes)
         if copy.lengths == self.lengths:
             kept = {name: self.__dict__[name] for name in ("offsets", "sequence_index") if name in self.__dict__}
@@ -212,7 +216,7 @@ class PackedSequences:
         rollout = self.rollout_log_probs
         if rollout is None or rollout.device.type != "cpu":
             return self
-        train = self.train_log_probs if self.train_log_probs is not None else self.old_log_probs
+        train = self.train_log_probs
         train = torch.zeros_like(rollout) if train is None else train.detach()
         found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
         object.__setattr__(self, "invalid", found)
@@ -226,7 +230,13 @@ def _flatten(
         raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
     rows = []
     for row, length, label in zip(values, lengths, ids, strict=True):
-        tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
+        try:
+            tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} of sequence {label} is no list of numbers ({str(error).splitlines()[0]}): pass one number a "
+                f"response token."
+            ) from None
         if tensor.dim() == 0 and name == "advantages":
             tensor = tensor.expand(length)
         if tensor.shape != (length,):

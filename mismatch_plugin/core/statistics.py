@@ -43,7 +43,13 @@ class Statistics:
         """The state of both together. Raises ValueError where they come from different configurations."""
         same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         if not same_names or self.config != other.config:
-            raise ValueError("these statistics come from different configurations: merge those of one step only.")
+            mine, theirs = set(self.sum_names), set(other.sum_names)
+            differing = ", ".join(sorted({name.split("[")[0] for name in mine ^ theirs})[:6])
+            reason = f"one has {differing} and the other not" if differing else "their configurations differ"
+            raise ValueError(
+                f"these statistics cannot be merged ({reason}): merge those of one step, whose batches all have the "
+                f"same fields."
+            )
         return Statistics(
             self.sums + other.sums,
             torch.maximum(self.maxima, other.maxima),

@@ -79,9 +79,14 @@ def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.devi
 
 
 def find_invalid(
-    train_T: Tensor, rollout_T: Tensor, loss_mask_T: Tensor, lengths: Sequence[int], labels: Sequence[object]
+    train_T: Tensor,
+    rollout_T: Tensor,
+    loss_mask_T: Tensor,
+    lengths: Sequence[int],
+    labels: Sequence[object],
+    positions_T: Tensor | None = None,
 ) -> tuple[InvalidLogProb, ...]:
-    """Every defect with its place, for data that is on the CPU anyway (data preparation, not the hook)."""
+    """Every defect with its place. It syncs: for data preparation on the CPU, or once a defect was counted."""
     codes = classify(train_T, rollout_T, loss_mask_T.logical_not(), train_T - train_T != 0)
     defects = (codes != SOUND) & (codes != PADDING)
     if not defects.any():
@@ -95,7 +100,8 @@ def find_invalid(
             sequence += 1
         kind = KINDS[int(codes[token])]
         value = float(train_T[token] if kind == "train_not_finite" else rollout_T[token])
-        found.append(InvalidLogProb(kind, labels[sequence], token - starts[sequence], value))
+        position = token - starts[sequence] if positions_T is None else int(positions_T[token])
+        found.append(InvalidLogProb(kind, labels[sequence], position, value))
     return tuple(found)
 
 

@@ -27,11 +27,14 @@ def outside_bounds(
     return outside
 
 
-def bound_weight(log_ratio: Tensor, mode: str, lower: float, upper: float) -> tuple[Tensor, Tensor | None]:
+def bound_weight(
+    log_ratio: Tensor, mode: str, lower: float, upper: float, padding: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The weight of a mode, and for `mask` which units are outside (None for the other modes).
 
     truncate: min(ρ, hi) · clip: min(max(ρ, lo), hi) · mask: ρ where lo ≤ ρ ≤ hi, else 0 (DESIGN 3.3).
-    log_ratio: any shape, unclamped, zero where padded. Host syncs: none. Gradient: none (call it without one).
+    log_ratio: any shape, unclamped, zero where padded (there nothing is outside). Host syncs: none. Gradient: none
+    (call it without one).
     """
     ratio = bounded_exp(log_ratio)
     if mode == "truncate":
@@ -39,7 +42,8 @@ def bound_weight(log_ratio: Tensor, mode: str, lower: float, upper: float) -> tu
     if mode == "clip":
         return ratio.clamp_(min=lower, max=upper), None
     if mode == "mask":
-        outside = outside_bounds(log_ratio, math.log(lower) if lower > 0 else None, math.log(upper))
+        log_lower = math.log(lower) if lower > 0 else None
+        outside = outside_bounds(log_ratio, log_lower, math.log(upper), padding)
         # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
         return ratio.clamp_(min=lower, max=upper).masked_fill_(outside, 0.0), outside
     raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")

@@ -142,23 +142,22 @@ def _pack_responses(samples: Sequence[Sample], dtype: torch.dtype) -> PackedSequ
         if not sample.prompt_ids:
             raise ValueError(f"sample {sample.id or index} has no prompt: its first token has no log-prob to train on.")
 
-    def rows(name: str) -> list[Any] | None:
+    def rows(name: str, kind: torch.dtype = dtype) -> list[Any] | None:
         values = [getattr(s, name) for s in samples]
         if all(value is None for value in values):
             return None
         if any(value is None for value in values):
             missing = next(s.id if s.id is not None else i for i, s in enumerate(samples) if getattr(s, name) is None)
             raise ValueError(f"{name} is missing in sample {missing} and present in others: give it in all or none.")
-        return [_as_tensor(value, dtype) for value in values]
+        return [_as_tensor(value, kind) for value in values]
 
-    versions = [s.weight_versions for s in samples]
     return PackedSequences.from_lists(
         rollout_log_probs=rows("rollout_log_probs"),
         loss_masks=[s.loss_mask if s.loss_mask is not None else [1] * len(s.response_ids) for s in samples],
         advantages=[torch.as_tensor(s.advantage, dtype=dtype) for s in samples],
         old_log_probs=rows("old_log_probs"),
         ref_log_probs=rows("ref_log_probs"),
-        weight_versions=None if any(v is None for v in versions) else versions,
+        weight_versions=rows("weight_versions", torch.int64),
         sequence_ids=[i if s.id is None else s.id for i, s in enumerate(samples)],
     )
 

@@ -59,8 +59,7 @@ class MegatronLoss:
         self.backend: Backend = backend
         self.inplace_gradient = inplace_gradient
         self.per_token = bool(model_config.calculate_per_token_loss)
-        self.other_losses = _other_losses(model_config)
-        _refuse(config, self.per_token, self.other_losses)
+        _refuse(config, self.per_token, _other_losses(model_config))
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
@@ -71,14 +70,12 @@ class MegatronLoss:
     def needs_totals(self) -> bool:
         """True where `start` must see the step's data: sums over it are needed before the first backward pass."""
         config = self.config
-        counts_change = config.rejects and config.denominator != "original"
+        counts_change = _rejects(config) and config.denominator != "original"
         known_weights = config.weighted and config.tis.batch_normalize and not config.use_rollout_log_probs
-        units_are_tokens = config.aggregation == "token-mean" and not counts_change
         own_terms = bool(config.terms.entropy_coef or config.terms.kl_coef)
         return (
             not self.per_token
             or (known_weights and config.tis.batch_normalize_scope in ("auto", "step"))
-            or (bool(self.other_losses) and not units_are_tokens)
             or (own_terms and counts_change)
         )
 
@@ -92,8 +89,8 @@ class MegatronLoss:
             return
         packed = [batch.packed if isinstance(batch, MegatronBatch) else batch for batch in batches]
         totals = self.step.prepare(packed)
-        if self.step.defers_factor and (self.other_losses or _own_terms(self.config)):
-            raise ValueError(_DEFERRED_WITH.format("; ".join([*self.other_losses, *_own_terms(self.config)])))
+        if self.step.defers_factor and _own_terms(self.config):
+            raise ValueError(_DEFERRED_WITH.format("; ".join(_own_terms(self.config))))
         if totals.accepted is None and self._needs_accepted:
             raise ValueError(
                 "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
@@ -152,21 +149,18 @@ class MegatronLoss:
             return loss, result.denominator
         # Gradients are divided by `unit`: what is to be divided by something else is multiplied by unit / that.
         divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
-        if self.other_losses:
-            unit, count = totals.tokens, result.correction.tokens.mask.sum().long()
-        else:
-            # With nothing accepted in the whole step megatron divides by nothing, and the terms still count.
-            unit, count = divisor.clamp(min=1), result.denominator
+        # With nothing accepted in the whole step megatron divides by nothing, and the terms still count.
+        unit = divisor.clamp(min=1)
         if not self.per_token:
             unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
         loss = result.loss_sum * _over(unit, divisor)
         if terms is not None:
             loss = loss + terms * _over(unit, totals.original)
-        return loss, count
+        return loss, result.denominator
 
     @property
     def _needs_accepted(self) -> bool:
-        return self.config.rejects and self.config.denominator != "original"
+        return _rejects(self.config) and self.config.denominator != "original"
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """megatron's finalize_model_grads, then the step's end: errors on all ranks, the deferred weight mean.
@@ -233,19 +227,27 @@ def _own_terms(config: MismatchConfig) -> list[str]:
 
 def _refuse(config: MismatchConfig, per_token: bool, other_losses: list[str]) -> None:
     """Settings that this loop cannot make exact (DESIGN 3.5, 3.6)."""
-    if config.tis.batch_normalize and config.tis.batch_normalize_scope == "rollout_batch":
-        raise ValueError("tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: choose step.")
-    others = [*other_losses, *_own_terms(config)]
+    Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
+    if other_losses:
+        raise ValueError(
+            f"the model adds {' and '.join(other_losses)}, scaled by a token count that this hook does not keep exact "
+            f"yet: switch them off, or scale them in a loop of your own around `policy_loss`."
+        )
+    others = _own_terms(config)
     deferred = config.weighted and config.tis.batch_normalize and config.use_rollout_log_probs
     if deferred and config.tis.batch_normalize_scope != "micro_batch" and others:
         raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
-    late = config.use_rollout_log_probs and config.rejects and config.denominator != "original"
+    late = config.use_rollout_log_probs and _rejects(config) and config.denominator != "original"
     if late and (others or not per_token):
         reason = "; ".join(others) if others else "calculate_per_token_loss is off"
         raise ValueError(
             f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
             f"it ({reason}): choose mismatch-denominator original."
         )
+
+
+def _rejects(config: MismatchConfig) -> bool:
+    return config.rejects and not config.dry_run
 
 
 def _over(unit: Tensor, divisor: Tensor) -> Tensor:

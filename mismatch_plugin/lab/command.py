@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,8 +24,8 @@ def compare(
     ] = DEFAULT_ALGORITHMS,
     seeds: Annotated[int, typer.Option(help="Seeds 0 to N - 1, the same for every algorithm.")] = 4,
     settings: Annotated[str, typer.Option(help="Mismatch settings: control, int4, stale16.")] = "control,int4,stale16",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 200,
-    task: Annotated[str, typer.Option(help="What is learned: reverse or delete.")] = "reverse",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 240,
+    task: Annotated[str, typer.Option(help="What is learned: reverse or swap.")] = "reverse",
     rollout_dtype: Annotated[
         str | None, typer.Option(help="One setting of your own: precision of the rollout engine.")
     ] = None,
@@ -46,6 +47,8 @@ def compare(
     """
     from mismatch_plugin.lab import compare as lab
 
+    if workers < 0:
+        raise typer.BadParameter(f"workers is {workers}: give 1 or more, or 0 for one a core.")
     own = {"rollout_dtype": rollout_dtype, "staleness": staleness, "top_p": top_p}
     own = {name: value for name, value in own.items() if value is not None}
     try:
@@ -56,7 +59,12 @@ def compare(
         description: dict[str, Any] = {"settings": list(chosen), "variants": labels, "seeds": seeds}
         description["lab"] = {**shared, "of_setting": chosen}
         lab.open_folder(output, description, resume)
-    except ValueError as error:
+    except ValidationError as error:
+        sentences = [
+            f"{'.'.join(map(str, fault['loc']))} is {fault['input']!r}: {fault['msg']}" for fault in error.errors()
+        ]
+        raise typer.BadParameter("; ".join(sentences)) from None
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 
     count = workers or max(1, (os.cpu_count() or 1) // (tp * pp * cp))

@@ -100,6 +100,8 @@ def plan(
     lab: dict[str, Any],
 ) -> list[Job]:
     """Every run, seed by seed, so that a comparison stopped early has whole seeds. Raises ValueError for bad labels."""
+    if not variants:
+        raise ValueError("algorithms is empty: name at least one, for example 0,2:token:truncate.")
     if seeds < 1:
         raise ValueError(f"seeds is {seeds}: give at least 1 (more than 3 for error bars worth reading).")
     if len(set(variants)) < len(variants):
@@ -117,6 +119,8 @@ def plan(
 def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None:
     """Make the run folder, or take it up again. Raises ValueError where it holds another run or something else."""
     record = folder / "run.json"
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another --output.")
     if record.exists():
         before = json.loads(record.read_text())
         if not resume:

@@ -23,6 +23,8 @@ class CudaLiteralsToCpu(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func is not torch.Tensor.type:
+            return func(*args)  # nearly every call; this mode is on the path of all of them
         kwargs = dict(kwargs or {})
         # `torch.zeros(..., device="cuda")`: token counts of the schedules, the optimizers' scale, grad clipping.
         if str(kwargs.get("device", "")).startswith("cuda"):

@@ -112,5 +112,6 @@ def select_tokens_of(packed: PackedSequences, index: Tensor, lengths: tuple[int,
         if isinstance(value, Tensor) and value.shape == tokens and item.name != "rewards":
             value = value.index_select(0, index)
         taken[item.name] = value
-    taken |= {"lengths": lengths, "positions": packed.response_positions.index_select(0, index)}
+    # A defect is raised by the step on all ranks together, not here on the rank that happens to hold it.
+    taken |= {"lengths": lengths, "positions": packed.response_positions.index_select(0, index), "invalid": ()}
     return PackedSequences(**taken)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,8 +29,9 @@ class ParallelGroups:
     @classmethod
     def from_megatron(cls) -> ParallelGroups:
         """The groups of `megatron.core.parallel_state`, which must be initialised."""
-        from megatron.core import parallel_state
+        from megatron.core import parallel_state as state
 
+        parallel_state: Any = state  # its return types leave room for what it never returns
         return cls(
             tp=parallel_state.get_tensor_model_parallel_group(),
             cp=parallel_state.get_context_parallel_group(),

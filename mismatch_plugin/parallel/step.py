@@ -39,6 +39,8 @@ class Step:
     """
 
     def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
+        if config.weighted and config.tis.batch_normalize and config.tis.batch_normalize_scope == "rollout_batch":
+            raise ValueError("tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: choose step.")
         self.config, self.groups = config, groups
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
@@ -49,7 +51,7 @@ class Step:
         """Totals of the step from its data, before any forward pass. Keep rejection and weights need π_old for it.
 
         Collectives: the CP reductions of `correct` per micro-batch (where π_old is there), one CP SUM of the masks
-        otherwise; one SUM of five floats over DP × CP.
+        otherwise; one SUM of six floats over DP × CP.
         """
         sums = None
         known = not self.config.use_rollout_log_probs
@@ -57,8 +59,14 @@ class Step:
             known = known and (packed.old_log_probs is not None or packed.train_log_probs is not None)
             mine = self._sums(packed, known)
             sums = mine if sums is None else sums + mine
-        sums = torch.zeros(5, dtype=torch.float64) if sums is None else sums
-        tokens, original, accepted, weight, units = self.groups.sum_over_data(sums).unbind(0)
+        if sums is None:
+            raise ValueError(
+                "a step needs at least one micro-batch on every rank: pass an empty one where there is none."
+            )
+        # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
+        sums = torch.cat([sums, sums.new_full((1,), float(not known))])
+        tokens, original, accepted, weight, units, unknown = self.groups.sum_over_data(sums).unbind(0)
+        known = not bool(unknown)
         mean = weight / units.clamp(min=1)
         factor = torch.where(mean > 0, mean, torch.ones_like(mean))
         accepted_known = known or not self.config.rejects or self.config.dry_run

@@ -28,6 +28,11 @@ class Case:
     micro_batches: int
     settings: tuple[Settings, ...]
     changes: tuple[tuple[str, Any], ...] = ()  # of every configuration
+    always_prepares: bool = True  # else where a hook must, and in every third other step
+
+    def prepares(self, settings: Settings) -> bool:
+        needed = settings.normalizes and settings.algorithm == 2
+        return needed or self.always_prepares or settings.rotation % 3 == 0
 
     def __repr__(self) -> str:
         return f"{self.batch}, {self.layout}, {self.micro_batches} micro-batches"
@@ -37,7 +42,8 @@ class Case:
 class Part:
     """One rank's share of a step. tokens [4, T]: weights, keep, gradient of the policy term and of the other terms.
 
-    sums: loss sum, sum of terms, denominator, terms_denominator. totals: of `Step.prepare`, None where not known yet.
+    sums: loss sum, sum of terms, denominator, terms_denominator.
+    totals: of `Step.prepare`, None where not known yet; [] without it.
     """
 
     settings: Settings
@@ -78,19 +84,22 @@ def run(case: Case) -> list[Part]:
     for settings in case.settings:
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
-        totals = step.prepare(packed for packed, _ in local)
+        known: list[float | None] = []
+        if case.prepares(settings):
+            totals = step.prepare(packed for packed, _ in local)
+            values = (totals.tokens, totals.original, totals.accepted, totals.batch_factor)
+            known = [None if value is None else float(value) for value in values]
         results = [_forward_backward(step, x, packed) for x, (packed, _) in zip(log_probs, local, strict=True)]
         statistics, verdict = step.finish()
         assert statistics is not None
         factor, invalid = verdict.tolist()
-        known = (totals.tokens, totals.original, totals.accepted, totals.batch_factor)
         parts.append(
             Part(
                 settings,
                 places,
                 torch.cat([tokens for tokens, _ in results], 1),
                 torch.stack([sums for _, sums in results]).sum(0).tolist(),
-                [None if value is None else float(value) for value in known],
+                known,
                 factor,
                 invalid,
                 hashlib.sha1(statistics.sums.numpy().tobytes() + statistics.maxima.numpy().tobytes()).hexdigest(),
