@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from mismatch_plugin.lab.compare import Job
 
-DEFAULT_ALGORITHMS = "0,1,2:token:truncate,2:sequence:truncate,3:sequence:truncate"
+DEFAULT_ALGORITHMS = "0,1,2:token:truncate,3:sequence:truncate"
 
 
 def compare(
@@ -24,7 +24,7 @@ def compare(
     ] = DEFAULT_ALGORITHMS,
     seeds: Annotated[int, typer.Option(help="Seeds 0 to N - 1, the same for every algorithm.")] = 4,
     settings: Annotated[str, typer.Option(help="Mismatch settings: control, int4, stale16.")] = "control,int4,stale16",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 240,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of a run.")] = 200,
     task: Annotated[str, typer.Option(help="What is learned: reverse or swap.")] = "reverse",
     rollout_dtype: Annotated[
         str | None, typer.Option(help="One setting of your own: precision of the rollout engine.")

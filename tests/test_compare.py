@@ -1,0 +1,80 @@
+"""The plan of a comparison, its folder, and its refusals. The runs themselves are tested in `test_lab.py`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("transformers") is None,
+    reason="the lab needs megatron-core and transformers",
+)
+
+if importlib.util.find_spec("transformers") is not None:
+    from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
+
+
+@pytest.mark.parametrize(
+    ("label", "algorithm", "level", "mode"),
+    [
+        ("0", 0, "token", "truncate"),
+        ("1", 1, "token", "truncate"),
+        ("2", 2, "token", "truncate"),
+        ("3", 3, "sequence", "truncate"),
+        ("2:sequence:mask", 2, "sequence", "mask"),
+        ("3:geometric", 3, "geometric", "truncate"),
+        ("pg_is", 3, "sequence", "truncate"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_labels(label: str, algorithm: int, level: str, mode: str) -> None:
+    config = variant_config(label)
+    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
+
+
+@pytest.mark.parametrize("label", ["4", "0:token", "2:token:truncate:1", "", "token"])
+def test_unknown_labels_are_refused(label: str) -> None:
+    with pytest.raises(ValueError, match=f"algorithm '{label}' is unknown"):
+        variant_config(label)
+
+
+def test_every_algorithm_gets_the_same_seeds_in_every_setting(tmp_path: Path) -> None:
+    jobs = plan(tmp_path, ["0", "2:token:truncate"], 3, SETTINGS, {"steps": 8})
+    assert len(jobs) == 2 * 3 * 3
+    assert {job.settings.seed for job in jobs} == {0, 1, 2}
+    assert [job.settings.seed for job in jobs] == sorted(job.settings.seed for job in jobs)  # whole seeds first
+    stale = next(job for job in jobs if job.setting == "stale16" and job.variant == "2:token:truncate")
+    assert stale.settings.staleness == 16 and stale.settings.steps == 8
+    assert stale.folder == tmp_path / "stale16" / "2_token_truncate" / "seed0"
+    assert len({job.settings.warm_up_key for job in jobs}) == 3  # one warm-up a seed
+
+
+@pytest.mark.parametrize(
+    ("variants", "seeds", "message"),
+    [([], 2, "algorithms is empty"), (["0"], 0, "seeds is 0"), (["0", "0"], 1, "twice")],
+)
+def test_plans_that_mean_nothing(tmp_path: Path, variants: list[str], seeds: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(tmp_path, variants, seeds, SETTINGS, {})
+
+
+def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
+    description: dict[str, Any] = {"settings": ["control"], "variants": ["0"], "seeds": 1}
+    folder = tmp_path / "run"
+    open_folder(folder, description, resume=False)
+    assert json.loads((folder / "run.json").read_text())["seeds"] == 1
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        open_folder(folder, description, resume=False)
+    open_folder(folder, description, resume=True)
+    with pytest.raises(ValueError, match="holds a run with other seeds"):
+        open_folder(folder, {**description, "seeds": 2}, resume=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="is not empty and holds no run"):
+        open_folder(tmp_path / "other", description, resume=False)
+    with pytest.raises(ValueError, match="is a file"):
+        open_folder(tmp_path / "other" / "notes.txt", description, resume=False)
