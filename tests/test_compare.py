@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None or importlib.util.find_spec("transformers") is None,
-    reason="the lab needs megatron-core and transformers",
-)
-
-if importlib.util.find_spec("transformers") is not None:
-    from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
+from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
 
 
 @pytest.mark.parametrize(
