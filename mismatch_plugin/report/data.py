@@ -225,7 +225,8 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
         for column, value in _flat(records[step]):
             columns.setdefault(column, np.full(len(steps), np.nan))[index] = value
     for column in (*TRAIN_COLUMNS, "grad_norm"):
-        lost = int(np.isnan(columns.get(column, steps)).sum())
+        # Step 0 is the evaluation before the first update: it has no training figures.
+        lost = int(np.isnan(columns.get(column, steps)[steps > 0]).sum())
         if lost:
             notes.append(f"{name}: {column} is no finite number at {lost} step{'s' if lost > 1 else ''}.")
     return Run(setting, variant, seed, steps, columns, config, finished), notes
