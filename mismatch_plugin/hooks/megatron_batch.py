@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -59,6 +59,11 @@ class MegatronBatch:
     def packed_seq_params(self) -> Any:
         """megatron's PackedSeqParams for packed sequences; None for [b, s]."""
         return None if self.local is None else packed_seq_params(self.local)
+
+    @property
+    def padded_seq_params(self) -> Any:
+        """The same with padding counted as part of each sequence: megatron's MTP reads no padded lengths."""
+        return None if self.local is None else packed_seq_params(replace(self.local, cu_real=self.local.cu_padded))
 
 
 def packed_seq_params(local: LocalTokens) -> Any:

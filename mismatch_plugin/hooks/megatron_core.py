@@ -1,15 +1,18 @@
 """The loss hook for any megatron-core training loop: `forward_step` and `loss_func` for megatron's schedules.
 
+```python
 hook = MegatronLoss(config, model_config, ParallelGroups.from_megatron(), vocab_size=32000)
 hook.start(batches)                                             # once a step, before the schedule
 forward_backward(forward_step_func=hook.forward_step, data_iterator=iter(batches), ...)
 optimizer.step()
 metrics = hook.metrics()                                        # {} but on the last pipeline stage
+```
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +25,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import invalid_error
 from mismatch_plugin.hooks.megatron_batch import MegatronBatch
+from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_beside_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step
@@ -33,6 +37,10 @@ class MegatronLoss:
     It wraps `model_config.finalize_model_grads_func`, where a step's statistics are reduced (one SUM and one MAX over
     DP × CP on the last stage), invalid rollout log-probs are raised on all ranks together, and the weight mean of
     algorithm 3's batch normalisation is applied, all before the optimizer steps.
+
+    What gradients are divided by: with `calculate_per_token_loss` the step's tokens or sequences, through the integer
+    megatron sums; where the model adds MoE or MTP losses of its own, that integer counts the tokens fed to the model,
+    which keeps the weight megatron gives them, and the policy loss is multiplied by fed tokens / its denominator.
 
     Args:
         model_config: megatron's TransformerConfig of the model.
@@ -59,7 +67,9 @@ class MegatronLoss:
         self.backend: Backend = backend
         self.inplace_gradient = inplace_gradient
         self.per_token = bool(model_config.calculate_per_token_loss)
-        _refuse(config, self.per_token, _other_losses(model_config))
+        self.extra_losses = extra_losses(model_config)
+        self.mtp_layers = int(getattr(model_config, "mtp_num_layers", None) or 0)
+        _refuse(config, self.per_token, self.extra_losses)
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
@@ -69,15 +79,9 @@ class MegatronLoss:
     @property
     def needs_totals(self) -> bool:
         """True where `start` must see the step's data: sums over it are needed before the first backward pass."""
-        config = self.config
-        counts_change = _rejects(config) and config.denominator != "original"
-        known_weights = config.weighted and config.tis.batch_normalize and not config.use_rollout_log_probs
-        own_terms = bool(config.terms.entropy_coef or config.terms.kl_coef)
-        return (
-            not self.per_token
-            or (known_weights and config.tis.batch_normalize_scope in ("auto", "step"))
-            or (own_terms and counts_change)
-        )
+        known_weights = _normalizes_step(self.config) and not self.config.use_rollout_log_probs
+        own_terms = bool(_own_terms(self.config)) and _changes_count(self.config)
+        return not self.per_token or bool(self.extra_losses) or known_weights or own_terms
 
     def start(self, batches: Sequence[MegatronBatch | PackedSequences]) -> None:
         """Begin an optimizer step with all of this rank's micro-batches (their data, not yet run).
@@ -87,11 +91,12 @@ class MegatronLoss:
         self.step, self.finished, self.micro_batches = Step(self.config, self.groups), None, len(batches)
         if not self.needs_totals or not self.groups.is_last_stage:
             return
-        packed = [batch.packed if isinstance(batch, MegatronBatch) else batch for batch in batches]
-        totals = self.step.prepare(packed)
-        if self.step.defers_factor and _own_terms(self.config):
-            raise ValueError(_DEFERRED_WITH.format("; ".join(_own_terms(self.config))))
-        if totals.accepted is None and self._needs_accepted:
+        fed = sum(_fed_tokens(batch) for batch in batches) if self.extra_losses else 0
+        totals = self.step.prepare([_packed(batch) for batch in batches], fed)
+        others = _own_terms(self.config) + self.extra_losses
+        if self.step.defers_factor and others:
+            raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
+        if totals.accepted is None and _changes_count(self.config):
             raise ValueError(
                 "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
                 "the step: pass it, or choose mismatch-denominator original."
@@ -100,7 +105,19 @@ class MegatronLoss:
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
         batch = next(data_iterator)
-        output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+        if not self.mtp_layers or not self.groups.is_last_stage:
+            output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+            return output, partial(self.loss_func, batch)
+        totals = self._started().totals
+        scale = _over(totals.fed, totals.tokens) if totals is not None else batch.packed.loss_mask.new_ones(())
+        with logits_beside_labels(model, self.mtp_layers):
+            output = model(
+                batch.tokens,
+                batch.position_ids,
+                None,
+                packed_seq_params=batch.padded_seq_params,
+                **mtp_arguments(batch, scale),
+            )
         return output, partial(self.loss_func, batch)
 
     def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
@@ -120,47 +137,49 @@ class MegatronLoss:
             inplace_gradient=self.inplace_gradient,
             backend=self.backend,
         )
-        return self.from_log_probs(result.log_probs, batch.packed.replace(entropy=result.entropy))
+        packed = batch.packed.replace(entropy=result.entropy)
+        return self.from_log_probs(result.log_probs, replace(batch, packed=packed))
 
-    def from_log_probs(self, log_probs: Tensor, packed: PackedSequences) -> tuple[Any, ...]:
+    def from_log_probs(self, log_probs: Tensor, batch: MegatronBatch | PackedSequences) -> tuple[Any, ...]:
         """The same from log-probs [R] of this micro-batch's tokens, for hosts that compute them themselves.
 
         With `calculate_per_token_loss` (loss sum, integer count to divide the step by, metrics), else
         (loss, metrics) scaled for megatron's mean over micro-batches and ranks. Exact for any split either way.
         """
+        result = self._started().loss(log_probs, _packed(batch))
+        loss = self._scaled(result)
+        report = {"policy_loss": result.loss_sum.detach().clone(), "denominator": result.denominator.clone()}
+        if not self.per_token:
+            return loss, report
+        count = result.denominator
+        if self.extra_losses:
+            count = torch.full_like(count, _fed_tokens(batch))
+        return loss, count, report
+
+    def _started(self) -> Step:
         if self.step is None:
             if self.needs_totals:
                 raise ValueError("these settings need sums over the step: call start(batches) before the schedule.")
             self.step = Step(self.config, self.groups)
-        result = self.step.loss(log_probs, packed)
-        loss, count = self._scaled(result)
-        report = {"policy_loss": result.loss_sum.detach().clone(), "denominator": result.denominator.clone()}
-        if self.per_token:
-            return loss, count, report
-        return loss, report
+        return self.step
 
-    def _scaled(self, result: PolicyLoss) -> tuple[Tensor, Tensor]:
-        """The micro-batch's loss, and the integer that megatron sums and divides gradients by."""
-        totals = self.step.totals if self.step is not None else None
+    def _scaled(self, result: PolicyLoss) -> Tensor:
+        """The micro-batch's loss, for what megatron divides gradients by."""
+        totals = self._started().totals
         terms = sum(result.terms.values()) if result.terms else None
-        accepted = self._needs_accepted
         if totals is None:
-            loss = result.loss_sum if terms is None else result.loss_sum + terms
-            return loss, result.denominator
-        # Gradients are divided by `unit`: what is to be divided by something else is multiplied by unit / that.
+            return result.loss_sum if terms is None else result.loss_sum + terms
+        # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
+        accepted = _changes_count(self.config) and totals.accepted is not None
         divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
-        # With nothing accepted in the whole step megatron divides by nothing, and the terms still count.
-        unit = divisor.clamp(min=1)
         if not self.per_token:
             unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
+        elif self.extra_losses:
+            unit = totals.fed
+        else:
+            unit = divisor.clamp(min=1)  # with nothing accepted megatron divides by nothing, and the terms still count
         loss = result.loss_sum * _over(unit, divisor)
-        if terms is not None:
-            loss = loss + terms * _over(unit, totals.original)
-        return loss, result.denominator
-
-    @property
-    def _needs_accepted(self) -> bool:
-        return _rejects(self.config) and self.config.denominator != "original"
+        return loss if terms is None else loss + terms * _over(unit, totals.original)
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """megatron's finalize_model_grads, then the step's end: errors on all ranks, the deferred weight mean.
@@ -207,38 +226,23 @@ _DEFERRED_WITH = (
 )
 
 
-def _other_losses(model_config: Any) -> list[str]:
-    """Losses that megatron adds itself, scaled by the token count it expects."""
-    names = {"moe_aux_loss_coeff": "MoE aux loss", "moe_z_loss_coeff": "MoE z-loss", "mtp_num_layers": "MTP"}
-    experts = getattr(model_config, "num_moe_experts", None)
-    found = []
-    for field, name in names.items():
-        value = getattr(model_config, field, None)
-        on = any(value) if isinstance(value, (list, tuple)) else bool(value)
-        if on and (experts or field == "mtp_num_layers"):
-            found.append(name)
-    return found
-
-
 def _own_terms(config: MismatchConfig) -> list[str]:
     terms = {"an entropy term": config.terms.entropy_coef, "a KL term": config.terms.kl_coef}
     return [name for name, coefficient in terms.items() if coefficient]
 
 
-def _refuse(config: MismatchConfig, per_token: bool, other_losses: list[str]) -> None:
+def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
     """Settings that this loop cannot make exact (DESIGN 3.5, 3.6)."""
     Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
-    if other_losses:
+    if "MTP" in extra and not per_token:
         raise ValueError(
-            f"the model adds {' and '.join(other_losses)}, scaled by a token count that this hook does not keep exact "
-            f"yet: switch them off, or scale them in a loop of your own around `policy_loss`."
+            "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained tokens, "
+            "which may be none: switch calculate_per_token_loss on, or MTP off."
         )
-    others = _own_terms(config)
-    deferred = config.weighted and config.tis.batch_normalize and config.use_rollout_log_probs
-    if deferred and config.tis.batch_normalize_scope != "micro_batch" and others:
+    others = _own_terms(config) + extra
+    if _normalizes_step(config) and config.use_rollout_log_probs and others:
         raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
-    late = config.use_rollout_log_probs and _rejects(config) and config.denominator != "original"
-    if late and (others or not per_token):
+    if config.use_rollout_log_probs and _changes_count(config) and (others or not per_token):
         reason = "; ".join(others) if others else "calculate_per_token_loss is off"
         raise ValueError(
             f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
@@ -246,8 +250,28 @@ def _refuse(config: MismatchConfig, per_token: bool, other_losses: list[str]) ->
         )
 
 
-def _rejects(config: MismatchConfig) -> bool:
-    return config.rejects and not config.dry_run
+def _changes_count(config: MismatchConfig) -> bool:
+    """True where rejection changes what the loss is divided by."""
+    return config.rejects and not config.dry_run and config.denominator != "original"
+
+
+def _normalizes_step(config: MismatchConfig) -> bool:
+    tis = config.tis
+    return config.weighted and tis.batch_normalize and tis.batch_normalize_scope != "micro_batch"
+
+
+def _packed(batch: MegatronBatch | PackedSequences) -> PackedSequences:
+    return batch.packed if isinstance(batch, MegatronBatch) else batch
+
+
+def _fed_tokens(batch: MegatronBatch | PackedSequences) -> int:
+    """Tokens that this rank feeds to the model, prompts and padding included."""
+    if not isinstance(batch, MegatronBatch):
+        raise ValueError(
+            "the model adds MoE or MTP losses, whose scale needs the count of fed tokens: pass MegatronBatch, not "
+            "PackedSequences."
+        )
+    return batch.tokens.numel()
 
 
 def _over(unit: Tensor, divisor: Tensor) -> Tensor:

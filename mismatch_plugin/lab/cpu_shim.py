@@ -1,4 +1,4 @@
-"""What it takes to run megatron-core 0.16 on CPU over gloo: three replaced functions and one `TorchFunctionMode`.
+"""What it takes to run megatron-core 0.16 on CPU over gloo: a few replaced functions and one `TorchFunctionMode`.
 
 megatron-core asks CUDA for its device in a few dozen places, although nothing that the lab and the tests use (GPTModel,
 schedules, DDP, optimizers, `finalize_model_grads`) needs a GPU. Nothing of megatron itself is replaced.
@@ -7,6 +7,7 @@ schedules, DDP, optimizers, `finalize_model_grads`) needs a GPU. Nothing of mega
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -40,6 +41,19 @@ class CudaLiteralsToCpu(TorchFunctionMode):
         return result
 
 
+class _NoStream:
+    """Stands for the one order of work there is on CPU; also for an event on it."""
+
+    def wait_stream(self, stream: object) -> None:
+        pass
+
+    def record_event(self) -> _NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
 def install() -> CudaLiteralsToCpu | None:
     """Make megatron-core run on CPU in this process and thread, for the rest of its life.
 
@@ -58,6 +72,9 @@ def install() -> CudaLiteralsToCpu | None:
         cuda.synchronize = lambda device=None: None
         # RoPE under context parallelism and tied embeddings under pipeline parallelism move tensors with `.cuda()`.
         tensor.cuda = lambda self, *args, **kwargs: self
+        # The dispatcher of experts copies token counts to the host on a stream of its own.
+        cuda.Stream, cuda.stream = _NoStream, lambda stream: nullcontext()
+        cuda.current_stream = lambda device=None: _NoStream()
         _installed = CudaLiteralsToCpu()
         _installed.__enter__()
     return _installed

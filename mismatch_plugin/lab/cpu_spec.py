@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -119,12 +120,26 @@ class CoreAttention(MegatronModule):
         return output.squeeze(1) if packed else output
 
 
-def block_spec(config: TransformerConfig, cp_layout: CpLayout) -> TransformerBlockSubmodules:
-    """megatron's local GPT layer with the two modules above, for the layers of this pipeline stage."""
+def block_spec(
+    config: TransformerConfig, cp_layout: CpLayout, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """megatron's local GPT layer with the two modules above, for the layers of this pipeline stage (or chunk of it)."""
+    if not hasattr(moe_utils, "te_general_gemm"):
+        # The router asks whether this is None, and without Transformer Engine it is not even defined.
+        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - not among the names that the module declares
     norm: Any = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    layer = get_gpt_layer_local_spec(normalization=config.normalization)
+    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
     submodules: Any = layer.submodules
     submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
     attention = submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(module=CoreAttention, params={"cp_layout": cp_layout})
-    return TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(config), layer_norm=norm)
+    count = get_num_layers_to_build(config, vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def mtp_spec(config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None = None) -> Any:
+    """megatron's local multi-token prediction block around the last layer of `spec`, with the norm above."""
+    block: Any = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
+    for layer in block.layer_specs:
+        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = spec.layer_norm
+    return block

@@ -1,4 +1,4 @@
-"""Megatron weights as a Hugging Face Llama checkpoint, exactly, and back into any parallel layout.
+"""Megatron weights as a Hugging Face Llama checkpoint, exactly.
 
     state = llama_state_dict(gather_parameters(model), settings)       # from any tp × pp; collective over both
     LlamaForCausalLM(LlamaConfig(**llama_config(settings))).load_state_dict(state)
@@ -12,16 +12,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from megatron.core import parallel_state
 from torch import Tensor
 
-from mismatch_plugin.lab.model import _EMBEDDING, _OUTPUT, ModelSettings, _named_parameters, _shard
+from mismatch_plugin.lab.model import ModelSettings
+from mismatch_plugin.lab.parameters import EMBEDDING, OUTPUT
 
 _TOP = {
-    _EMBEDDING: "model.embed_tokens.weight",
+    EMBEDDING: "model.embed_tokens.weight",
     "decoder.final_layernorm.weight": "model.norm.weight",
-    _OUTPUT: "lm_head.weight",
+    OUTPUT: "lm_head.weight",
 }
 _LAYER = {
     "input_layernorm.weight": "input_layernorm.weight",
@@ -93,21 +92,3 @@ def _known(names: Mapping[str, str], part: str, name: str) -> str:
     if part not in names:
         raise ValueError(f"the weight {name} has no place in a Llama: export of this model is not there.")
     return names[part]
-
-
-@torch.no_grad()
-def load_parameters(model: list[Any], weights: Mapping[str, Tensor]) -> None:
-    """Inverse of `gather_parameters`: each rank keeps its part of the full weights; padding of the vocabulary is 0.
-
-    Call it before an optimizer is built, which may keep copies. No collective.
-    """
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in _named_parameters(model):
-        full = weights[_EMBEDDING if name == _OUTPUT and _OUTPUT not in weights else name]
-        split = getattr(parameter, "tensor_model_parallel", False)
-        if name in (_EMBEDDING, _OUTPUT):
-            padded = full.new_zeros(parameter.shape[0] * (size if split else 1), full.shape[1])
-            padded[: full.shape[0]] = full
-            full = padded
-        parameter.copy_(_shard(full, parameter, size, rank) if split else full)

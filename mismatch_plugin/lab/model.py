@@ -1,15 +1,14 @@
 """The real megatron-core GPTModel, DDP, schedule and optimizer behind a few functions, for any tp × pp × cp × dp.
 
-Weights depend on the seed and the parameter's global name only, and `gather_gradients` puts the parts of all ranks
-together again, so that any parallel layout can be compared with one process, tensor by tensor. Runs on CPU by the shim.
+Weights depend on the seed and the parameter's global name only, and `parameters.gather_gradients` puts the parts of all
+ranks together again, so that any parallel layout can be compared with one process, tensor by tensor. Runs on CPU by the
+shim.
 Importing this imports megatron-core.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -21,20 +20,17 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.nn import functional as F
 
 from mismatch_plugin.lab import cpu_shim
-from mismatch_plugin.lab.cpu_spec import CpLayout, block_spec
+from mismatch_plugin.lab.cpu_spec import CpLayout, block_spec, mtp_spec
+from mismatch_plugin.lab.parameters import draw_parameters
 
 ForwardStep = Callable[[Any, Any], tuple[Tensor, Callable[..., Any]]]
 """megatron's contract: (data iterator, model) -> (output, loss_func); loss_func(output) runs on the last stage only."""
-
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
 
 
 class ModelSettings(BaseModel):
@@ -71,6 +67,19 @@ class ModelSettings(BaseModel):
     """How context parallelism splits a sequence; megatron's RoPE knows zigzag only."""
     calculate_per_token_loss: bool = True
     """megatron's own switch: gradients are divided by the step's token count in `finalize_model_grads`."""
+    experts: int = Field(0, ge=0)
+    """Experts of each layer's MLP, of which a token takes `experts_per_token`; 0 is a dense model."""
+    experts_per_token: int = Field(2, ge=1)
+    moe_aux_loss: float = Field(0.0, ge=0)
+    """Coefficient of megatron's load-balancing loss."""
+    moe_z_loss: float = Field(0.0, ge=0)
+    """Coefficient of megatron's router z-loss."""
+    mtp_layers: int = Field(0, ge=0)
+    """Layers of multi-token prediction behind the last one."""
+    mtp_scale: float = Field(0.1, ge=0)
+    """Weight of their loss."""
+    virtual_stages: int = Field(1, ge=1)
+    """Model chunks of a pipeline stage (interleaved schedule). Needs pp > 1."""
     init_std: float = Field(0.05, gt=0)
     """Standard deviation of matrices; norms start at 1, as usual."""
     norm_jitter: float = Field(0.0, ge=0)
@@ -91,7 +100,7 @@ class ModelSettings(BaseModel):
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
 
 
-def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
+def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1, virtual_stages: int = 1) -> None:
     """Install the CPU shim, start torch.distributed if nobody did, and (re-)build megatron's process groups.
 
     The data-parallel size is what remains of the world. Without torchrun's environment variables the world is this
@@ -111,6 +120,7 @@ def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tp,
         pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=virtual_stages if virtual_stages > 1 else None,
         context_parallel_size=cp,
         create_gloo_process_groups=False,
     )
@@ -119,7 +129,7 @@ def initialize_parallel(tp: int = 1, pp: int = 1, cp: int = 1) -> None:
 
 
 def build_model(settings: ModelSettings, *, distributed_optimizer: bool = False) -> list[Any]:
-    """This rank's part of the model, as megatron's list of model chunks (one chunk), wrapped in megatron's DDP.
+    """This rank's part of the model, as megatron's list of model chunks, each wrapped in megatron's DDP.
 
     Needs `initialize_parallel`. `finalize_model_grads` is set on the config, where a hook may wrap it.
     `distributed_optimizer` shards gradients and optimizer state over DP × CP. Collectives: those of megatron's set-up.
@@ -131,27 +141,44 @@ def build_model(settings: ModelSettings, *, distributed_optimizer: bool = False)
         raise ValueError(f"megatron's distributed optimizer casts gradients to float32, and dtype is {settings.dtype}.")
     tp = parallel_state.get_tensor_model_parallel_world_size()
     pp = parallel_state.get_pipeline_model_parallel_world_size()
-    if any(size % tp for size in (settings.kv_groups, settings.ffn, settings.padded_vocab)) or settings.layers % pp:
-        raise ValueError(f"tp={tp} must divide kv_groups, ffn and the padded vocabulary, and pp={pp} the layers.")
+    if any(size % tp for size in (settings.kv_groups, settings.ffn, settings.padded_vocab)) or (
+        settings.layers % (pp * settings.virtual_stages)
+    ):
+        raise ValueError(
+            f"tp={tp} must divide kv_groups, ffn and the padded vocabulary, and pp={pp} the layers: "
+            f"{settings.layers} layers in {settings.virtual_stages} chunks a stage."
+        )
     config = _transformer_config(settings)
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=False, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
+    )
+    chunks = []
+    for chunk in range(settings.virtual_stages):
+        model = _build_chunk(config, settings, chunk if settings.virtual_stages > 1 else None)
+        chunks.append(DistributedDataParallel(config, ddp_config, model, disable_bucketing=chunk > 0))
+    draw_parameters(chunks, settings)
+    return chunks
+
+
+def _build_chunk(config: TransformerConfig, settings: ModelSettings, vp_stage: int | None) -> GPTModel:
+    spec = block_spec(config, settings.cp_layout, vp_stage)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
     model = GPTModel(
         config,
-        block_spec(config, settings.cp_layout),  # type: ignore[arg-type]
+        spec,  # type: ignore[arg-type]
         vocab_size=settings.padded_vocab,
         max_sequence_length=settings.max_length,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=last,
         position_embedding_type=settings.position,
         share_embeddings_and_output_weights=settings.tied_embeddings,
+        mtp_block_spec=mtp_spec(config, spec, vp_stage) if settings.mtp_layers and last else None,
+        vp_stage=vp_stage,
     )
     # Position embeddings ignore params_dtype; the attributes of parameters survive a change of type.
     model.to(device=torch.cuda.current_device(), dtype=config.params_dtype)
     model.unpadded_vocab = settings.vocab  # type: ignore[assignment]
-    _set_weights(model, settings)
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=False, overlap_grad_reduce=False, use_distributed_optimizer=distributed_optimizer
-    )
-    return [DistributedDataParallel(config, ddp_config, model)]
+    return model
 
 
 def _transformer_config(settings: ModelSettings) -> TransformerConfig:
@@ -163,6 +190,13 @@ def _transformer_config(settings: ModelSettings) -> TransformerConfig:
         num_attention_heads=settings.heads,
         num_query_groups=settings.kv_groups,
         ffn_hidden_size=settings.ffn,
+        num_moe_experts=settings.experts or None,
+        moe_router_topk=settings.experts_per_token,
+        moe_aux_loss_coeff=settings.moe_aux_loss,
+        moe_z_loss_coeff=settings.moe_z_loss or None,
+        moe_router_dtype="fp64" if settings.dtype == "float64" else "fp32",
+        mtp_num_layers=settings.mtp_layers or None,
+        mtp_loss_scaling_factor=settings.mtp_scale,
         normalization=settings.norm,
         gated_linear_unit=gated,
         activation_func=F.silu if gated else F.gelu,
@@ -174,12 +208,16 @@ def _transformer_config(settings: ModelSettings) -> TransformerConfig:
         use_cpu_initialization=True,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=parallel_state.get_virtual_pipeline_model_parallel_world_size(),
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         sequence_parallel=settings.sequence_parallel,
         calculate_per_token_loss=settings.calculate_per_token_loss,
         # Micro-batches differ in length, so pipeline stages send shapes; megatron ties that to this dispatcher.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
+        # With two stages, sends and receives of an interleaved schedule between the same two ranks need their order.
+        overlap_p2p_comm=settings.virtual_stages > 1,
+        batch_p2p_comm=settings.virtual_stages == 1,
         # Fused kernels are CUDA only.
         gradient_accumulation_fusion=False,
         bias_dropout_fusion=False,
@@ -251,95 +289,3 @@ def run_step(
         micro_batch_size=1,
         forward_only=forward_only,
     )
-
-
-def gather_parameters(model: list[Any]) -> dict[str, Tensor]:
-    """Global parameter name -> full weight, on every rank. Collective over TP and PP."""
-    return _gather(model, lambda parameter: parameter.detach())
-
-
-def gather_gradients(model: list[Any]) -> dict[str, Tensor]:
-    """Global parameter name -> full gradient as finalised by `run_step`, on every rank.
-
-    Names, shapes and order of rows do not depend on the layout: vocabulary padding is cut, and tied embeddings appear
-    once, with their whole gradient. Collective over TP and PP, with the distributed optimizer also over DP × CP.
-
-    Raises:
-        RuntimeError: the first and the last pipeline stage disagree on the tied embeddings.
-    """
-    for chunk in model:
-        if chunk.ddp_config.use_distributed_optimizer:
-            # The reduce-scatter left each rank its shard; the other shards of the buffer are scratch, so fill them.
-            group = chunk.intra_dp_cp_group
-            for buffer in chunk.buffers:
-                for bucket in buffer.buckets:
-                    shards = list(bucket.grad_data.chunk(group.size()))
-                    dist.all_gather(shards, shards[group.rank()].clone(), group=group)
-    return _gather(model, lambda parameter: parameter.main_grad)
-
-
-def _gather(model: list[Any], value: Callable[[Any], Tensor]) -> dict[str, Tensor]:
-    tp_group: Any = parallel_state.get_tensor_model_parallel_group()
-    pp_group: Any = parallel_state.get_pipeline_model_parallel_group()
-    stage: dict[str, Tensor] = {}
-    for name, parameter in _named_parameters(model):
-        local = value(parameter).contiguous()
-        if getattr(parameter, "tensor_model_parallel", False):
-            parts = [torch.empty_like(local) for _ in range(tp_group.size())]
-            dist.all_gather(parts, local, group=tp_group)
-            local = _unshard(parts, parameter)
-        if name in (_EMBEDDING, _OUTPUT):
-            local = local[: model[0].module.unpadded_vocab]
-        stage[name] = local.detach().cpu().clone()
-    stages: list[Any] = [None] * pp_group.size()
-    dist.all_gather_object(stages, stage, group=pp_group)
-    full = {name: tensor for stage in stages for name, tensor in stage.items()}
-    tied = full.pop(_OUTPUT, None) if model[0].module.share_embeddings_and_output_weights else None
-    if tied is not None and not torch.equal(tied, full[_EMBEDDING]):
-        raise RuntimeError("the first and the last pipeline stage disagree on the tied embeddings.")
-    return full
-
-
-def _named_parameters(model: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(global name, parameter): layers are counted over all pipeline stages."""
-    for chunk in model:
-        gpt = getattr(chunk, "module", chunk)
-        offset = get_transformer_layer_offset(gpt.config)
-        for name, parameter in gpt.named_parameters():
-            if layer := re.match(r"decoder\.layers\.(\d+)(.*)", name):
-                name = f"decoder.layers.{int(layer[1]) + offset}{layer[2]}"
-            yield name, parameter
-
-
-def _shard(full: Tensor, parameter: Any, size: int, rank: int) -> Tensor:
-    """This rank's part of a parameter. Gated MLPs have stride 2: a part of the gate, then a part of the up matrix."""
-    pieces = full.chunk(size * parameter.partition_stride, dim=parameter.partition_dim)
-    return torch.cat(pieces[rank::size], dim=parameter.partition_dim)
-
-
-def _unshard(parts: list[Tensor], parameter: Any) -> Tensor:
-    """Inverse of `_shard`."""
-    dim, stride = parameter.partition_dim, parameter.partition_stride
-    pieces = [part.chunk(stride, dim=dim) for part in parts]
-    return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
-
-
-@torch.no_grad()
-def _set_weights(model: torch.nn.Module, settings: ModelSettings) -> None:
-    """Draw every full weight in float64 from a generator seeded by its global name, and keep this rank's part."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in _named_parameters([model]):
-        if settings.tied_embeddings and name == _OUTPUT:
-            name = _EMBEDDING
-        split = getattr(parameter, "tensor_model_parallel", False)
-        shape = list(parameter.shape)
-        if split:
-            shape[parameter.partition_dim] *= size
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{settings.seed}.{name}".encode()))
-        full = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if parameter.dim() == 1:
-            full = full * settings.norm_jitter + (1.0 if name.endswith("weight") else 0.0)
-        else:
-            full = full * settings.init_std
-        parameter.copy_(_shard(full, parameter, size, rank) if split else full)

@@ -15,7 +15,8 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.lab import model as lab
-from mismatch_plugin.lab.export import llama_state_dict, load_parameters
+from mismatch_plugin.lab.export import llama_state_dict
+from mismatch_plugin.lab.parameters import gather_parameters, load_parameters
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import get_task
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -82,7 +83,7 @@ class Policy:
 
     def weights(self) -> dict[str, Tensor]:
         """Full weights by megatron's global names, on every rank. Collective over TP and PP."""
-        return lab.gather_parameters(self.model)
+        return gather_parameters(self.model)
 
     def export(self) -> dict[str, Tensor]:
         """The same under Hugging Face's names."""

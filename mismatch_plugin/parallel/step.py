@@ -23,13 +23,15 @@ class StepTotals:
     """Sums over the whole step, known before it runs (0-d float64 tensors).
 
     tokens: response tokens. original, accepted: units of the chosen aggregation in the original mask and what rejection
-    leaves; accepted is None where it needs π_θ. batch_factor: mean weight, None where it needs π_θ.
+    leaves; accepted is None where it needs π_θ. batch_factor: mean weight, None where it needs π_θ. fed: tokens fed to
+    the model, as `prepare` was told.
     """
 
     tokens: Tensor
     original: Tensor
     accepted: Tensor | None
     batch_factor: Tensor | None
+    fed: Tensor
 
 
 class Step:
@@ -47,11 +49,13 @@ class Step:
         normalizes = config.weighted and config.tis.batch_normalize and not config.dry_run
         self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
 
-    def prepare(self, micro_batches: Iterable[PackedSequences]) -> StepTotals:
-        """Totals of the step from its data, before any forward pass. Keep rejection and weights need π_old for it.
+    def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0) -> StepTotals:
+        """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it.
+
+        fed_tokens: that this rank feeds to the model in all of them, prompts and padding included.
 
         Collectives: the CP reductions of `correct` per micro-batch (where π_old is there), one CP SUM of the masks
-        otherwise; one SUM of six floats over DP × CP.
+        otherwise; one SUM of seven floats over DP × CP.
         """
         sums = None
         known = not self.config.use_rollout_log_probs
@@ -64,13 +68,13 @@ class Step:
                 "a step needs at least one micro-batch on every rank: pass an empty one where there is none."
             )
         # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
-        sums = torch.cat([sums, sums.new_full((1,), float(not known))])
-        tokens, original, accepted, weight, units, unknown = self.groups.sum_over_data(sums).unbind(0)
+        sums = torch.cat([sums, sums.new_tensor([float(not known), float(fed_tokens)])])
+        tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
         known = not bool(unknown)
         mean = weight / units.clamp(min=1)
         factor = torch.where(mean > 0, mean, torch.ones_like(mean))
         accepted_known = known or not self.config.rejects or self.config.dry_run
-        self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None)
+        self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None, fed)
         return self.totals
 
     def _sums(self, packed: PackedSequences, known: bool) -> Tensor:

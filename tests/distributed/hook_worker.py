@@ -25,7 +25,12 @@ class Run:
     config: dict[str, Any]
     microbatches: int = 1
     form: Any = "thd"
-    steps: int = 1
+    samples: tuple[Sample, ...] = ()
+    """Instead of the layout's."""
+    start: bool = True
+    forward_only: bool = False
+    policy_loss: bool = True
+    """False: what megatron's own losses (MoE, MTP) give without any other."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ def micro_batches(
     layout: Layout, run: Run, groups: Any, settings: Any, dp_rank: int, dp_size: int
 ) -> list[MegatronBatch]:
     """This rank's micro-batches: every sample goes to one data-parallel rank, in an order that all layouts share."""
-    mine = layout.samples[dp_rank::dp_size]
+    mine = (run.samples or layout.samples)[dp_rank::dp_size]
     share = max(1, -(-len(mine) // run.microbatches))
     parts = [mine[i : i + share] for i in range(0, len(mine), share)]
     align = layout.tp if settings.sequence_parallel else 1
@@ -86,10 +91,11 @@ def run_layout(layout: Layout) -> list[Outcome]:
 
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
     from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.lab import parameters
     from mismatch_plugin.parallel.groups import ParallelGroups
 
-    lab.initialize_parallel(tp=layout.tp, pp=layout.pp, cp=layout.cp)
     settings = model_settings(layout)
+    lab.initialize_parallel(layout.tp, layout.pp, layout.cp, settings.virtual_stages)
     model = lab.build_model(settings)
     groups = ParallelGroups.from_megatron()
     finalize = model[0].config.finalize_model_grads_func
@@ -99,19 +105,51 @@ def run_layout(layout: Layout) -> list[Outcome]:
         model[0].config.finalize_model_grads_func = finalize
         config = mp.MismatchConfig.model_validate(copy.deepcopy(run.config), context={"by_hand": set()})
         try:
-            hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB)
             batches = micro_batches(layout, run, groups, settings, dp_rank, dp_size)
-            hook.start(batches)
-            stored = lab.run_step(model, hook.forward_step, iter(batches), len(batches))
+            data: Any = [iter(batches) for _ in model] if len(model) > 1 else iter(batches)
+            if not run.policy_loss:
+                lab.run_step(model, megatrons_losses, data, len(batches))
+                outcomes.append(Outcome({}, parameters.gather_gradients(model), []))
+                continue
+            hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB)
+            if run.start:
+                hook.start(batches)
+            stored = lab.run_step(model, hook.forward_step, data, len(batches), forward_only=run.forward_only)
             metrics = hook.metrics()
         except ValueError as error:
             outcomes.append(Outcome({}, {}, [], f"{type(error).__name__}: {error}"))
             continue
-        gradients = lab.gather_gradients(model)
+        gradients = parameters.gather_gradients(model)
         first = torch.distributed.get_rank() == 0
         reports = [{name: float(value) for name, value in report.items()} for report in stored]
         outcomes.append(Outcome(metrics, gradients if first else {}, reports))
     return outcomes
+
+
+def megatrons_losses(data: Any, model: Any) -> tuple[Tensor, Any]:
+    """A forward step as megatron's pretraining has it, with a main loss of 0: MTP over the trained tokens, else MoE.
+
+    The integer counts what megatron expects: the tokens MTP is averaged over, or those that the router was fed.
+    """
+    batch = next(data)
+    config = model.module.config
+    if config.mtp_num_layers is None:
+        output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
+        count = batch.tokens.numel()
+    else:
+        labels, mask = torch.zeros_like(batch.tokens).flatten(), torch.zeros(batch.tokens.numel())
+        labels[batch.rows] = batch.targets
+        mask[batch.rows] = batch.packed.loss_mask.float()
+        count = int(mask.sum())
+        labels, mask = labels.view_as(batch.tokens), mask.view_as(batch.tokens)
+        inputs = {"labels": labels, "loss_mask": mask, "packed_seq_params": batch.padded_seq_params}
+        output = model(batch.tokens, batch.position_ids, None, **inputs)
+
+    def loss_func(output: Tensor) -> tuple[Any, ...]:
+        loss = 0.0 * output.sum()
+        return (loss, torch.tensor(count, dtype=torch.int), {}) if config.calculate_per_token_loss else (loss, {})
+
+    return output, loss_func
 
 
 def plain_log_probs(gpt: Any, sample: Sample) -> tuple[Tensor, Tensor]:
@@ -137,26 +175,31 @@ def initial_log_probs(layout: Layout) -> list[Tensor]:
 def run_plainly(layout: Layout) -> list[Outcome]:
     """The reference: sample by sample through the model, one `policy_loss` on the whole batch, autograd. No hook."""
     from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.lab import parameters
 
     lab.initialize_parallel()
     chunk = lab.build_model(model_settings(layout))[0]
-    samples = layout.samples
     outcomes = []
     for run in layout.runs:
+        samples = run.samples or layout.samples
         config = mp.MismatchConfig.model_validate(copy.deepcopy(run.config), context={"by_hand": set()})
         chunk.zero_grad_buffer()
         pairs = [plain_log_probs(chunk, sample) for sample in samples]
         keep_entropy = config.terms.entropy_coef or config.metrics == "full"
+
+        def column(name: str, samples: Any = samples) -> Any:
+            return [torch.as_tensor(getattr(s, name), dtype=torch.float64) for s in samples]
+
         packed = mp.PackedSequences.from_lists(
-            rollout_log_probs=[torch.tensor(s.rollout_log_probs, dtype=torch.float64) for s in samples],
+            rollout_log_probs=column("rollout_log_probs"),
             loss_masks=[s.loss_mask for s in samples],
-            advantages=[torch.tensor(s.advantage, dtype=torch.float64) for s in samples],
-            old_log_probs=[torch.as_tensor(s.old_log_probs, dtype=torch.float64) for s in samples],
-            ref_log_probs=[torch.as_tensor(s.ref_log_probs, dtype=torch.float64) for s in samples],
+            advantages=column("advantage"),
+            old_log_probs=column("old_log_probs") if samples[0].old_log_probs is not None else None,
+            ref_log_probs=column("ref_log_probs"),
             weight_versions=[s.weight_versions for s in samples],
             entropy=[entropy for _, entropy in pairs] if keep_entropy else None,
         )
         result = mp.policy_loss(torch.cat([log_probs for log_probs, _ in pairs]), packed, config)
         result.loss.backward()
-        outcomes.append(Outcome(result.statistics.metrics(), lab.gather_gradients([chunk]), []))
+        outcomes.append(Outcome(result.statistics.metrics(), parameters.gather_gradients([chunk]), []))
     return outcomes

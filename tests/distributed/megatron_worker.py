@@ -88,6 +88,7 @@ def train(case: Case) -> Outcome:
 
     from mismatch_plugin.hooks.megatron_batch import packed_seq_params
     from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.lab import parameters
     from mismatch_plugin.parallel.context import split_tokens
 
     lab.initialize_parallel(tp=case.tp, pp=case.pp, cp=case.cp)
@@ -126,14 +127,14 @@ def train(case: Case) -> Outcome:
         mine = split(dp_size * case.microbatches)[dp_rank::dp_size]
         stored = lab.run_step(model, forward_step, iter(mine), len(mine), forward_only=step == STEPS)
         if step < STEPS:
-            outcome.gradients.append(lab.gather_gradients(model))
+            outcome.gradients.append(parameters.gather_gradients(model))
             _, norm, _ = optimizer.step()
             outcome.norms.append(float(norm or 0.0))
         if stored:
             totals = torch.tensor([[float(s["loss"]), float(s["count"])] for s in stored], dtype=torch.float64).sum(0)
             dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
             outcome.losses.append(float(totals[0] / totals[1]))
-    outcome.parameters = lab.gather_parameters(model)
+    outcome.parameters = parameters.gather_parameters(model)
     for tensors in (*outcome.gradients, outcome.parameters):
         for name in sorted(tensors):
             outcome.checksum = zlib.crc32(tensors[name].numpy().tobytes(), outcome.checksum)
