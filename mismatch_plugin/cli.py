@@ -9,6 +9,7 @@ import typer
 
 import mismatch_plugin
 from mismatch_plugin.lab.command import compare
+from mismatch_plugin.report.command import inspect
 
 if TYPE_CHECKING:
     from mismatch_plugin.report.table import Table
@@ -111,6 +112,7 @@ def presets(
 
 
 app.command()(compare)
+app.command()(inspect)
 
 
 def _show(table: Table, markdown: bool) -> None:

@@ -264,7 +264,9 @@ class MismatchConfig(BaseModel):
         False, "compute weights and rejections, report them, apply none", flag="--mismatch-dry-run"
     )
     report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
-        None, "folder for the run's metrics and report", flag="--mismatch-report-dir"
+        None,
+        "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
+        flag="--mismatch-report-dir",
     )
 
     @property

@@ -34,8 +34,8 @@ def test_help_names_the_commands():
 
 
 def test_module_and_script_are_the_same():
-    code = "import sys; sys.argv = ['mismatch-plugin', '--version']; from mismatch_plugin.cli import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-m", "mismatch_plugin", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, _run("--version").output)
 
 

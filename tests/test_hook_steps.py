@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.report.log import read_steps
 from tests.distributed.hook_worker import Layout, Outcome, Run, run_layout, run_plainly
 from tests.distributed.launch import launch
 from tests.test_hook_megatron import compare, data
@@ -178,6 +180,18 @@ def test_missing_old_log_probs_are_refused_where_the_accepted_tokens_are_needed(
         assert "old_log_probs is missing in a micro-batch" in rank[0].error
         # Normalisation with old log-probs needs no totals that lack them, but the factor then comes after the step.
         assert "there is also: an entropy term" in rank[1].error
+
+
+@needs_megatron
+def test_one_rank_writes_the_metrics_of_a_step(tmp_path: Path) -> None:
+    layouts = [
+        replace(x, samples=data("rope"), runs=(Run({"report_dir": str(tmp_path / x.name)}, 2),) * 2) for x in PARTS
+    ]
+    for layout, ranks in zip(layouts, launch(run_layout, layouts, 2), strict=True):
+        expected = next(rank[0].metrics for rank in ranks if rank[0].metrics)
+        steps = list(read_steps(tmp_path / layout.name))
+        assert len(steps) == 2, layout.name
+        assert steps[0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
 MODEL = {"calculate_per_token_loss": True, "finalize_model_grads_func": None}

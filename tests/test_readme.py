@@ -44,6 +44,20 @@ def test_nothing_is_left_out():
     assert [name for name in names if f"`{name}`" not in TEXT] == []
 
 
+def test_the_recommended_presets_exist():
+    table = TEXT.split("## Which setting to choose")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    named = [name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row[1])]
+    known = {name for entry in PRESETS for name in (entry.name, *entry.aliases)}
+    assert len(rows) >= 8 and len(named) >= len(rows)
+    assert set(named) <= known
+
+
+def test_pictures_are_there():
+    pictures = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", TEXT)
+    assert pictures and all((README.parent / picture).is_file() for picture in pictures)
+
+
 def test_links_inside_the_page_lead_somewhere():
     headings = {
         re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+(.*)$", TEXT, re.M)

@@ -131,6 +131,20 @@ def test_verdicts():
     assert statistics.Paired(5, 0.2, 0.1, 0.1, 0.3, 0.01, 0.03).verdict == "significant"
 
 
+def test_the_highest_mean_is_judged_among_all_pairs():
+    """It was found by looking at all of them: p = .03 against algorithm 0 is .06 among three pairs."""
+    values = {
+        "2": dict(enumerate((0.80, 0.80, 0.80, 0.80))),
+        "0": dict(enumerate((0.70, 0.55, 0.75, 0.62))),
+        "1": dict(enumerate((0.65, 0.66, 0.65, 0.66))),
+    }
+    none = statistics.Mean(4, 0.0, 0.0)
+    summaries = [statistics.VariantSummary(name, 4, {}, none, none, values=of) for name, of in values.items()]
+    assert 0.025 < statistics.paired_difference(values["2"], values["0"]).p < 0.05
+    (finding,) = statistics._highest(summaries, "exact match")
+    assert "not significantly different from it: 0 PPO" in finding.text, finding.text
+
+
 def test_seeds_are_aligned_at_the_steps_they_share():
     first = (np.array([0.0, 2.0, 4.0]), np.array([1.0, 2.0, 3.0]))
     second = (np.array([2.0, 4.0, 6.0]), np.array([5.0, 6.0, 7.0]))

@@ -29,6 +29,7 @@ from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_bes
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step
+from mismatch_plugin.report.log import write_step
 
 
 class MegatronLoss:
@@ -212,12 +213,18 @@ class MegatronLoss:
     def metrics(self) -> dict[str, float]:
         """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.
 
-        Collectives: after a training step none; after a forward-only pass one SUM and one MAX over DP × CP.
+        Collectives: after a training step none; after a forward-only pass one SUM and one MAX over DP × CP. With
+        `report_dir` one rank appends them to its `metrics.jsonl`.
         """
         if self.finished is None and self.step is not None and self.groups.is_last_stage:
             self.finished, _ = self.step.finish()
             self.step = None
-        return {} if self.finished is None else self.finished.metrics()
+        if self.finished is None:
+            return {}
+        metrics = self.finished.metrics()
+        if self.config.report_dir is not None and self.groups.is_first_of_stage:
+            write_step(self.config.report_dir, self.config, metrics)
+        return metrics
 
 
 _DEFERRED_WITH = (

@@ -61,6 +61,11 @@ class ParallelGroups:
         return self.pp is None or self.pp.rank() == self.pp.size() - 1
 
     @property
+    def is_first_of_stage(self) -> bool:
+        """True on one rank of a pipeline stage: the one that writes what all of them know."""
+        return all(group is None or group.rank() == 0 for group in (self.tp, self.dp_cp))
+
+    @property
     def counts_sequences(self) -> bool:
         """Each sequence is counted by the first rank of its context-parallel group."""
         return self.cp_rank == 0

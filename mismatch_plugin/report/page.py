@@ -77,6 +77,7 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         from jinja2 import Environment, StrictUndefined
 
         from mismatch_plugin.report import plots
+        from mismatch_plugin.report.overview import overview
     except ImportError as error:
         raise ImportError(f"{error}: a report needs the extra: pip install 'mismatch-plugin[lab]'") from error
     folder = read_run_folder(run_folder)
@@ -85,6 +86,8 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     for part in parts[1:]:  # what holds for every setting is said once
         part.results, part.mismatch = replace(part.results, notes=()), replace(part.mismatch, notes=())
         part.seconds = replace(part.seconds, notes=())
+    first = overview(folder)
+    plots.save([first] if first else [], folder.root / "plots")
     for part in parts:
         plots.save([*part.pictures, *part.guide, *part.quantiles, *part.times], folder.root / "plots")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -94,6 +97,7 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         folder=folder,
         parts=parts,
         intro=_introduction(folder),
+        first=first,
         overview=_overview(summaries),
         exact_tables=cached_tables(folder.root) if exact else [],
         settings_tables=settings_tables(folder),

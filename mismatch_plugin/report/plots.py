@@ -157,7 +157,7 @@ class Plotter:
 
     def panel(self, panel: Panel) -> Picture | None:
         """A panel over the steps; None where nothing was recorded for any of its axes."""
-        axes_of = [part for part in panel.parts if any(self._curves(part.column).values())]
+        axes_of = [part for part in panel.parts if self.has(part.column)]
         if not axes_of:
             return None
         with rc_context(STYLE):
@@ -165,10 +165,10 @@ class Plotter:
             axes = np.atleast_1d(figure.subplots(len(axes_of), 1, sharex=True))
             drawn: dict[str, Line2D] = {}
             for part, axis in zip(axes_of, axes, strict=True):
-                drawn |= self._part(axis, part)
+                drawn |= self.draw(axis, part)
             axes[0].set_title(panel.title)
             axes[-1].set_xlabel("optimizer step")
-            _legend(figure, [drawn[v] for v in self.folder.variants if v in drawn])
+            legend(figure, [drawn[v] for v in self.folder.variants if v in drawn])
             return self._picture(figure, panel.name, panel.title, panel.caption)
 
     def differences(self, summary: SettingSummary) -> Picture | None:
@@ -260,7 +260,11 @@ class Plotter:
             )
             return self._picture(figure, "seconds", "Wall time a step", caption)
 
-    def _part(self, axis: Axes, part: Part) -> dict[str, Line2D]:
+    def has(self, column: str) -> bool:
+        """Whether any run recorded it."""
+        return any(self._curves(column).values())
+
+    def draw(self, axis: Axes, part: Part) -> dict[str, Line2D]:
         """Draw one axis: mean and standard error of every variant. Returns the lines by variant."""
         drawn = {}
         largest, smallest = -math.inf, math.inf
@@ -305,7 +309,7 @@ class Plotter:
         return PALETTE[i % len(PALETTE)], DASHES[i % len(DASHES)], MARKERS[i % len(MARKERS)]
 
     def _picture(self, figure: Figure, name: str, title: str, caption: str) -> Picture:
-        return Picture(f"{self.setting}_{name}.png", title, caption, _png(figure))
+        return Picture(f"{self.setting}_{name}.png", title, caption, png(figure))
 
 
 def save(pictures: Iterable[Picture], folder: Path) -> None:
@@ -333,12 +337,13 @@ def _lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -
                           va="bottom", textcoords="offset points", fontsize=7.5, color="#333333")  # fmt: skip
 
 
-def _legend(figure: Figure, handles: Sequence[Line2D]) -> None:
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 if len(handles) > 1 else 1,
+def legend(figure: Figure, handles: Sequence[Line2D], columns: int = 2) -> None:
+    """Below the figure."""
+    figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)) or 1,
                   handlelength=3.2, columnspacing=1.2, labelspacing=0.3)  # fmt: skip
 
 
-def _png(figure: Figure) -> bytes:
+def png(figure: Figure) -> bytes:
     """The figure as PNG with a palette: about a third of the size, for a page that carries all of them."""
     from PIL import Image
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 
 import numpy as np
 
@@ -278,14 +279,18 @@ def _findings(summaries: Sequence[VariantSummary], measure: str) -> list[Finding
 
 
 def _highest(summaries: Sequence[VariantSummary], name: str) -> list[Finding]:
-    """Which variant has the highest mean, and which others cannot be told from it."""
+    """Which variant has the highest mean, and which others cannot be told from it.
+
+    The highest was found by looking at all, so p-values are corrected for all pairs.
+    """
     ranked = sorted(
         (s for s in summaries if s.seeds >= FEW_SEEDS), key=lambda s: -float(np.mean(list(s.values.values())))
     )
     if len(ranked) < 2:
         return []
     top = ranked[0]
-    pairs = _corrected([paired_difference(top.values, other.values) for other in ranked[1:]])
+    every = _corrected([paired_difference(a.values, b.values) for a, b in combinations(ranked, 2)])
+    pairs = every[: len(ranked) - 1]  # those with the highest come first
     if any(pair.n < FEW_SEEDS for pair in pairs):
         return []
     equal = [describe(o.variant) for o, d in zip(ranked[1:], pairs, strict=True) if d.verdict != "significant"]
@@ -313,16 +318,17 @@ def _interval(d: Paired) -> str:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Fixed digits, – where there is no value."""
-    return f"{value:.{digits}f}" if math.isfinite(value) else "–"
+    """Fixed digits, the minus sign a real one; zero has none; – where there is no value."""
+    if not math.isfinite(value):
+        return "–"
+    text = f"{value:.{digits}f}"
+    return text.replace("-", "−" if float(text) else "")
 
 
 def signed(value: float, digits: int = 3) -> str:
-    """The same with a sign, the minus sign a real one; zero has none."""
+    """The same with a plus sign where it is positive."""
     text = number(value, digits)
-    if text == "–" or not float(text):
-        return text.removeprefix("-")
-    return f"+{text}" if value > 0 else f"−{text[1:]}"
+    return f"+{text}" if value > 0 and float(text) else text
 
 
 def p_value(p: float, equals: bool = False) -> str:

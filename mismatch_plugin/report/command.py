@@ -1,0 +1,49 @@
+"""The command `mismatch-plugin inspect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The folder of --mismatch-report-dir, or a metrics.jsonl.")
+    ],
+    config: Annotated[
+        Path | None,
+        typer.Option(help="YAML or JSON with the run's settings. Default: settings.json beside the metrics."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Judge a run's mismatch by the metrics that it wrote.
+
+    Exit status: 0 sound, 1 warnings in the newest steps, 2 nothing to judge.
+    """
+    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.report.inspect import inspect_steps
+    from mismatch_plugin.report.log import SETTINGS, read_steps, to_json
+
+    folder = path if path.is_dir() else path.parent
+    found = config or (folder / SETTINGS if (folder / SETTINGS).exists() else None)
+    try:
+        settings = MismatchConfig() if found is None else MismatchConfig.from_file(found)
+        result = inspect_steps(list(read_steps(path)), settings)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="PATH") from None
+    if as_json:
+        rows = [dict(zip(result.table.headers, row, strict=True)) for row in result.table.rows]
+        warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
+        body = {"steps": result.steps, "sound": result.sound, "verdict": result.verdict, "warnings": warnings}
+        typer.echo(to_json({**body, "metrics": rows}, indent=2))
+    else:
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False)
+        console.print(result.table.to_rich())
+        for warning, count in result.warnings:
+            console.print(f"{warning} ({count} steps)", soft_wrap=True)
+        console.print(result.verdict, soft_wrap=True)
+    raise typer.Exit(0 if result.sound else 1)

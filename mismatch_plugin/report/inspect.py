@@ -1,0 +1,97 @@
+"""`mismatch-plugin inspect`: what the metrics of a run say about its mismatch, in one table and one verdict."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.health import HealthWarning, check_health
+from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.report.table import NOTHING, Table
+
+ROWS = (
+    "kl",
+    "k3_kl",
+    "log_ppl_diff",
+    "rollout_is_mean",
+    "rollout_is_std",
+    "rollout_is_eff_sample_size",
+    "rollout_is_weight_after_mean",
+    "rollout_is_weight_after_max",
+    "rollout_is_weight_after_eff_sample_size",
+    "rollout_is_masked_fraction",
+    "rollout_is_veto_fraction",
+    "accepted_token_fraction",
+    "accepted_seq_fraction",
+    "chi2_token",
+    "chi2_seq",
+    "seq_log_ratio_mean",
+    "pg_clipfrac",
+    "ppo_kl",
+)
+QUIET_KL = 1e-3
+"""Below this many nats a token two engines of one precision usually are."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """steps: how many. warnings: of each kind the newest, with the number of steps that gave it."""
+
+    steps: int
+    table: Table
+    warnings: tuple[tuple[HealthWarning, int], ...]
+    verdict: str
+
+    @property
+    def sound(self) -> bool:
+        """Whether the newest steps give no warning."""
+        return not self.warnings
+
+
+def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) -> Inspection:
+    """Judge a run by its last tenth (at least ten steps), so that a warm-up long past is no alarm.
+
+    Raises ValueError where no step holds a metric of ours.
+    """
+    steps = [step for step in steps if any(name.startswith(PREFIX) for name in step)]
+    if not steps:
+        raise ValueError(f"no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
+    recent = steps[-max(10, len(steps) // 10) :]
+    counts: Counter[str] = Counter()
+    newest: dict[str, HealthWarning] = {}
+    for step in recent:
+        for warning in check_health(step, config):
+            counts[warning.metric] += 1
+            newest[warning.metric] = warning
+    rows = []
+    for name in ROWS:
+        values = [step[PREFIX + name] for step in steps if PREFIX + name in step]
+        if finite := [value for value in values if math.isfinite(value)]:
+            late = [step[PREFIX + name] for step in recent if PREFIX + name in step]
+            mean = sum(late) / len(late) if late else math.nan
+            rows.append((name, _cell(values[-1]), _cell(mean), _cell(min(finite)), _cell(max(finite))))
+    headers = ("metric", "last step", f"mean of the last {len(recent)}", "smallest", "largest")
+    table = Table(f"{len(steps)} steps", headers, tuple(rows), code=frozenset({"metric"}))
+    warnings = tuple((newest[name], count) for name, count in counts.most_common())
+    return Inspection(len(steps), table, warnings, _verdict(recent, warnings, config))
+
+
+def _verdict(
+    recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], config: MismatchConfig
+) -> str:
+    kl = [abs(step[f"{PREFIX}kl"]) for step in recent if math.isfinite(step.get(f"{PREFIX}kl", math.nan))]
+    level = f"|KL| {sum(kl) / len(kl):.2g} nat a token" if kl else "KL not recorded"
+    if warnings:
+        names = ", ".join(warning.metric.removeprefix(PREFIX) for warning, _ in warnings)
+        return f"unsound: {len(warnings)} warning{'s' * (len(warnings) > 1)} in the newest steps ({names}); {level}."
+    if kl and sum(kl) / len(kl) < QUIET_KL:
+        return f"sound: the two engines agree ({level}); a correction changes little."
+    applied = config.weighted or config.rejects or config.use_rollout_log_probs
+    return f"sound: {level}, {'and the correction holds' if applied else 'and nothing is corrected'}."
+
+
+def _cell(value: float) -> str:
+    return f"{value + 0.0:.4g}" if math.isfinite(value) else NOTHING  # + 0.0: no minus zero

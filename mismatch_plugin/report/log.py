@@ -1,0 +1,84 @@
+"""A step's metrics as one line of JSON in `DIR/metrics.jsonl`, with the settings they belong to in `DIR/settings.json`.
+
+Hosts call it where `report_dir` is set; `mismatch-plugin inspect DIR` reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mismatch_plugin.config import MismatchConfig
+
+METRICS, SETTINGS = "metrics.jsonl", "settings.json"
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON in which NaN and the infinities, which JSON lacks, are their names."""
+    return json.dumps(_plain(value), indent=indent, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the file or nothing of it, so that a killed run never leaves half of one."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
+    """Append a step; one process of a run calls it. The first call of a process writes the settings, too."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = to_json(config.model_dump(mode="json"), indent=2) + "\n"
+    if not (folder / SETTINGS).exists() or (folder / SETTINGS).read_text() != settings:
+        write_whole(folder / SETTINGS, settings)
+    line = (to_json(metrics) + "\n").encode()
+    descriptor = os.open(folder / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        os.write(descriptor, line)
+    finally:
+        os.close(descriptor)
+
+
+def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
+    """The numbers of every step of a `metrics.jsonl` (or the folder that holds one), in order.
+
+    Raises ValueError with file, line and reason; a last line that was cut by a kill is left out.
+    """
+    path = Path(path)
+    path = path / METRICS if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
+    lines = path.read_text().split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            step = json.loads(line)
+            if not isinstance(step, dict):
+                raise ValueError("it is no object")
+        except ValueError as error:
+            if number == len(lines):  # no newline behind it: the writer was stopped
+                return
+            raise ValueError(f"{path}, line {number} is no step: {error}.") from None
+        yield {name: float(value) for name, value in step.items() if _is_number(value)}
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in ("nan", "inf", "-inf")
+    return isinstance(value, int | float) and not isinstance(value, bool)

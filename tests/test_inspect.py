@@ -1,0 +1,90 @@
+"""Metrics written by a run and what `mismatch-plugin inspect` makes of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mismatch_plugin as mp
+from mismatch_plugin.cli import app
+from mismatch_plugin.report.inspect import inspect_steps
+from mismatch_plugin.report.log import read_steps, to_json, write_step
+
+CONFIG = mp.preset("token_is")
+
+
+def metrics(shift: float) -> dict[str, float]:
+    """Of a batch whose training log-probs lie `shift` above those of the rollout engine."""
+    generator = torch.Generator().manual_seed(0)
+    rollout = [-2.0 - torch.rand(30, generator=generator, dtype=torch.float64) for _ in range(8)]
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=rollout, train_log_probs=[x + shift for x in rollout], loss_masks=[[1] * 30] * 8
+    )
+    return mp.correct(packed, CONFIG).statistics.metrics()
+
+
+def test_steps_come_back_as_written(tmp_path: Path) -> None:
+    steps = [metrics(0.0), {**metrics(0.1), "rollout_corr/kl": math.nan, "rollout_corr/chi2_seq": math.inf}]
+    for step in steps:
+        write_step(tmp_path / "deep" / "run", CONFIG, step)
+    found = list(read_steps(tmp_path / "deep" / "run"))
+    assert len(found) == 2 and [*found[0]] == [*steps[0]]
+    assert math.isnan(found[1]["rollout_corr/kl"]) and found[1]["rollout_corr/chi2_seq"] == math.inf
+    assert found[0] == steps[0]
+    settings = tmp_path / "deep" / "run" / "settings.json"
+    assert mp.MismatchConfig.from_file(settings) == CONFIG
+
+
+def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"rollout_corr/kl": 0.1}\n{"rollout_co')
+    assert list(read_steps(path)) == [{"rollout_corr/kl": 0.1}]
+    path.write_text('{"rollout_corr/kl": 0.1}\n[1]\n{"rollout_corr/kl": 0.2}\n')
+    with pytest.raises(ValueError, match="line 2 is no step"):
+        list(read_steps(path))
+    with pytest.raises(ValueError, match="is not there"):
+        list(read_steps(tmp_path / "other.jsonl"))
+
+
+def test_a_sound_run_and_an_unsound_one() -> None:
+    sound = inspect_steps([metrics(0.0)] * 12, CONFIG)
+    assert sound.sound and sound.verdict.startswith("sound: the two engines agree (|KL| 0 nat a token)")
+    unsound = inspect_steps([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, CONFIG)
+    assert not unsound.sound and "kl" in unsound.verdict and unsound.steps == 24
+    assert {warning.metric: count for warning, count in unsound.warnings}["rollout_corr/kl"] == 10
+    rows = {row[0]: row[1:] for row in unsound.table.rows}
+    assert rows["kl"] == ("0.9", "0.9", "0", "0.9")
+    moderate = inspect_steps([metrics(0.05)] * 12, CONFIG)
+    assert moderate.verdict == "sound: |KL| 0.05 nat a token, and the correction holds."
+
+
+def test_an_early_trouble_long_past_is_no_alarm() -> None:
+    assert inspect_steps([metrics(-0.9)] * 5 + [metrics(0.0)] * 40, CONFIG).sound
+
+
+def test_the_command(tmp_path: Path) -> None:
+    for shift in (0.0, -0.9):
+        folder = tmp_path / str(shift)
+        write_step(folder, CONFIG, metrics(shift))
+        result = CliRunner().invoke(app, ["inspect", str(folder)])
+        assert result.exit_code == (1 if shift else 0), result.output
+        assert ("unsound" in result.output) == bool(shift)
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "-0.9" / "metrics.jsonl"), "--json"])
+    body = json.loads(result.output)
+    assert result.exit_code == 1 and body["sound"] is False and body["warnings"][0]["steps"] == 1
+    (tmp_path / "empty.jsonl").write_text(to_json({"loss": 1.0}) + "\n")
+    for path, reason in ((tmp_path / "empty.jsonl", "no step holds a metric"), (tmp_path / "none", "is not there")):
+        result = CliRunner().invoke(app, ["inspect", str(path)])
+        assert result.exit_code == 2 and reason in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_run_of_the_lab_can_be_inspected(tmp_path: Path) -> None:
+    """Its lines hold more than metrics: nested seconds, names of things."""
+    line = {"step": 1, "variant": "0", "seconds": {"train": 0.1}, "finite": True, **metrics(0.0)}
+    (tmp_path / "metrics.jsonl").write_text(to_json(line) + "\n")
+    assert inspect_steps(list(read_steps(tmp_path)), mp.MismatchConfig()).sound
