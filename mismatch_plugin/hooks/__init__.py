@@ -1,1 +1,1 @@
-"""Ring 3: one short adapter per training framework: unpack, call, repack. Importing a hook imports its framework."""
+"""One adapter for each host. Importing one imports its host only when a function of it runs."""

@@ -23,12 +23,11 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import invalid_error
 from mismatch_plugin.hooks.megatron_batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_beside_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
-from mismatch_plugin.parallel.step import Step
+from mismatch_plugin.parallel.step import Step, end_step
 from mismatch_plugin.report.log import write_step
 
 
@@ -183,31 +182,14 @@ class MegatronLoss:
         return loss if terms is None else loss + terms * _over(unit, totals.original)
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """megatron's finalize_model_grads, then the step's end: errors on all ranks, the deferred weight mean.
-
-        Collectives: megatron's; one SUM and one MAX over DP × CP on the last stage; with a pipeline one broadcast of
-        two floats. One host sync a step. Raises InvalidLogProbError on every rank.
-        """
+        """megatron's finalize_model_grads, then `end_step`: errors on all ranks, the deferred weight mean."""
         if self._finalize is None:
             from megatron.core.distributed import finalize_model_grads
 
             self._finalize = finalize_model_grads
         outcome = self._finalize(model, *args, **kwargs)
-        step = self.step or Step(self.config, self.groups)
-        device = next(model[0].parameters()).device
-        verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=device)
-        if self.groups.is_last_stage:
-            self.finished, verdict = step.finish()
-            verdict = verdict.to(device)
-        self.step = None
-        factor, invalid = self.groups.from_last_stage(verdict).tolist()
-        if invalid and self.config.rollout_log_prob_policy == "error":
-            if self.finished is not None:
-                self.finished.metrics()  # raises, with the place where this rank holds it
-            raise invalid_error([], f"{int(invalid)} rollout log-probs in this step are no log-probs")
-        if factor != 1.0:
-            for chunk in model:
-                chunk.scale_gradients(1.0 / factor)
+        step, self.step = self.step, None
+        self.finished = end_step(step, self.config, self.groups, model)
         return outcome
 
     def metrics(self) -> dict[str, float]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from mismatch_plugin.core.levels import segment_sum
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import DEFECTS
+from mismatch_plugin.core.validity import DEFECTS, invalid_error
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -126,3 +127,31 @@ class Step:
         counted = [reduced.sum_of(f"invalid_{kind}") for kind in DEFECTS if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
         return reduced, torch.stack([factor, invalid])
+
+
+def end_step(
+    step: Step | None, config: MismatchConfig, groups: ParallelGroups, model: Sequence[Any]
+) -> Statistics | None:
+    """The end of an optimizer step, on every rank, after gradients were reduced and before the optimizer steps.
+
+    Raises invalid rollout log-probs on all ranks together, and divides all gradients by the mean weight where that was
+    known only now. step: None where no loss ran. model: megatron's chunks. Returns the step's statistics on the last
+    pipeline stage, None elsewhere.
+
+    Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync.
+    Raises: InvalidLogProbError on every rank, with sample and position where a rank holds them.
+    """
+    finished = None
+    verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=next(model[0].parameters()).device)
+    if step is not None and groups.is_last_stage:
+        finished, outcome = step.finish()
+        verdict = outcome.to(verdict.device)
+    factor, invalid = groups.from_last_stage(verdict).tolist()
+    if invalid and config.rollout_log_prob_policy == "error":
+        if finished is not None:
+            finished.metrics()  # raises, with the place where this rank holds it
+        raise invalid_error([], f"{int(invalid)} rollout log-probs in this step are no log-probs")
+    if factor != 1.0:
+        for chunk in model:
+            chunk.scale_gradients(1.0 / factor)
+    return finished

@@ -1,0 +1,282 @@
+"""What the adapters of slime and miles share: both train with Megatron under Ray and call the same kinds of hooks.
+
+Their losses are flat tensors of this rank's own tokens, reduced by a function of the host's that knows its
+denominators. A `RayAdapter` packs the samples, calls the correction, and hands the result back. It uses the host's
+log-probs, process groups and tracker (`Host`); how its data lie stands in `slime_batch`, what a step shares in
+`slime_step`, what the arguments mean in `slime_settings`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.core.correction import Correction, correct
+from mismatch_plugin.core.levels import SAFETY_BOUND
+from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
+from mismatch_plugin.hooks.slime_batch import pack_local
+from mismatch_plugin.hooks.slime_settings import check_arguments, check_entry, describe_settings, read_settings
+from mismatch_plugin.hooks.slime_step import StepRun, logger, normalizes_step
+from mismatch_plugin.parallel.groups import ParallelGroups
+
+Reduce = Callable[[Tensor], Tensor]
+"""The host's reduction of per-token values [T] of this micro-batch: original masks and the host's denominators."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """What differs between the two. All functions import the host when they are called.
+
+    log_probs(args, batch, logits) → per sample log π_θ with gradient, and entropy (or None where it is not wanted).
+    padded_lengths(args, batch or keywords of the hook) → what each sample's chunks are cut from, None for its length.
+    log(args, metrics): the host's tracker.
+    """
+
+    name: str
+    groups: Callable[[], ParallelGroups]
+    log_probs: Callable[[Namespace, Mapping[str, Any], Tensor], tuple[list[Tensor], list[Tensor] | None]]
+    padded_lengths: Callable[[Namespace, Mapping[str, Any]], Sequence[int] | None]
+    log: Callable[[Namespace, dict[str, float]], None]
+
+
+class RayAdapter:
+    """The hooks of one host. One per process; `run` holds the optimizer step in progress."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.run = StepRun(host.name, host.log)
+        self._groups: ParallelGroups | None = None
+        self._configs: dict[str, MismatchConfig] = {}
+
+    @property
+    def groups(self) -> ParallelGroups:
+        """The host's process groups, looked up once."""
+        if self._groups is None:
+            self._groups = self.host.groups()
+        return self._groups
+
+    def config(self, args: Namespace) -> MismatchConfig:
+        """`read_settings`, once for each state of the arguments; what it warns of stands in the start-up block."""
+        key = repr(sorted((name, value) for name, value in vars(args).items() if isinstance(value, _PLAIN)))
+        if key not in self._configs:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MismatchWarning)
+                self._configs = {key: read_settings(args, self.host.name)}
+        return self._configs[key]
+
+    def start(self, args: Namespace) -> None:
+        """When a training process starts: refuse what cannot run, and say on rank 0 what will."""
+        config = check_arguments(args, self.host.name)
+        if config is not None and getattr(args, "rank", 0) == 0:
+            for line in describe_settings(config, args, self.host.name):
+                logger.info(line)
+
+    def weigh(
+        self,
+        args: Namespace,
+        pg_loss: Tensor,
+        train_log_probs: Sequence[Tensor] | None,
+        rollout_log_probs: Sequence[Tensor] | None,
+        loss_masks: list[Tensor],
+        total_lengths: Sequence[int],
+        response_lengths: Sequence[int],
+        **rest: Any,
+    ) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+        """Weights and rejection on the host's own policy loss [T] (algorithms 0 and 2).
+
+        What is rejected gets loss 0; the masks are returned as they came, since the host keeps the original denominator
+        and applies changed masks to its entropy and KL terms, too. Metrics: [T], the same names on every call.
+        Collectives: those of `correct` over CP. Raises ValueError as `check_entry` and `correct`.
+        """
+        config = self.config(args)
+        check_entry(args, config, self.host.name, custom_loss=False)
+        if train_log_probs is None:
+            raise ValueError(f"{self.host.name} passes no training log-probs: weights of algorithm 2 need them.")
+        packed = pack_local(
+            loss_masks,
+            total_lengths,
+            response_lengths,
+            self.groups.cp_size,
+            self.groups.cp_rank,
+            padded_lengths=self.host.padded_lengths(args, rest),
+            train_log_probs=train_log_probs,
+            rollout_log_probs=rollout_log_probs,
+        )
+        correction = self._correct(packed, config, loss_masks)
+        # Selected, not multiplied: a loss that is inf or NaN where nothing trains must not survive as NaN.
+        weighted = torch.where(correction.keep > 0, pg_loss * correction.weights.to(pg_loss.dtype), 0.0)
+        return self._guarded(weighted, correction, config), loss_masks, _token_metrics(correction, config)
+
+    def policy_loss(
+        self, args: Namespace, batch: Mapping[str, Any], logits: Tensor, reduce: Reduce
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The whole loss (all four algorithms) from the host's logits: (0-d loss with gradient, 0-d metrics)."""
+        check_entry(args, self.config(args), self.host.name, custom_loss=True)
+        log_probs, entropy = self.host.log_probs(args, batch, logits)
+        loss, report = self.loss(args, batch, log_probs, entropy, reduce)
+        if sum(part.numel() for part in log_probs) == 0:
+            loss = loss + 0.0 * logits.sum()  # a rank without response tokens takes part in the backward pass, too
+        return loss, report
+
+    def loss(
+        self,
+        args: Namespace,
+        batch: Mapping[str, Any],
+        log_probs: list[Tensor],
+        entropy: list[Tensor] | None,
+        reduce: Reduce,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same from log π_θ and entropy, a tensor a sample of this rank's tokens.
+
+        Entropy and KL run over the original masks. Metrics are named as the host's own policy loss names them.
+        Collectives: those of `correct` over CP. Raises ValueError as `correct`.
+        """
+        config = self.config(args)
+        bypass, current = config.use_rollout_log_probs, torch.cat(log_probs)
+        old = None if bypass else batch.get("log_probs")
+        packed = pack_local(
+            batch["loss_masks"],
+            batch["total_lengths"],
+            batch["response_lengths"],
+            self.groups.cp_size,
+            self.groups.cp_rank,
+            padded_lengths=self.host.padded_lengths(args, batch),
+            train_log_probs=old or log_probs,
+            rollout_log_probs=batch.get("rollout_log_probs"),
+            advantages=batch["advantages"],
+            ref_log_probs=batch.get("ref_log_probs"),
+            entropy=entropy,
+        )
+        correction = self._correct(packed, config, batch["loss_masks"])
+        used = _selected(packed, correction, config)
+        theta = torch.where(used, current, 0.0)
+        assert packed.advantages is not None and packed.train_log_probs is not None
+        advantages = torch.where(used, packed.advantages, 0.0)
+        report: dict[str, Tensor] = {}
+        if config.algorithm == 3:
+            loss_T = reinforce_loss(theta, advantages)
+        else:
+            anchor = torch.where(used, correction.tokens.rollout if bypass else packed.train_log_probs, 0.0)
+            clip = config.ppo
+            loss_T, log_r = ppo_clip_loss(
+                theta, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
+            )
+            r = log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+            high = (r > 1.0 + clip.eps_clip_high).logical_and_(advantages > 0)
+            low = (r < 1.0 - clip.eps_clip_low).logical_and_(advantages < 0)
+            report = {"pg_clipfrac": reduce((high | low).to(r.dtype)), "ppo_kl": reduce(-log_r.detach())}
+        weighted = loss_T * (correction.weights * correction.keep).to(loss_T.dtype)
+        pg_loss = reduce(self._guarded(weighted, correction, config))
+        loss = pg_loss
+        if entropy is not None:
+            entropy_loss = reduce(torch.where(used, torch.cat(entropy), 0.0))
+            report["entropy_loss"] = entropy_loss.detach()
+            if config.terms.entropy_coef:
+                loss = loss - config.terms.entropy_coef * entropy_loss
+        if config.terms.kl_coef:
+            if packed.ref_log_probs is None:
+                raise ValueError("ref_log_probs is missing: the KL term needs the reference policy (--ref-load).")
+            kl = kl_to_reference(theta, torch.where(used, packed.ref_log_probs, 0.0), config.terms.kl_type)
+            if config.terms.kl_importance_weighted:
+                kl = kl * correction.weights.to(kl.dtype)
+            kl_loss = reduce(kl)
+            report["kl_loss"] = kl_loss.detach()
+            loss = loss + config.terms.kl_coef * kl_loss
+        if packed.rollout_log_probs is not None:
+            report["train_rollout_logprob_abs_diff"] = reduce(correction.tokens.log_ratio.abs())
+        report |= {name: reduce(values) for name, values in _token_metrics(correction, config).items()}
+        return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
+
+    def prepare_rollout(self, args: Namespace, rollout_data: Mapping[str, Any]) -> None:
+        """Between the log-prob passes and training, on every rank: what is missing, and the steps' mean weights.
+
+        Collectives, on the last stage, where weights are normalised over the step and known before it (algorithm 2):
+        for each step those of `Step.prepare`. Raises ValueError where rollout log-probs are needed and not there.
+        """
+        config = check_arguments(args, self.host.name)
+        if config is None:
+            return
+        needed = config.algorithm != 0 or config.rejects
+        if self.groups.is_last_stage and needed and not rollout_data.get("rollout_log_probs"):
+            raise ValueError(
+                f"the rollout batch has no rollout_log_probs, and algorithm {config.algorithm} with these settings "
+                f"needs them: let the rollout (or the custom generate function) return SGLang's log-probs "
+                f"(return_logprob) for every sample, or leave the correction's flags out."
+            )
+        counts = list(rollout_data["num_microbatches"])
+        data: list[PackedSequences] = []
+        if normalizes_step(config) and not config.use_rollout_log_probs and self.groups.is_last_stage:
+            batches, start = list(rollout_data["micro_batch_indices"]), 0
+            for count in counts:
+                samples = [sample for batch in batches[start : start + count] for sample in batch]
+                data.append(self._pack_samples(args, rollout_data, samples))
+                start += count
+        self.run.prepare(config, self.groups, len(counts), data)
+
+    def begin_step(self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any]) -> None:
+        """Before a step's first micro-batch, on every rank. Steps of another loss (a critic's) are left alone."""
+        if getattr(args, "loss_type", "policy_loss") not in ("policy_loss", "custom_loss"):
+            return
+        from megatron.core.utils import get_model_config
+
+        self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]))
+
+    def _pack_samples(self, args: Namespace, data: Mapping[str, Any], samples: Sequence[int]) -> PackedSequences:
+        chosen = {key: [data[key][i] for i in samples] for key in _PREPARED if data.get(key) is not None}
+        return pack_local(
+            chosen["loss_masks"],
+            chosen["total_lengths"],
+            chosen["response_lengths"],
+            self.groups.cp_size,
+            self.groups.cp_rank,
+            padded_lengths=self.host.padded_lengths(args, chosen),
+            old_log_probs=chosen.get("log_probs"),
+            rollout_log_probs=chosen.get("rollout_log_probs"),
+        )
+
+    def _correct(self, packed: PackedSequences, config: MismatchConfig, micro_batch: object) -> Correction:
+        correction = correct(packed, config, self.groups, self.run.factor(config))
+        self.run.record(correction.statistics, micro_batch)
+        return correction
+
+    def _guarded(self, loss_T: Tensor, correction: Correction, config: MismatchConfig) -> Tensor:
+        """Without a step whose end raises for invalid rollout log-probs, they turn the loss into NaN: never silent."""
+        defective = correction.tokens.defective
+        if self.run.step is not None or defective is None or config.rollout_log_prob_policy != "error":
+            return loss_T
+        return loss_T * torch.where(defective.any(), math.nan, 1.0).to(loss_T.dtype)
+
+
+_PLAIN = (bool, int, float, str, list, dict, type(None))
+_PREPARED = ("loss_masks", "total_lengths", "response_lengths", "log_probs", "rollout_log_probs", "max_seq_lens")
+
+
+def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
+    """[T] bool: `loss_mask`, less tokens whose π_train is not finite (under `error` they stay, and the step fails)."""
+    code = correction.tokens.code
+    if code is None or config.rollout_log_prob_policy == "error":
+        return packed.loss_mask
+    return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
+
+
+def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, Tensor]:
+    """[T] each, for the host's mean over the original masks: token ratio, |ratio − 1|, weight used, rejected or not."""
+    if config.metrics == "off":
+        return {}
+    ratio = correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    metrics = {"tis": ratio, "tis_abs": (ratio - 1.0).abs()}
+    if config.weighted:
+        metrics["tis_weight"] = correction.weights * correction.keep
+    if config.rejects:
+        metrics["tis_rejected"] = correction.tokens.mask - correction.keep
+    return metrics

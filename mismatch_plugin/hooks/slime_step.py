@@ -1,0 +1,171 @@
+"""One optimizer step of slime or miles: statistics and mean weight, ended inside megatron's finalize_model_grads."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.health import check_health
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.hooks.megatron_extra_losses import extra_losses
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.step import Step, end_step
+from mismatch_plugin.report.log import write_step
+
+logger = logging.getLogger("mismatch_plugin")
+
+
+def normalizes_step(config: MismatchConfig) -> bool:
+    """True where weights are divided by their mean over the optimizer step."""
+    tis = config.tis
+    return config.weighted and tis.batch_normalize and not config.dry_run and tis.batch_normalize_scope != "micro_batch"
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What the end of a step needs to know of its beginning."""
+
+    args: Namespace
+    config: MismatchConfig
+    groups: ParallelGroups
+    number: int
+
+
+@dataclass(eq=False)
+class StepRun:
+    """The steps of one training process. Whether a rank takes part in a collective never depends on its data.
+
+    log: the host's tracker, `log(args, metrics)`; called on one rank.
+    """
+
+    host: str
+    log: Callable[[Namespace, dict[str, float]], None]
+    step: Step | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step that ended, on the ranks of the last pipeline stage."""
+    _prepared: list[Step] = field(default_factory=list)
+    _steps_per_rollout: int = 0
+    _begun: _Begun | None = None
+    _seen: list[object] = field(default_factory=list)
+
+    def prepare(
+        self,
+        config: MismatchConfig,
+        groups: ParallelGroups,
+        steps_per_rollout: int,
+        data: Sequence[PackedSequences] = (),
+    ) -> None:
+        """A rollout's steps, before the first. data: a packed batch for each step where its mean weight is wanted now.
+
+        Collectives, for each of `data`: one CP SUM (and a MAX for some criteria), one SUM over DP × CP.
+        """
+        self._steps_per_rollout, self._prepared = steps_per_rollout, []
+        for packed in data:
+            step = Step(config, groups)
+            step.prepare([packed])
+            self._prepared.append(step)
+
+    def begin(
+        self,
+        args: Namespace,
+        config: MismatchConfig,
+        groups: ParallelGroups,
+        rollout_id: int,
+        step_id: int,
+        model_config: Any,
+    ) -> None:
+        """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end."""
+        step = self._prepared[step_id] if self._prepared else Step(config, groups)
+        if step.defers_factor and groups.is_last_stage:
+            others = [
+                name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
+            ]
+            others += extra_losses(model_config)
+            if others:
+                raise ValueError(
+                    f"batch normalisation over the step divides all gradients by the mean weight at its end, so the "
+                    f"policy term must be their only source, but there is also: {', '.join(others)}. Choose "
+                    f"tis-batch-normalize-scope micro_batch, or switch them off."
+                )
+        number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
+        self._begun, self._seen = _Begun(args, config, groups, number), []
+        self.step = step if groups.is_last_stage else None
+        finalize = model_config.finalize_model_grads_func
+        if not isinstance(finalize, StepEnd):
+            model_config.finalize_model_grads_func = StepEnd(self, finalize)
+
+    def factor(self, config: MismatchConfig) -> Tensor | float | None:
+        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end."""
+        if not normalizes_step(config):
+            return None
+        if self.step is None:
+            module = f"mismatch_plugin.hooks.{self.host}"
+            raise ValueError(
+                f"batch normalisation over the step needs the hooks around it: set "
+                f"--custom-megatron-before-train-step-hook-path {module}.before_train_step (and "
+                f"--rollout-data-postprocess-path {module}.rollout_data_postprocess), or choose "
+                f"tis-batch-normalize-scope micro_batch."
+            )
+        totals = self.step.totals
+        return 1.0 if totals is None or totals.batch_factor is None else totals.batch_factor
+
+    def record(self, statistics: Statistics, micro_batch: object) -> None:
+        """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
+
+        micro_batch: any object that belongs to this micro-batch alone.
+        """
+        if self.step is None or any(micro_batch is seen for seen in self._seen):
+            return
+        self._seen.append(micro_batch)
+        merged = self.step.statistics
+        self.step.statistics = statistics if merged is None else merged.merge(statistics)
+
+    def end(self, model: Sequence[Any]) -> None:
+        """After the last micro-batch, gradients reduced, before the optimizer steps; on every rank.
+
+        Divides gradients by the mean weight where that was deferred; logs the step's metrics.
+        Collectives: one SUM and one MAX over DP × CP on the last stage; with a pipeline one broadcast of two floats.
+        One host sync a step. Raises InvalidLogProbError on every rank.
+        """
+        begun, step = self._begun, self.step
+        self._begun, self.step, self._seen = None, None, []
+        if begun is None:
+            return
+        config, groups = begun.config, begun.groups
+        finished = end_step(step, config, groups, model)
+        self.metrics = {} if finished is None else finished.metrics()
+        if self.metrics and groups.is_first_of_stage:
+            self.log(begun.args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": begun.number})
+            for warning in check_health(self.metrics, config):
+                logger.warning("step %d: %s", begun.number, warning)
+            if config.report_dir is not None:
+                write_step(config.report_dir, config, {"step": begun.number, **self.metrics})
+
+
+@dataclass(frozen=True, eq=False)
+class StepEnd:
+    """megatron's finalize_model_grads_func, followed by the end of the step."""
+
+    run: StepRun
+    finalize: Callable[..., Any] | None
+
+    def __call__(self, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        outcome = None
+        if self.finalize is not None:
+            outcome = self.finalize(model, *args, **kwargs)
+        self.run.end(model)
+        return outcome
+
+
+def _steps_per_rollout(args: Namespace) -> int:
+    """As the host counts them, where the rollout's data do not say."""
+    steps = getattr(args, "num_steps_per_rollout", None)
+    samples = (getattr(args, "rollout_batch_size", None) or 1) * (getattr(args, "n_samples_per_prompt", None) or 1)
+    return int(steps or max(1, samples // (getattr(args, "global_batch_size", None) or samples)))

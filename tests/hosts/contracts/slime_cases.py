@@ -1,0 +1,65 @@
+"""Settings that the tests of slime's and miles's adapters run: arguments as a launch line or YAML would set them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
+BOUNDS = {"token": (0.7, 1.4), "sequence": (0.3, 2.5), "geometric": (0.9, 1.1)}
+CRITERIA = ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"]
+TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+
+
+def custom(host: str) -> dict[str, Any]:
+    return {"loss_type": "custom_loss", "custom_loss_function_path": f"mismatch_plugin.hooks.{host}.policy_loss"}
+
+
+def hooked(host: str) -> dict[str, Any]:
+    return {"custom_tis_function_path": f"mismatch_plugin.hooks.{host}.tis_function"}
+
+
+def ours(algorithm: int, tis: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """The host's two switches as the launcher leaves them, and our settings beside."""
+    bypass, weighted = algorithm in (1, 3), algorithm in (2, 3)
+    settings = {"use_rollout_log_probs": bypass, "use_tis": weighted, "metrics": "full", **more}
+    if tis:
+        settings["tis"] = tis
+    host = {"use_rollout_logprobs": bypass, "use_tis": weighted and not bypass, "mismatch_settings": settings}
+    return host | {"get_mismatch_metrics": algorithm == 0}
+
+
+def weights(level: str, mode: str, **more: Any) -> dict[str, Any]:
+    lower, upper = BOUNDS[level]
+    bounds = {"upper_bound": upper} | ({} if mode == "truncate" else {"lower_bound": lower})
+    return {"level": level, "mode": mode, **bounds, **more}
+
+
+def product(host: str) -> dict[str, dict[str, Any]]:
+    """Algorithms × levels × modes × way in; rejection, normalisation, terms and per-token loss take turns over it."""
+    cases: dict[str, dict[str, Any]] = {}
+    ways = {"hook": hooked(host), "custom": custom(host)}
+    points = [(0, way, "-", "-") for way in ways] + [(1, "custom", "-", "-")]
+    points += [(2, way, *rest) for way, *rest in itertools.product(ways, LEVELS, MODES)]
+    points += [(3, "custom", *rest) for rest in itertools.product(LEVELS, MODES)] + [(3, "custom", "none", "-")]
+    for number, (algorithm, way, level, mode) in enumerate(points):
+        for turn in range(2):
+            rejects = (number + turn) % 2 == 1
+            normalizes = level in LEVELS and (number // 2 + turn) % 2 == 1
+            terms = (number // 3 + turn) % 2 == 1 and not (normalizes and (algorithm == 3 or host == "miles"))
+            per_token = (number // 5 + turn) % 2 == 1
+            tis: dict[str, Any] | None = (
+                weights(level, mode) if level in LEVELS else {"level": "none"} if level == "none" else None
+            )
+            if tis is not None and normalizes:
+                tis["batch_normalize"] = True
+            more: dict[str, Any] = {"rs": {"criteria": CRITERIA, "veto_threshold": 0.3}} if rejects else {}
+            name = f"{algorithm} {way} {level} {mode}"
+            name += " rejects" * rejects + " normalised" * normalizes + " terms" * terms + " per-token" * per_token
+            cases[name] = {
+                **ways[way],
+                **ours(algorithm, tis, **more),
+                **(TERMS if terms else {}),
+                "calculate_per_token_loss": per_token,
+            }
+    return cases

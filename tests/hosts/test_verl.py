@@ -1,0 +1,331 @@
+"""The adapter for verl without verl: its settings, its refusals, the padded layout. `make test-verl` runs it live."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
+from mismatch_plugin.hooks.verl_driver import correct_rollout_batch
+from mismatch_plugin.hooks.verl_loss import token_loss
+from mismatch_plugin.hooks.verl_settings import check_tree
+from tests.hosts.contracts import verl as contract
+
+DEFAULTS: dict[str, Any] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+MASK = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+
+
+def block(mismatch: dict[str, Any] | None = None, **correction: Any) -> dict[str, Any]:
+    """A rollout_correction block as verl's YAML file gives it, with ours in it."""
+    return {**DEFAULTS, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
+
+
+def tree(correction: dict[str, Any], loss_mode: str = "vanilla", seen: Any = None, **rollout: Any) -> dict[str, Any]:
+    policy_loss = {"loss_mode": loss_mode} | ({} if seen is None else {"rollout_correction": seen})
+    actor = {"policy_loss": policy_loss, "clip_ratio": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean"}
+    return {
+        "algorithm": {"rollout_correction": correction},
+        "actor_rollout_ref": {"actor": actor, "rollout": {"calculate_log_probs": True, **rollout}},
+    }
+
+
+def padded(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64)
+
+    rollout = -noise(1.0).abs() - 0.05
+    data = {"rollout": rollout, "current": rollout + noise(0.4), "advantages": noise(1.0)}
+    # Whatever stands under the mask must not matter.
+    return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("correction", "algorithm", "level", "mode"),
+    [
+        (block(), 0, "token", "truncate"),
+        (block(rollout_is="sequence"), 2, "sequence", "truncate"),
+        (block(rollout_is="token", rollout_is_threshold="0.5_5.0"), 2, "token", "mask"),
+        (block(bypass_mode=True), 1, "token", "truncate"),
+        (block(**REINFORCE), 3, "none", "truncate"),
+        (block(rollout_is="sequence", **REINFORCE), 3, "sequence", "truncate"),
+        (block({"use_tis": True, "tis": {"level": "geometric", "mode": "clip"}}), 2, "geometric", "clip"),
+        (block({"tis": {"level": "geometric", "mode": "mask"}}, **REINFORCE), 3, "geometric", "mask"),
+        (block({"tis": {"mode": "clip"}}, rollout_is="sequence"), 2, "sequence", "clip"),
+        (block({"preset": "pg_is"}, **REINFORCE), 3, "sequence", "truncate"),
+        (block({"preset": "seq_mis"}), 2, "sequence", "truncate"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_verls_keys_and_ours_make_one_configuration(
+    correction: dict[str, Any], algorithm: int, level: str, mode: str
+) -> None:
+    config = settings(correction)
+    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
+
+
+def test_settings_that_verl_has_no_name_for() -> None:
+    ours = {
+        "tis": {"mode": "clip", "lower_bound": 0.3},
+        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
+        "denominator": "original",
+        "rollout_log_prob_policy": "neutral",
+        "metrics": "full",
+    }
+    config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
+    assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
+    assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
+    assert (config.denominator, config.rollout_log_prob_policy, config.metrics) == ("original", "neutral", "full")
+
+
+def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
+    driver = settings(block(rollout_is="token", rollout_is_batch_normalize=True))
+    worker = settings(block(rollout_is="sequence", rollout_is_batch_normalize=True, **REINFORCE))
+    assert (driver.tis.batch_normalize_scope, worker.tis.batch_normalize_scope) == ("rollout_batch", "micro_batch")
+
+
+@pytest.mark.parametrize(
+    ("correction", "sentence"),
+    [
+        (block({"tis": {"level": "sequence"}}, rollout_is="token"), "contradicts algorithm.rollout_correction.rollout"),
+        (block({"tis": {"mode": "clip"}}, rollout_is="token", rollout_is_threshold="0.5_5"), "rollout_is_threshold"),
+        (block({"use_tis": False}, rollout_is="token"), "rollout_is, which makes it True"),
+        (block({"use_rollout_log_probs": True}), "set algorithm.rollout_correction.bypass_mode=True"),
+        (block({"use_tis": True}, bypass_mode=True), "loss_type=reinforce"),
+        (block({"tis": {"mode": "clip"}}), "add use_tis"),
+        (block({"terms": {"entropy_coef": 0.1}}), "entropy_coeff"),
+        (block({"terms": {"kl_coef": 0.1}}), "kl_loss_coef"),
+        (block({"aggregation": "seq-mean-token-mean"}), "loss_agg_mode"),
+        (block({"report_dir": "runs"}), "trainer.logger"),
+        (block({"tis": {"moed": "clip"}}), "did you mean tis.mode"),
+        (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
+        (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
+        (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
+        (block({"preset": "token_is"}, rollout_is="token"), "stands beside mismatch.preset token_is"),
+        (block({"preset": "token_iss"}), "did you mean token_is"),
+        (
+            block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
+            "rollout_batch or auto",
+        ),
+        (
+            block(
+                {"tis": {"batch_normalize_scope": "rollout_batch"}}, rollout_is="token",
+                rollout_is_batch_normalize=True, **REINFORCE,
+            ),
+            "micro_batch or auto",
+        ),
+        (block({"denominator": "accepted", "rs": {"veto_threshold": 1e-4}}, **REINFORCE), "choose auto or original"),
+        (block({"ppo": {"eps_clip_low": 0.1}}, **REINFORCE), "changes nothing in algorithm 3"),
+        (block(rollout_is="tokens"), "did you mean token"),
+        (block("clip"), "not a mapping of settings"),  # pyright: ignore[reportArgumentType]
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_contradictions_are_refused_with_what_to_change(correction: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        settings(correction)
+
+
+def test_clip_bounds_are_the_actors_and_ours_may_not_differ() -> None:
+    correction = block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
+    config = settings({**actor, "policy_loss": {"rollout_correction": correction}})
+    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
+    with pytest.raises(
+        ValueError, match=r"ppo.eps_clip_high 0.28 contradicts actor_rollout_ref.actor.clip_ratio\* 0.3"
+    ):
+        settings({**actor, "clip_ratio_high": 0.3, "policy_loss": {"rollout_correction": correction}})
+
+
+def test_a_mistake_is_found_before_training_starts() -> None:
+    ours = block({"metrics": "basic"}, **REINFORCE)
+    config = check_tree(tree(ours, "mismatch", ours))
+    assert config is not None and config.algorithm == 3
+    assert check_tree(tree(block(**REINFORCE))) is None  # nothing of ours: verl's own affair
+    for wrong, sentence in (
+        (tree(ours), "loss_mode=mismatch and +actor_rollout_ref.actor.policy_loss.rollout_correction="),
+        (tree(ours, "mismatch"), "is not algorithm.rollout_correction: add +actor_rollout_ref"),
+        (tree(ours, "mismatch", block()), "is not algorithm.rollout_correction"),
+        (tree(ours, "mismatch", ours, calculate_log_probs=False), "calculate_log_probs=true"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            check_tree(wrong)
+
+
+def test_the_block_says_what_runs() -> None:
+    bypass = tree(block({"metrics": "basic"}, **REINFORCE))
+    assert "old log-probs pass: skipped" in describe(settings(bypass), bypass)
+    decoupled = tree(
+        block({"denominator": "original"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
+    )
+    lines = describe(settings(decoupled), decoupled)
+    assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
+    assert "weights and rejection are made on the driver, over the rollout batch" in "\n".join(lines)
+
+
+# The loss and the driver ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [1, 3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_bypass_losses_equal_policy_loss(algorithm: int, level: str, mode: str) -> None:
+    """Padded rows with masks inside them against policy_loss on lists of the same tokens, loss and gradient."""
+    rejection = {"rs": {"criteria": ["token:k2:0.05"], "veto_threshold": 0.3}}
+    if algorithm == 1:
+        correction = block({**rejection, "ppo": {"eps_clip_low": 0.1}}, bypass_mode=True)
+    else:
+        tis = {"level": level, "mode": mode, "upper_bound": 1.1}
+        correction = block({**rejection, "tis": tis, "denominator": "original"}, **REINFORCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MismatchWarning)
+        config = settings(correction)
+    data = padded()
+    log_prob = data["current"].clone().requires_grad_()
+    losses, mask, metrics = token_loss(data["rollout"], log_prob, data["advantages"], MASK.bool(), config)
+    (losses * mask).sum().backward()
+
+    rows = [row.clone().requires_grad_() for row in data["current"]]
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK), advantages=list(data["advantages"])
+    )
+    result = mp.policy_loss(torch.cat(rows), packed, config)
+    result.loss_sum.backward()
+    torch.testing.assert_close((losses * mask).sum(), result.loss_sum, rtol=1e-12, atol=1e-12)
+    gradient = torch.stack([row.grad for row in rows if row.grad is not None])
+    assert log_prob.grad is not None and gradient.abs().sum() > 0
+    torch.testing.assert_close(log_prob.grad, gradient, rtol=1e-12, atol=1e-12)
+    assert mask.sum() == result.denominator
+    assert 0 < result.correction.keep.sum() < MASK.sum()
+    assert metrics["rollout_corr/accepted_token_fraction"] == float(result.correction.keep.sum() / MASK.sum())
+    assert not [name for name in metrics if name.endswith(("_max", "_min"))]  # verl would average them
+
+
+def test_decoupled_without_weights_from_the_driver_is_refused() -> None:
+    data = padded()
+    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):
+        token_loss(*arguments, settings(block(rollout_is="token")))
+    losses, _, _ = token_loss(*arguments, settings(block(rollout_is="token")), torch.zeros(MASK.shape))
+    assert not losses.any()
+
+
+def test_a_log_prob_that_is_none_stops_the_loss_or_is_neutral() -> None:
+    data = padded()
+    data["rollout"][1, 3] = torch.nan
+    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
+        token_loss(*arguments, settings(block(bypass_mode=True)))
+    config = settings(block({"rollout_log_prob_policy": "neutral"}, bypass_mode=True))
+    losses, mask, metrics = token_loss(*arguments, config)
+    assert losses[1, 3] == -data["advantages"][1, 3] and mask[1, 3] == 1  # ratio 1
+    assert metrics["rollout_corr/invalid_nan"] == 1
+
+
+@pytest.mark.parametrize("denominator", ["auto", "original"])
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_a_training_log_prob_that_is_not_finite_is_dropped_without_a_trace(denominator: str) -> None:
+    data = padded()
+    data["current"][1, 3] = -torch.inf
+    log_prob = data["current"].requires_grad_()
+    ours = {"rollout_log_prob_policy": "drop-token", "denominator": denominator}
+    config = settings(block(ours, rollout_is="token", **REINFORCE))
+    losses, mask, metrics = token_loss(data["rollout"], log_prob, data["advantages"], MASK.bool(), config)
+    (gradient,) = torch.autograd.grad((losses * mask).sum(), log_prob)
+    assert torch.isfinite(losses).all() and torch.isfinite(gradient).all() and gradient[1, 3] == 0
+    assert metrics["rollout_corr/invalid_train_not_finite"] == 1 and mask[1, 3] == (denominator == "original")
+
+
+def test_verls_default_clip_bounds_give_no_note_in_reinforce() -> None:
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
+    assert config.algorithm == 3
+
+
+def rollout_batch(data: dict[str, torch.Tensor]) -> Any:
+    batch = {"old_log_probs": data["current"], "rollout_log_probs": data["rollout"], "response_mask": MASK.clone()}
+    return SimpleNamespace(batch=batch)
+
+
+def test_the_driver_writes_weights_and_mask() -> None:
+    data = padded(1)
+    ours = {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.1}}
+    config = settings(block(ours))
+    batch, metrics = correct_rollout_batch(rollout_batch(data), config)
+    packed = mp.PackedSequences.from_lists(list(data["current"]), list(data["rollout"]), list(MASK))
+    correction = mp.correct(packed, config)
+    keep = correction.keep.view(MASK.shape)
+    assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()
+    assert torch.equal(batch.batch["rollout_is_weights"], (correction.weights * correction.keep).view(MASK.shape))
+    assert metrics == correction.statistics.metrics()
+
+
+def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK) and not batch.batch["rollout_is_weights"].any()
+    assert metrics["rollout_corr/all_rejected"] == 1.0
+
+
+def test_a_dry_run_changes_nothing_on_the_driver() -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, "dry_run": True}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK) and "rollout_is_weights" not in batch.batch
+    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
+
+
+# What is recorded of verl ---------------------------------------------------------------------------------------------
+
+
+def test_the_loss_takes_what_verl_passes() -> None:
+    assert tuple(inspect.signature(mismatch_loss).parameters) == contract.LOSS_KEYWORDS
+
+
+def test_every_key_of_verls_block_is_understood() -> None:
+    fields = contract.FIELDS["verl/trainer/config/algorithm.py", "RolloutCorrectionConfig"]
+    assert set(fields) == set(DEFAULTS)
+    assert settings({name: DEFAULTS[name] for name in fields}).algorithm == 0
+
+
+def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl itself swallows what its entry points raise."""
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ModuleNotFoundError, match="verl"):
+        importlib.import_module("mismatch_plugin.hooks.verl_plugin")
+    assert "loss_mode mismatch will be unknown" in caplog.text
+
+
+def test_verls_source_is_as_recorded() -> None:
+    sources = os.environ.get("MISMATCH_HOST_SRC")
+    root = Path(sources or "", "verl")
+    if not sources or not (root / "verl" / "__init__.py").is_file():
+        pytest.skip("NOT RUN (host source absent)")
+    assert contract.drift(root) == []

@@ -1,0 +1,1 @@
+"""These tests run in verl's own environment: `make test-verl`."""
