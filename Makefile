@@ -5,6 +5,10 @@ VENV ?= .venv
 VENV_ARGS ?=
 PIP_ARGS ?=
 COMPARE_ARGS ?=
+# The SGLang server lives in an environment of its own.
+SGLANG_VENV ?= .venv-sglang
+# So does verl, for the tests that compare with it.
+VERL_VENV ?= .venv-verl
 # One pytest process: the slow tests launch two to four processes themselves, and more of them at once is not faster.
 PYTEST_ARGS ?=
 
@@ -18,17 +22,33 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare test lint format readme clean
+.PHONY: help compare compare-sglang test test-sglang test-verl sglang lint format readme clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 16
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) VENV_ARGS= PIP_ARGS= PYTEST_ARGS="
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= PYTEST_ARGS= COMPARE_ARGS="
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
 
 test: $(VENV)/.test  ## run the tests (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-sglang compare-sglang: export MISMATCH_SGLANG_PYTHON = $(abspath $(SGLANG_VENV))/bin/python
+
+sglang:  ## make .venv-sglang, where SGLang serves on CPU (2.6 GB, made on first use)
+	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/sglang_cpu.sh $(SGLANG_VENV)
+
+test-sglang: sglang $(VENV)/.test  ## run the tests against a real SGLang server (makes both environments on first use)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/sglang
+
+compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLang server; writes runs/compare-sglang/report.html
+	$(BIN)/mismatch-plugin compare --resume --engine sglang --start-server --seeds 1 --steps 80 \
+		--output runs/compare-sglang $(COMPARE_ARGS)
+
+test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
+	ci/verl_cpu.sh $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/verl_live
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
@@ -42,8 +62,8 @@ format: $(VENV)/.lint  ## let ruff reformat and mend what it can
 readme: $(VENV)/.test  ## write the generated blocks of README.md again
 	$(BIN)/python ci/readme.py
 
-clean:  ## remove .venv, builds and caches
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis
+clean:  ## remove environments, builds and caches
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"

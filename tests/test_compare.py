@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from mismatch_plugin.cli import app
 from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
 
 
@@ -37,7 +40,7 @@ def test_unknown_labels_are_refused(label: str) -> None:
 
 def test_every_algorithm_gets_the_same_seeds_in_every_setting(tmp_path: Path) -> None:
     jobs = plan(tmp_path, ["0", "2:token:truncate"], 3, SETTINGS, {"steps": 8})
-    assert len(jobs) == 2 * 3 * 3
+    assert len(jobs) == 2 * len(SETTINGS) * 3
     assert {job.settings.seed for job in jobs} == {0, 1, 2}
     assert [job.settings.seed for job in jobs] == sorted(job.settings.seed for job in jobs)  # whole seeds first
     stale = next(job for job in jobs if job.setting == "stale16" and job.variant == "2:token:truncate")
@@ -53,6 +56,64 @@ def test_every_algorithm_gets_the_same_seeds_in_every_setting(tmp_path: Path) ->
 def test_plans_that_mean_nothing(tmp_path: Path, variants: list[str], seeds: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(tmp_path, variants, seeds, SETTINGS, {})
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--engine", "vllm"], "engine 'vllm' is unknown: choose transformers or sglang"),
+        (["--url", "http://127.0.0.1:1"], "--url is for a server: add --engine sglang"),
+        (["--start-server"], "--start-server is for a server: add --engine sglang"),
+        (["--engine", "sglang"], "needs --start-server or --url, and not both"),
+        (["--engine", "sglang", "--start-server", "--url", "http://127.0.0.1:1"], "and not both"),
+        (["--engine", "sglang", "--start-server", "--workers", "2"], "one server has one set of weights"),
+        (
+            ["--engine", "sglang", "--start-server", "--rollout-dtype", "int8"],
+            "int8 is made by the engine transformers",
+        ),
+        (["--engine", "sglang", "--start-server", "--settings", "int4"], "int4 is made by the engine transformers"),
+        (["--engine", "sglang", "--url", "127.0.0.1:1"], "is no server's address"),
+    ],
+)
+def test_engine_options_that_contradict_each_other(tmp_path: Path, options: list[str], sentence: str) -> None:
+    folder = tmp_path / "run"
+    result = CliRunner().invoke(app, ["compare", "--output", str(folder), *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.output.replace("│", " ").split())
+    assert not folder.exists()
+
+
+def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.socket() as taken:  # bound and never listening: every connection is refused
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        options = ["--engine", "sglang", "--url", url, "--output", str(tmp_path / "run")]
+        result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "does not answer" in " ".join(result.output.split()), result.output
+
+
+def test_without_an_environment_a_comparison_says_how_to_make_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(tmp_path / "absent"))
+    options = ["--engine", "sglang", "--start-server", "--output", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert "make one with ci/sglang_cpu.sh" in " ".join(result.output.replace("│", " ").split())
+    assert not (tmp_path / "run").exists()
+
+
+def test_servers_are_started_for_what_is_not_done(tmp_path: Path) -> None:
+    from mismatch_plugin.lab.servers import servers_for
+
+    jobs = plan(tmp_path, ["0"], 1, {"bfloat16": SETTINGS["bfloat16"], "control": {}}, {"engine": "sglang"})
+    with servers_for(jobs, "http://127.0.0.1:1") as urls:
+        assert urls == {"bfloat16": "http://127.0.0.1:1", "float32": "http://127.0.0.1:1"}
+    for job in jobs:
+        job.folder.mkdir(parents=True)
+        (job.folder / "done.json").write_text("{}")
+    with servers_for(jobs, None) as urls:
+        assert urls == {}
 
 
 def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:

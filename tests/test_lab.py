@@ -141,17 +141,19 @@ def test_prompts_of_uneven_length_are_padded_without_trace() -> None:
 def test_records_of_an_engine() -> None:
     engine = _engine()
     draws = [engine.generate([[BOS, 1, SEP]], samples_per_prompt=64, max_new_tokens=5, seed=s) for s in (0, 0, 1)]
-    assert draws[0] == draws[1] != draws[2]
+    assert draws[0] == draws[1]
+    assert [r.response_ids for r in draws[0]] != [r.response_ids for r in draws[2]]
     assert {r.finish_reason for r in draws[0]} == {"stop", "length"}
     for record in draws[0]:
         length = len(record.response_ids)
         assert (record.finish_reason == "stop") == (record.response_ids[-1] == EOS)
         assert EOS not in record.response_ids[:-1] and (length == 5 or record.finish_reason == "stop")
-        assert len(record.rollout_log_probs) == length and record.weight_versions == [7] * length
-        assert record.behaviour_log_probs == record.rollout_log_probs
+        assert len(record.rollout_log_probs) == length and record.version_of_token == ["7"] * length
+        assert record.behaviour_log_probs is None and not record.faults()
     filtered = engine.generate([[BOS, 1, SEP]], samples_per_prompt=64, max_new_tokens=5, top_p=0.5, seed=0)
-    pairs = [p for r in filtered for p in zip(r.behaviour_log_probs, r.rollout_log_probs, strict=True)]
-    assert all(full < behaviour <= math.log(2) + full + 1e-6 for behaviour, full in pairs)  # at least half is kept
+    pairs = [p for r in filtered for p in zip(r.behaviour_log_probs or (), r.rollout_log_probs, strict=True)]
+    # At least half is kept.
+    assert all(f is not None and b is not None and f < b <= math.log(2) + f + 1e-6 for b, f in pairs)
 
 
 @needs_lab
@@ -206,6 +208,13 @@ def test_first_step_is_the_same_in_every_layout(outcomes: dict[str, list[LabOutc
             assert other.records[1][name] == pytest.approx(one.records[1][name], rel=1e-4, abs=1e-6)
         assert other.records[1]["metrics"].keys() == one.records[1]["metrics"].keys() != set()
         assert len(other.records) == len(one.records) == TINY["steps"] + 1
+
+
+def test_engines_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="rollout_dtype int4 is made by the engine transformers alone"):
+        LabSettings.model_validate({"engine": "sglang", "rollout_dtype": "int4"})
+    with pytest.raises(ValueError, match="Input should be 'transformers' or 'sglang'"):
+        LabSettings.model_validate({"engine": "vllm"})
 
 
 # ------------------------------------------------------------------------------------------------------------ the loop
@@ -278,6 +287,19 @@ def test_top_p_and_quantisation_show_in_the_metrics() -> None:
     full = _train(DECOUPLED, top_p=0.5, top_p_log_probs="full", steps=1)[1]["metrics"]
     assert 0.45 < filtered[ratio] < 0.8 and full[ratio] == pytest.approx(1.0, abs=1e-4)
     assert _train(DECOUPLED, rollout_dtype="int4", steps=1)[1]["metrics"]["rollout_corr/k3_kl"] > 1e-5
+
+
+@needs_lab
+def test_a_server_as_engine_must_be_given(tmp_path: Path) -> None:
+    from mismatch_plugin.lab.run import run_one
+
+    with pytest.raises(ValueError, match="the engine is sglang: give the one to roll out with"):
+        _train({}, engine="sglang")
+    settings = LabSettings.model_validate(TINY)
+    with pytest.raises(ValueError, match="give both of one kind"):
+        run_one(settings, mp.MismatchConfig(), tmp_path, server_url="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="give both of one kind"):
+        run_one(settings.model_copy(update={"engine": "sglang"}), mp.MismatchConfig(), tmp_path)
 
 
 @needs_lab

@@ -180,3 +180,13 @@ def test_constructor_errors() -> None:
         mp.PackedSequences(mask, (2, 1), entropy=torch.zeros(2))
     with pytest.raises(ValueError, match="sequence_ids has 1 names for 2 sequences"):
         mp.PackedSequences(mask, (2, 1), sequence_ids=("a",))
+
+
+@pytest.mark.parametrize("name", ["advantages", "ref_log_probs", "entropy"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_is_named(name: str, value: float) -> None:
+    lists = {"rollout_log_probs": [[-1.0, -2.0], [-1.0, -2.0, -3.0]], "sequence_ids": ["a", "b"]}
+    bad = [[0.5, 0.5], [0.5, value, 0.5]]
+    with pytest.raises(ValueError, match=rf"{name} of sequence b is {value} at position 1, a token that trains"):
+        mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 1, 1]], **lists, **{name: bad})
+    mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 0, 1]], **lists, **{name: bad})

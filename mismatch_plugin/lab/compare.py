@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -28,8 +28,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "control": {},
     "int4": {"rollout_dtype": "int4"},
     "stale16": {"staleness": 16},
+    "bfloat16": {"rollout_dtype": "bfloat16"},
 }
-"""Mismatch settings by name: the control (float32 in sync), persistent mismatch, and stale weights."""
+"""Mismatch settings by name: the control (float32 in sync), persistent mismatch, stale weights, and what servers do."""
+DEFAULT_SETTINGS = {"transformers": "control,int4,stale16", "sglang": "bfloat16"}
+"""By engine. int4 is made by transformers alone; a server in float32 differs from the trainer by rounding only."""
 _DEFAULT_LEVEL = {2: "token", 3: "sequence"}
 
 
@@ -140,9 +143,15 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
     record.write_text(json.dumps({**description, "versions": versions, "started": started}, indent=2) + "\n")
 
 
-def run_all(jobs: Sequence[Job], workers: int, watch: Callable[[Sequence[Job], float], None]) -> list[str]:
+def run_all(
+    jobs: Sequence[Job],
+    workers: int,
+    watch: Callable[[Sequence[Job], float], None],
+    urls: Mapping[str, str] | None = None,
+) -> list[str]:
     """Run what is not done on `workers` processes; `watch(jobs, seconds)` is called twice a second meanwhile.
 
+    urls: servers to roll out with, by rollout_dtype. One has one set of weights, so `workers` must be 1 then.
     Returns sentences about runs that failed. KeyboardInterrupt stops the workers and is raised again.
     """
     todo = [job for job in jobs if not job.done]
@@ -157,7 +166,9 @@ def run_all(jobs: Sequence[Job], workers: int, watch: Callable[[Sequence[Job], f
     for _ in range(count):
         queue.put(None)
     locks = {key: context.Lock() for key in warm_up_first}
-    processes = [context.Process(target=_work, args=(queue, failures, locks), daemon=True) for _ in range(count)]
+    processes = [
+        context.Process(target=_work, args=(queue, failures, locks, urls or {}), daemon=True) for _ in range(count)
+    ]
     start = time.monotonic()
     try:
         for process in processes:
@@ -179,7 +190,7 @@ def run_all(jobs: Sequence[Job], workers: int, watch: Callable[[Sequence[Job], f
     return sentences
 
 
-def _work(queue: Any, failures: Any, locks: dict[str, Any]) -> None:
+def _work(queue: Any, failures: Any, locks: dict[str, Any], urls: Mapping[str, str]) -> None:
     """One worker: imports everything once, then runs job after job on one thread."""
     import signal
     import warnings
@@ -192,14 +203,14 @@ def _work(queue: Any, failures: Any, locks: dict[str, Any]) -> None:
     warnings.simplefilter("ignore")
     while (job := queue.get()) is not None:
         try:
-            warm = job.folder.parents[2] / ".warm"
+            warm, url = job.folder.parents[2] / ".warm", urls.get(job.settings.rollout_dtype)
             if job.settings.tp * job.settings.pp * job.settings.cp > 1:
-                _run_under_torchrun(job, warm)
+                _run_under_torchrun(job, warm, url)
                 continue
             with locks[job.settings.warm_up_key]:  # the first run of a seed warms up for all of them
                 if not (warm / job.settings.warm_up_key).exists():
                     _warm_up(job, warm)
-            run_one(job.settings, job.config, job.folder, warm_up_cache=warm)
+            run_one(job.settings, job.config, job.folder, warm_up_cache=warm, server_url=url)
         except Exception as error:  # one failed run must not end the others
             failures.put(f"{job.setting}, algorithm {job.variant}, seed {job.settings.seed}: {error}")
 
@@ -212,7 +223,7 @@ def _warm_up(job: Job, cache: Path) -> None:
     warm_up(job.settings, cache)
 
 
-def _run_under_torchrun(job: Job, warm: Path) -> None:
+def _run_under_torchrun(job: Job, warm: Path, url: str | None) -> None:
     """A run on several processes, for layouts other than one process."""
     world = job.settings.tp * job.settings.pp * job.settings.cp
     job.folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +231,7 @@ def _run_under_torchrun(job: Job, warm: Path) -> None:
     config.write_text(json.dumps(job.config.model_dump(mode="json", exclude_defaults=True)))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "mismatch_plugin.lab.run", "--folder", str(job.folder), "--warm-up-cache", str(warm)]
-    command += ["--mismatch-config", str(config)]
+    command += ["--mismatch-config", str(config), *([] if url is None else ["--server-url", url])]
     for name, value in job.settings.model_dump(exclude_defaults=True).items():
         command += ["--" + name.replace("_", "-"), *map(str, value if isinstance(value, (list, tuple)) else [value])]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}

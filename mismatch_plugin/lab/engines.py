@@ -12,31 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from mismatch_plugin.rollout.sampling import SamplingParameters
+
+EngineName = Literal["transformers", "sglang"]
 RolloutDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
-FinishReason = Literal["stop", "length"]
-
-
-@dataclass(frozen=True)
-class RolloutRecord:
-    """One sampled response. Per-token lists are as long as `response_ids`, which ends with `eos` unless cut.
-
-    rollout_log_probs: over the whole vocabulary after temperature, as SGLang returns them (temperature 0: at 1).
-    behaviour_log_probs: of the distribution the token was really drawn from, renormalised over what top-p left; the
-    same as the former without top-p. weight_versions: of the weights that sampled the token.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    rollout_log_probs: list[float]
-    behaviour_log_probs: list[float]
-    finish_reason: FinishReason
-    weight_versions: list[int]
 
 
 class RolloutEngine(Protocol):
@@ -56,7 +41,10 @@ class RolloutEngine(Protocol):
         top_p: float = 1.0,
         seed: int,
     ) -> list[RolloutRecord]:
-        """`samples_per_prompt` responses to each prompt, prompt by prompt. temperature 0 is greedy."""
+        """`samples_per_prompt` responses to each prompt, prompt by prompt. temperature 0 is greedy.
+
+        Under top_p records have `behaviour_log_probs`, renormalised over what it kept; without it they do not.
+        """
         ...
 
 
@@ -157,7 +145,10 @@ class TransformersEngine:
                     positions = mask.sum(-1, keepdim=True)
                     mask = torch.cat([mask, mask.new_ones(mask.shape[0], 1)], dim=-1)
                 logits = self._forward(steps[-1].ids[:, None], cache, mask, positions)
-        return self._records(prompts, samples_per_prompt, steps)
+        sampling = SamplingParameters(
+            temperature=temperature, top_p=top_p, max_new_tokens=max_new_tokens, stop_token_ids=(self.eos,), seed=seed
+        )
+        return self._records(prompts, samples_per_prompt, steps, sampling)
 
     def _prefill(self, prompts: Sequence[Sequence[int]], samples: int) -> tuple[Tensor, Any, Tensor | None]:
         """(logits of the first token, cache, attention mask or None), for every sample."""
@@ -189,7 +180,9 @@ class TransformersEngine:
         )
         return output.logits[:, -1]
 
-    def _records(self, prompts: Sequence[Sequence[int]], samples: int, steps: list[Drawn]) -> list[RolloutRecord]:
+    def _records(
+        self, prompts: Sequence[Sequence[int]], samples: int, steps: list[Drawn], sampling: SamplingParameters
+    ) -> list[RolloutRecord]:
         ids, log_probs, behaviour = (torch.stack(column, dim=1).tolist() for column in zip(*steps, strict=True))
         records = []
         for row, response in enumerate(ids):
@@ -199,9 +192,11 @@ class TransformersEngine:
                 prompt_ids=list(prompts[row // samples]),
                 response_ids=response[:length],
                 rollout_log_probs=log_probs[row][:length],
-                behaviour_log_probs=behaviour[row][:length],
+                loss_mask=[1] * length,
+                sampling=sampling,
                 finish_reason="stop" if stopped else "length",
-                weight_versions=[self.version] * length,
+                weight_versions=[WeightSpan(version=str(self.version), start=0, end=length)],
+                behaviour_log_probs=behaviour[row][:length] if sampling.filtered else None,
             )
             records.append(record)
         return records

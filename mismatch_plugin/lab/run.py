@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import platform
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -20,7 +20,10 @@ from typing import Any, get_args, get_origin
 import mismatch_plugin
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.lab.engines import RolloutEngine
 from mismatch_plugin.lab.settings import LabSettings
+from mismatch_plugin.lab.tasks import get_task
+from mismatch_plugin.report.log import to_json, write_whole
 
 CONFIG, METRICS, DONE = "config.json", "metrics.jsonl", "done.json"
 _PACKAGES = ("torch", "megatron-core", "transformers")
@@ -32,11 +35,13 @@ def run_one(
     folder: str | Path,
     *,
     warm_up_cache: str | Path | None = None,
+    server_url: str | None = None,
 ) -> dict[str, Any]:
     """Warm up, train, and leave everything in `folder`. Returns what `done.json` holds.
 
     A finished run with the same settings is left as it is; an unfinished or different one starts again.
     warm_up_cache: folder of warm weights, shared by all runs of a seed; None: `warm` beside `folder`.
+    server_url: of the SGLang server to roll out with, where the settings name that engine. One run at a time.
     `done.json`: status (finished, or diverged if the gradient stopped being finite), steps, seconds, and the last
     evaluation. Collective under torchrun: rank 0 reads and writes the files.
     """
@@ -44,6 +49,8 @@ def run_one(
     from mismatch_plugin.lab.policy import broadcast
     from mismatch_plugin.lab.trainer import is_first_rank, train, warm_up
 
+    if (settings.engine == "sglang") != (server_url is not None):
+        raise ValueError(f"the engine is {settings.engine} and server_url {server_url}: give both of one kind.")
     folder = Path(folder)
     cache = folder.parent / "warm" if warm_up_cache is None else Path(warm_up_cache)
     lab.initialize_parallel(settings.tp, settings.pp, settings.cp)
@@ -60,23 +67,36 @@ def run_one(
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DONE).unlink(missing_ok=True)
-        _write(folder / CONFIG, {**description, "versions": _versions()})
+        write_whole(folder / CONFIG, to_json({**description, "versions": _versions()}, indent=2) + "\n")
     weights = warm_up(settings, cache)
     warm_seconds = time.perf_counter() - start
     last: dict[str, Any] = {}
-    with (folder / METRICS if first else Path(os.devnull)).open("w") as lines:
+    with (
+        (folder / METRICS if first else Path(os.devnull)).open("w") as lines,
+        server_engine(settings, server_url if first else None) as engine,
+    ):
 
         def on_step(record: dict[str, Any]) -> None:
             last.update({name: value for name, value in record.items() if name == "step" or "held_out" in name})
-            lines.write(_json(record) + "\n")
+            lines.write(to_json(record) + "\n")
             lines.flush()
 
-        finished = train(settings, variant_config, weights, on_step)
+        finished = train(settings, variant_config, weights, on_step, engine=engine)
     seconds = {"warm_up": warm_seconds, "total": time.perf_counter() - start}
     outcome = {"status": "finished" if finished else "diverged", "seconds": seconds, **last}
     if first:
-        _write(folder / DONE, outcome)
+        write_whole(folder / DONE, to_json(outcome, indent=2) + "\n")
     return broadcast(outcome)
+
+
+def server_engine(settings: LabSettings, url: str | None) -> AbstractContextManager[RolloutEngine | None]:
+    """The engine behind `url`; without one nothing, so that `train` makes its own."""
+    if url is None:
+        return nullcontext()
+    from mismatch_plugin.lab.sglang_engine import SGLangEngine
+
+    task = get_task(settings.task)
+    return SGLangEngine(url, eos=task.eos, vocab=task.vocab, dtype=settings.rollout_dtype)
 
 
 def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | None:
@@ -84,7 +104,7 @@ def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | Non
     if not (folder / DONE).exists() or not (folder / CONFIG).exists():
         return None
     before = json.loads((folder / CONFIG).read_text())
-    same = json.loads(_json(description)) == {name: before.get(name) for name in description}
+    same = json.loads(to_json(description)) == {name: before.get(name) for name in description}
     return json.loads((folder / DONE).read_text()) if same else None
 
 
@@ -93,32 +113,11 @@ def _versions() -> dict[str, str]:
     return {**found, **{name: metadata.version(name) for name in _PACKAGES}}
 
 
-def _write(path: Path, value: Any) -> None:
-    """All of the file or nothing of it, so that a killed run never looks finished."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(_json(value, indent=2) + "\n")
-    part.replace(path)
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(_plain(value), indent=indent, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become their names."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {name: _plain(entry) for name, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mismatch_plugin.lab.run", description=_DESCRIPTION)
     parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
     parser.add_argument("--warm-up-cache", type=Path, help="folder of warm weights (default: warm, beside the folder)")
+    parser.add_argument("--server-url", help="of the SGLang server, with --engine sglang")
     group = parser.add_argument_group("lab")
     for name, field in LabSettings.model_fields.items():
         options: dict[str, Any] = {"help": f"(default: {field.default})", "default": argparse.SUPPRESS}
@@ -132,7 +131,9 @@ def _parser() -> argparse.ArgumentParser:
     return add_arguments(parser)
 
 
-_DESCRIPTION = "One small RL run on CPU: a megatron-core policy, rollouts by transformers, and the corrected loss."
+_DESCRIPTION = (
+    "One small RL run on CPU: a megatron-core policy, rollouts by transformers or SGLang, and the corrected loss."
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -144,12 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         settings = LabSettings(**{k: v for k, v in vars(given).items() if k in LabSettings.model_fields})
         config = MismatchConfig.from_args(given)
+        if (settings.engine == "sglang") != (given.server_url is not None):
+            raise ValueError("--engine sglang and --server-url go together: give both or none.")
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)  # at this size a second thread costs more than it does
-    outcome = run_one(settings, config, given.folder, warm_up_cache=given.warm_up_cache)
+    outcome = run_one(settings, config, given.folder, warm_up_cache=given.warm_up_cache, server_url=given.server_url)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(_json(outcome, indent=2))
+        print(to_json(outcome, indent=2))
 
 
 if __name__ == "__main__":

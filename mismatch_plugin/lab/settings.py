@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 import mismatch_plugin
-from mismatch_plugin.lab.engines import RolloutDtype
+from mismatch_plugin.lab.engines import EngineName, RolloutDtype
 from mismatch_plugin.lab.tasks import get_task
 
 
@@ -35,6 +35,8 @@ class LabSettings(BaseModel):
     ffn: int = Field(192, ge=1)
     """Width of the MLP."""
 
+    engine: EngineName = "transformers"
+    """What samples: transformers in this process, or an SGLang server, whose sampling follows no seed on CPU."""
     rollout_dtype: RolloutDtype = "float32"
     """Numerical form of the rollout engine; the trainer is float32."""
     staleness: int = Field(0, ge=0)
@@ -98,6 +100,22 @@ class LabSettings(BaseModel):
         if self.samples % self.mini_batches:
             raise ValueError(
                 f"mini_batches {self.mini_batches} must divide the {self.samples} samples of a rollout batch."
+            )
+        for name, size, split in (
+            ("tp", self.tp, {"kv_groups": self.kv_groups, "ffn": self.ffn}),
+            ("pp", self.pp, {"layers": self.layers}),
+        ):
+            for part, whole in split.items():
+                if whole % size:
+                    raise ValueError(f"{name} is {size} and must divide {part}, which is {whole}.")
+        return self
+
+    @model_validator(mode="after")
+    def _engine_has_dtype(self) -> LabSettings:
+        if self.engine == "sglang" and self.rollout_dtype in ("int8", "int4"):
+            raise ValueError(
+                f"rollout_dtype {self.rollout_dtype} is made by the engine transformers alone: choose float32, "
+                f"bfloat16 or float16 with the engine sglang."
             )
         return self
 

@@ -23,11 +23,13 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample
 from mismatch_plugin.lab import model as lab
-from mismatch_plugin.lab.engines import RolloutDtype, RolloutEngine, RolloutRecord, TransformersEngine
+from mismatch_plugin.lab.engines import RolloutDtype, RolloutEngine, TransformersEngine
 from mismatch_plugin.lab.export import llama_config
 from mismatch_plugin.lab.policy import Policy, broadcast, model_settings
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import Score, Task, get_task
+from mismatch_plugin.rollout.packing import number_versions
+from mismatch_plugin.rollout.records import RolloutRecord
 
 Weights = dict[str, Tensor]
 OnStep = Callable[[dict[str, Any]], None]
@@ -127,12 +129,15 @@ def train(
     step, 0 on its others; metrics (the plugin's); and after an evaluation held_out_reward, held_out_exact. A first dict
     with step 0 holds the evaluation of the warm weights, and only that.
 
-    engine: the rollout engine (rank 0 uses it); None: transformers in `rollout_dtype`.
+    engine: the rollout engine (rank 0 uses it; elsewhere None); None: transformers in `rollout_dtype`.
     Returns False if the run ended early because the gradient was no longer finite. Collective.
-    Raises ValueError for a KL term, which needs a reference policy, and the lab keeps none.
+    Raises ValueError for a KL term, which needs a reference policy, and the lab keeps none; and if the settings name a
+    server as the engine, and none was given.
     """
     if config.terms.kl_coef:
         raise ValueError("the lab keeps no reference policy: leave out mismatch-kl-coef.")
+    if is_first_rank() and engine is None and settings.engine != "transformers":
+        raise ValueError(f"the engine is {settings.engine}: give the one to roll out with.")
     return _Run(settings, config, warm_weights, on_step, engine).all_steps()
 
 
@@ -203,19 +208,24 @@ class _Run:
             length = sum(len(record.response_ids) for record in records) / len(records)
             facts = {"reward": mean.dense, "exact": mean.exact, "response_length": length, "weight_version": version}
             advantages = group_advantages([score.dense for score in scores], settings.samples_per_prompt)
-            drawn = [self._sample(*pair) for pair in zip(records, advantages, strict=True)], facts
+            drawn = self._samples(records, advantages), facts
         self.versions = {known: weights for known, weights in self.versions.items() if known >= version}
         return broadcast(drawn)
 
-    def _sample(self, record: RolloutRecord, advantage: float) -> Sample:
-        full = self.settings.top_p_log_probs == "full"
-        return Sample(
-            record.prompt_ids,
-            record.response_ids,
-            advantage,
-            rollout_log_probs=record.rollout_log_probs if full else record.behaviour_log_probs,
-            weight_versions=record.weight_versions,
-        )
+    def _samples(self, records: Sequence[RolloutRecord], advantages: Sequence[float]) -> list[Sample]:
+        behaviour = self.settings.top_p_log_probs == "behaviour"
+        rows = [record.version_of_token for record in records]
+        numbers = number_versions([version for row in rows for version in row if version is not None])
+        return [
+            Sample(
+                record.prompt_ids,
+                record.response_ids,
+                advantage,
+                rollout_log_probs=(behaviour and record.behaviour_log_probs) or record.rollout_log_probs,
+                weight_versions=[numbers[version] for version in versions if version is not None] or None,
+            )
+            for record, advantage, versions in zip(records, advantages, rows, strict=True)
+        ]
 
     def _split(self, samples: list[Sample], step: int) -> list[list[Sample]]:
         """Mini-batches of shuffled samples."""

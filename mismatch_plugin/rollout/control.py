@@ -1,0 +1,254 @@
+"""Everything a trainer tells a server besides "generate": weights, pauses, aborts, and questions about itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import Any, Literal, get_args
+
+import torch.distributed as dist
+
+from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
+from mismatch_plugin.rollout.server_info import ServerInfo
+from mismatch_plugin.rollout.transport import Answer, Retries, Transport
+from mismatch_plugin.rollout.weights import (
+    NamedTensors,
+    broadcast,
+    buckets,
+    dtype_name,
+    join_weights_update_group,
+    named_pairs,
+    serialised,
+)
+
+PauseMode = Literal["abort", "retract", "in_place"]
+GROUP_NAME = "weight_update_group"
+
+_ONCE = Retries(attempts=1)
+
+
+class ServerControl:
+    """The control half of `SGLangClient`. Nothing here is sent twice: an update may have worked though its answer was
+    lost. Questions (health, server_info) are asked again."""
+
+    def __init__(self, transport: Transport, retries: Retries) -> None:
+        self._transport, self._retries = transport, retries
+        self._paused: PauseMode | None = None
+        self._info: ServerInfo | None = None
+
+    async def health(self, timeout: float = 30.0) -> bool:
+        """Whether the server answers and can generate (SGLang generates one token to find out)."""
+        try:
+            await self._transport.call("GET", "/health", retries=_ONCE, timeout=timeout)
+        except RequestError:
+            return False
+        return True
+
+    async def server_info(self) -> ServerInfo:
+        """Version and settings, with the model and weight version that the last update left."""
+        server = await self._transport.call("GET", "/server_info", retries=self._retries)
+        model = await self._transport.call("GET", "/model_info", retries=self._retries)
+        if not isinstance(server.json, dict) or not isinstance(model.json, dict):
+            raise RequestError("content", "/server_info did not answer with a JSON object", server.attempts)
+        self._info = ServerInfo.from_replies(server.json, model.json)
+        return self._info
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop generating. Running requests are returned cut off (abort), wait to be computed again (retract), or keep
+        their KV cache of the old weights (in_place)."""
+        if mode not in get_args(PauseMode):
+            raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
+        await self._post("/pause_generation", {"mode": mode})
+        self._paused = mode
+
+    async def continue_(self) -> None:
+        """Generate again after `pause`."""
+        await self._post("/continue_generation", {})
+        self._paused = None
+
+    @asynccontextmanager
+    async def paused(self, mode: PauseMode = "retract") -> AsyncIterator[None]:
+        """`async with client.paused(): …`; generation continues afterwards, whatever happened inside."""
+        await self.pause(mode)
+        try:
+            yield
+        finally:
+            await self.continue_()
+
+    async def abort(self, request_id: str | None = None, *, all: bool = False) -> None:
+        """End one request, or all; they return what they have, with finish reason abort."""
+        if (request_id is None) == (not all):
+            raise ValueError("name one request_id, or say all=True.")
+        await self._post("/abort_request", {"rid": request_id or "", "abort_all": all})
+
+    async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool | None = None) -> None:
+        """Load a checkpoint that the server can read at `path`. Raises WeightUpdateError.
+
+        flush_cache: drop the KV cache of the old weights. None: yes, except under an in-place pause, where requests
+        hold it and the server refuses.
+        """
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": self._flush(flush_cache)}
+        await self._update("/update_weights_from_disk", body)
+        await self._confirm(version)
+
+    async def update_weights_from_tensors(
+        self,
+        named_tensors: NamedTensors,
+        version: str | int,
+        *,
+        bucket_bytes: int | None = None,
+        flush_cache: bool | None = None,
+    ) -> None:
+        """Send weights under the checkpoint's names, inside the request. Raises WeightUpdateError.
+
+        SGLang skips a name that its model does not have without a word: compare log-probs after the first update.
+
+        bucket_bytes: at most so many bytes a request. More than one request means a time in which the server has half
+        of the new weights, so generation is paused (retract) meanwhile unless it is already.
+        """
+        parts = list(buckets(named_pairs(named_tensors), bucket_bytes))
+        copies = await self._tp_size()
+
+        async def send() -> None:
+            for number, part in enumerate(parts):
+                body: dict[str, Any] = {"serialized_named_tensors": [serialised(part)] * copies}
+                body |= self._last(number + 1 == len(parts), version, flush_cache)
+                await self._update("/update_weights_from_tensor", body)
+
+        await self._session(send, pause=len(parts) > 1)
+        await self._confirm(version)
+
+    async def init_weights_update_group(
+        self,
+        master_address: str,
+        master_port: int,
+        *,
+        world_size: int | None = None,
+        group_name: str = GROUP_NAME,
+        backend: str = "gloo",
+        timeout: float = 60.0,
+    ) -> dist.ProcessGroup:
+        """Make a process group of this process (rank 0) and the server's workers, for `update_weights_from_group`.
+
+        master_address, master_port: where this process listens, as the server sees it. world_size: 1 + the server's
+        tensor-parallel size by default. backend: gloo or nccl. Raises WeightUpdateError.
+        """
+        size = 1 + await self._tp_size() if world_size is None else world_size
+        body = {
+            "master_address": master_address,
+            "master_port": master_port,
+            "rank_offset": 1,
+            "world_size": size,
+            "group_name": group_name,
+            "backend": backend,
+        }
+        joining = asyncio.to_thread(
+            join_weights_update_group,
+            master_address,
+            master_port,
+            world_size=size,
+            group_name=group_name,
+            backend=backend,
+            timeout=timeout,
+        )
+        return await self._beside(self._update("/init_weights_update_group", body), joining)
+
+    async def destroy_weights_update_group(self, group: dist.ProcessGroup, *, group_name: str = GROUP_NAME) -> None:
+        """Take the group down on both sides."""
+        await self._update("/destroy_weights_update_group", {"group_name": group_name})
+        dist.destroy_process_group(group)
+
+    async def update_weights_from_group(
+        self,
+        named_tensors: NamedTensors,
+        version: str | int,
+        group: dist.ProcessGroup,
+        *,
+        group_name: str = GROUP_NAME,
+        bucket_bytes: int | None = None,
+        flush_cache: bool | None = None,
+    ) -> None:
+        """Broadcast weights over the group of `init_weights_update_group`; otherwise as `update_weights_from_tensors`.
+
+        The tensors must be where the group's backend reads them (CPU for gloo, CUDA for nccl). If the server refuses
+        in the middle, the broadcast hangs until the group's time limit: make a new group afterwards.
+        """
+        parts = list(buckets(named_pairs(named_tensors), bucket_bytes))
+
+        async def send() -> None:
+            for number, part in enumerate(parts):
+                body: dict[str, Any] = {
+                    "names": [name for name, _ in part],
+                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in part],
+                    "shapes": [list(tensor.shape) for _, tensor in part],
+                    "group_name": group_name,
+                }
+                body |= self._last(number + 1 == len(parts), version, flush_cache)
+                update = self._update("/update_weights_from_distributed", body)
+                await self._beside(update, asyncio.to_thread(broadcast, part, group))
+
+        await self._session(send, pause=len(parts) > 1)
+        await self._confirm(version)
+
+    def _flush(self, wanted: bool | None) -> bool:
+        return self._paused != "in_place" if wanted is None else wanted
+
+    def _last(self, last: bool, version: str | int, flush_cache: bool | None) -> dict[str, Any]:
+        """The version takes effect with the last bucket."""
+        return {"weight_version": str(version), "flush_cache": self._flush(flush_cache)} if last else _NOT_LAST
+
+    async def _session(self, send: Callable[[], Awaitable[None]], *, pause: bool) -> None:
+        """`send` between begin and end, which SGLang needs around tensors; end also where it failed."""
+        async with AsyncExitStack() as stack:
+            if pause and self._paused is None:
+                await stack.enter_async_context(self.paused("retract"))
+            await self._update("/begin_weight_update", {})
+            try:
+                await send()
+            except BaseException:
+                with suppress(WeightUpdateError):  # the first error says what went wrong
+                    await self._update("/end_weight_update", {})
+                raise
+            await self._update("/end_weight_update", {})
+
+    async def _beside(self, request: Coroutine[Any, Any, None], local: Coroutine[Any, Any, Any]) -> Any:
+        """Both at once, as a collective needs it; the first error ends it, without waiting for the other side."""
+        ours, theirs = asyncio.ensure_future(local), asyncio.ensure_future(request)
+        try:
+            done, _ = await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
+            failed = [task for task in (theirs, ours) if task in done and task.exception() is not None]
+            if failed:
+                error = failed[0].exception()
+                raise error if isinstance(error, WeightUpdateError) else WeightUpdateError(str(error)) from error
+            return ours.result()
+        finally:
+            ours.cancel()
+            theirs.cancel()
+
+    async def _tp_size(self) -> int:
+        return (self._info or await self.server_info()).tp_size
+
+    async def _confirm(self, version: str | int) -> None:
+        """The server must now report the version: a silent refusal would go on sampling from old weights."""
+        try:
+            model = await self._transport.call("GET", "/model_info", retries=self._retries)
+        except RequestError as error:
+            raise WeightUpdateError(f"whether version {version} is in force cannot be told: {error}") from error
+        told = model.json.get("weight_version") if isinstance(model.json, dict) else None
+        if told is not None and told != str(version):
+            raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
+
+    async def _update(self, path: str, body: dict[str, Any]) -> None:
+        try:
+            answer = await self._post(path, body)
+        except RequestError as error:
+            raise WeightUpdateError(str(error)) from error
+        if isinstance(answer.json, dict) and answer.json.get("success") is False:
+            raise WeightUpdateError(f"{path}: {answer.json.get('message', 'refused')}")
+
+    async def _post(self, path: str, body: dict[str, Any]) -> Answer:
+        return await self._transport.call("POST", path, body, retries=_ONCE)
+
+
+_NOT_LAST: dict[str, Any] = {"flush_cache": False}

@@ -1,0 +1,192 @@
+"""Records in files: JSONL (one record a line) and Parquet (one record a row; extra `[io]`), chosen by the suffix."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from mismatch_plugin.rollout.records import RolloutRecord
+
+_ROWS = 1024
+"""Rows of a Parquet row group: what is in memory at once."""
+
+
+def read_records(path: str | Path) -> list[RolloutRecord]:
+    """All records of a file. Raises ValueError naming file, line (or row), sample and field for one that is none."""
+    return list(iter_records(path))
+
+
+def iter_records(path: str | Path) -> Iterator[RolloutRecord]:
+    """The records of a file one by one, so that the file need not fit in memory."""
+    path = Path(path)
+    return _read_jsonl(path) if _is_jsonl(path) else _read_parquet(path)
+
+
+def write_records(path: str | Path, records: Iterable[RolloutRecord]) -> int:
+    """Write records and return their number. Log-probs are kept to the last bit, NaN and infinities too.
+
+    The file appears whole or not at all: it is written beside its place and moved there at the end.
+    """
+    path = Path(path)
+    write = _write_jsonl if _is_jsonl(path) else _write_parquet
+    with _replacing(path) as temporary:
+        return write(temporary, records)
+
+
+def _is_jsonl(path: Path) -> bool:
+    if path.suffix in (".jsonl", ".parquet"):
+        return path.suffix == ".jsonl"
+    raise ValueError(f"{path}: the suffix {path.suffix!r} is unknown, use .jsonl or .parquet.")
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o666 & ~_umask())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _write_jsonl(path: Path, records: Iterable[RolloutRecord]) -> int:
+    count = 0
+    with path.open("w", encoding="utf-8") as stream:
+        for record in records:
+            stream.write(record.model_dump_json(exclude_none=False) + "\n")
+            count += 1
+    return count
+
+
+def _read_jsonl(path: Path) -> Iterator[RolloutRecord]:
+    with path.open(encoding="utf-8") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                yield RolloutRecord.model_validate_json(line)
+            except ValidationError as error:
+                raise _unreadable(f"{path}, line {number}", error) from None
+
+
+def _unreadable(place: str, error: ValidationError) -> ValueError:
+    fault = error.errors()[0]
+    field = ".".join(str(part) for part in fault["loc"])
+    given = fault.get("input")
+    sample = given.get("sample_id") if isinstance(given, Mapping) else None
+    called = f" (sample {sample})" if sample is not None else ""
+    value = "" if isinstance(given, (Mapping, list)) else f" (value {str(given)[:60]!r})"
+    return ValueError(f"{place}{called}: {field or 'record'}: {fault['msg']}{value}. It is no rollout record.")
+
+
+def _pyarrow() -> tuple[Any, Any]:
+    try:
+        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        raise ImportError(
+            "Parquet needs pyarrow: pip install 'mismatch-plugin[io]', or use a .jsonl file instead."
+        ) from None
+
+
+def _schema(pa: Any) -> Any:
+    """The columns. Log-probs are doubles, so that reading gives back what was written."""
+    ids, log_probs = pa.list_(pa.int64()), pa.list_(pa.float64())
+    sampling = [
+        *[
+            (name, pa.float64())
+            for name in (
+                "temperature",
+                "top_p",
+                "min_p",
+                "repetition_penalty",
+                "frequency_penalty",
+                "presence_penalty",
+            )
+        ],
+        *[(name, pa.int64()) for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed")],
+        ("stop_token_ids", ids),
+        ("ignore_eos", pa.bool_()),
+    ]
+    return pa.schema(
+        [
+            ("prompt_ids", ids),
+            ("response_ids", ids),
+            ("rollout_log_probs", log_probs),
+            ("loss_mask", pa.list_(pa.int8())),
+            ("sampling", pa.struct(sampling)),
+            ("finish_reason", pa.string()),
+            (
+                "weight_versions",
+                pa.list_(pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])),
+            ),
+            ("kept_ids", pa.list_(ids)),
+            ("behaviour_log_probs", log_probs),
+            ("prompt_log_probs", log_probs),
+            ("top_log_probs", pa.list_(pa.list_(pa.struct([("log_prob", pa.float64()), ("id", pa.int64())])))),
+            ("text", pa.string()),
+            ("request_id", pa.string()),
+            ("sample_id", pa.string()),
+            ("reward", pa.float64()),
+        ]
+    )
+
+
+def _write_parquet(path: Path, records: Iterable[RolloutRecord]) -> int:
+    pa, parquet = _pyarrow()
+    schema, count, rows = _schema(pa), 0, []
+    with parquet.ParquetWriter(path, schema) as writer:
+        for record in records:
+            rows.append(_row(record))
+            count += 1
+            if len(rows) == _ROWS:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                rows = []
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return count
+
+
+def _row(record: RolloutRecord) -> dict[str, Any]:
+    row = record.model_dump()
+    row["sampling"]["stop_token_ids"] = list(record.sampling.stop_token_ids)
+    if record.top_log_probs is not None:
+        row["top_log_probs"] = [
+            [{"log_prob": value, "id": token} for value, token in position] for position in record.top_log_probs
+        ]
+    return row
+
+
+def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
+    pa, parquet = _pyarrow()
+    try:
+        file = parquet.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}.") from None
+    with file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_ROWS):
+            for row in batch.to_pylist():
+                number += 1
+                if row.get("top_log_probs") is not None:
+                    row["top_log_probs"] = [
+                        [(entry["log_prob"], entry["id"]) for entry in position] for position in row["top_log_probs"]
+                    ]
+                try:
+                    yield RolloutRecord.model_validate(row)
+                except ValidationError as error:
+                    raise _unreadable(f"{path}, row {number}", error) from None

@@ -1,0 +1,221 @@
+"""From records to packed tensors: what the correction computes on, and the kept ids for replay on the training side."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import InvalidPolicy, MismatchConfig, MismatchWarning
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.validity import InvalidLogProbError
+from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask
+from mismatch_plugin.rollout.records import Fault, RolloutRecord
+from mismatch_plugin.rollout.sampling import remaining_bias
+
+Which = Literal["auto", "full", "behaviour"]
+
+INITIAL_VERSION = "default"
+"""What SGLang calls the weights it was started with: number −1, before every update."""
+
+
+class _Row(NamedTuple):
+    """One sequence as it is trained on."""
+
+    log_probs: list[float | None]
+    mask: list[int]
+    versions: list[str | None]
+
+
+def to_packed(
+    records: Sequence[RolloutRecord],
+    train_log_probs: Sequence[Any] | None = None,
+    config: MismatchConfig | None = None,
+    *,
+    old_log_probs: Sequence[Any] | None = None,
+    ref_log_probs: Sequence[Any] | None = None,
+    advantages: Sequence[Any] | None = None,
+    entropy: Sequence[Any] | None = None,
+    trained_ids: Sequence[Sequence[int]] | None = None,
+    version_numbers: Mapping[str, int] | None = None,
+    which: Which = "auto",
+) -> PackedSequences:
+    """The records as `PackedSequences`, one sequence a record, with weight versions, rewards and sample ids.
+
+    Args:
+        train_log_probs, old_log_probs, …: one 1-D tensor or list a record, over its response tokens
+            (`PackedSequences.from_lists`).
+        config: its `rollout_log_prob_policy` says what happens to faults (DESIGN 3.7). With `error`, the default, they
+            are raised here. Otherwise the values go on as they are, and `correct` counts and handles them by kind;
+            where lengths or ids disagree, everything from the first disagreement on is "not returned".
+        trained_ids: the response ids that the training side sees, to be compared with those sampled. They may be longer
+            or shorter (an end token appended by the trainer): the sequence packed is the one trained on.
+        version_numbers: weight version → number; see `number_versions`.
+        which: "behaviour": log-probs renormalised over the kept ids, for training log-probs computed over them too;
+            "full": over the full vocabulary; "auto": behaviour where every record has them.
+
+    Raises:
+        InvalidLogProbError: for faults under the policy `error`, naming sample, position, kind and value.
+        ValueError: if entries do not fit.
+    Warns:
+        MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
+    """
+    policy: InvalidPolicy = "error" if config is None else config.rollout_log_prob_policy
+    behaviour = _use_behaviour(records, which)
+    if trained_ids is not None and len(trained_ids) != len(records):
+        raise ValueError(f"trained_ids has {len(trained_ids)} entries for {len(records)} records.")
+    if policy == "error":
+        _raise_faults(records, train_log_probs, trained_ids)
+    names: list[object] = [
+        index if record.sample_id is None else record.sample_id for index, record in enumerate(records)
+    ]
+    trained = [None] * len(records) if trained_ids is None else list(trained_ids)
+    rows = [_row(record, ids, behaviour) for record, ids in zip(records, trained, strict=True)]
+    for note in {remaining_bias(record.sampling, has_kept_ids=behaviour) for record in records}:
+        if note:
+            warnings.warn(note, MismatchWarning, stacklevel=2)
+    rewards = [record.reward for record in records]
+    return PackedSequences.from_lists(
+        train_log_probs=train_log_probs,
+        rollout_log_probs=[row.log_probs for row in rows],
+        loss_masks=[row.mask for row in rows],
+        old_log_probs=old_log_probs,
+        ref_log_probs=ref_log_probs,
+        advantages=advantages,
+        entropy=entropy,
+        weight_versions=_version_rows(rows, version_numbers),
+        rewards=rewards if rewards and None not in rewards else None,
+        sequence_ids=names,
+    )
+
+
+def sampling_mask(
+    records: Sequence[RolloutRecord], *, trained_only: bool = False, device: torch.device | str = "cpu"
+) -> RaggedSamplingMask | None:
+    """The kept ids of all response tokens, record after record, as `vocab_parallel_log_probs` takes them.
+
+    trained_only: rows of tokens with loss_mask 1 only. A record without kept ids, or a token without, is unfiltered;
+    None if no record has any. Raises ValueError where a record was filtered and its kept ids are missing.
+    """
+    if all(record.kept_ids is None for record in records):
+        return None
+    ids: list[int] = []
+    offsets = [0]
+    for index, record in enumerate(records):
+        if record.kept_ids is None and record.sampling.filtered:
+            raise ValueError(
+                f"sample {record.sample_id or index} was sampled with filters, and its kept ids are missing while "
+                f"other records have theirs: request return_sampling_mask for all."
+            )
+        kept = record.kept_ids or [[]] * len(record.response_ids)
+        for support, mask in zip(kept, record.loss_mask, strict=True):
+            if mask or not trained_only:
+                ids += support
+                offsets.append(len(ids))
+    return RaggedSamplingMask(torch.tensor(ids, dtype=torch.int64, device=device), torch.tensor(offsets))
+
+
+def number_versions(versions: Sequence[str]) -> dict[str, int]:
+    """A number for each weight version, in the order of training: the integer that its name is or ends with.
+
+    SGLang's own "default" is −1. Raises ValueError for any other name, or if two names get the same number.
+    """
+    numbers: dict[str, int] = {}
+    for version in dict.fromkeys(versions):
+        match = re.search(r"\d+$", version)
+        if version != INITIAL_VERSION and match is None:
+            raise ValueError(
+                f"weight version {version!r} does not end in a number: name versions by step, or pass version_numbers."
+            )
+        number = -1 if match is None else int(match.group())
+        for other, taken in numbers.items():
+            if taken == number:
+                raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
+        numbers[version] = number
+    return numbers
+
+
+def _use_behaviour(records: Sequence[RolloutRecord], which: Which) -> bool:
+    if which not in ("auto", "full", "behaviour"):
+        raise ValueError(f"which={which!r} is unknown: choose auto, full or behaviour.")
+    with_them = [record.behaviour_log_probs is not None for record in records]
+    if which == "behaviour" and not all(with_them):
+        index = with_them.index(False)
+        raise ValueError(f"sample {records[index].sample_id or index} has no behaviour_log_probs: choose which='full'.")
+    if which == "auto" and any(with_them) and not all(with_them):
+        raise ValueError(
+            "some records have behaviour_log_probs and others not: choose which='full', or which='behaviour' after "
+            "requesting the sampling mask for all."
+        )
+    return which != "full" and bool(records) and all(with_them)
+
+
+def _raise_faults(
+    records: Sequence[RolloutRecord],
+    train_log_probs: Sequence[Any] | None,
+    trained_ids: Sequence[Sequence[int]] | None,
+) -> None:
+    found: list[Fault] = []
+    for index, record in enumerate(records):
+        train = None
+        ids = None if trained_ids is None else trained_ids[index]
+        if train_log_probs is not None and index < len(train_log_probs):
+            train = [float(value) for value in train_log_probs[index]]
+            # Where the two sides have other lengths, a length fault (or from_lists) says so.
+            train = train if len(train) == len(record.response_ids) else None
+        found += record.faults(index if record.sample_id is None else None, trained_ids=ids, train_log_probs=train)
+    if found:
+        shown = "; ".join(str(fault) for fault in found[:3])
+        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+        raise InvalidLogProbError(
+            f"{shown}{more}. Check that the rollout engine returns a log-prob for every sampled token and that the "
+            f"trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or drop-sequence."
+        )
+
+
+def _row(record: RolloutRecord, trained_ids: Sequence[int] | None, behaviour: bool) -> _Row:
+    given = record.behaviour_log_probs if behaviour else record.rollout_log_probs
+    values: list[float | None] = list(given or ())
+    mask, versions = list(record.loss_mask), record.version_of_token
+    length = len(record.response_ids)
+    if len(values) != length:
+        values = list[float | None]([None] * length)  # which token lacks its log-prob is unknown
+    if trained_ids is None:
+        return _Row(values, mask, versions)
+    same = 0
+    while same < min(length, len(trained_ids)) and record.response_ids[same] == trained_ids[same]:
+        same += 1
+    rest = len(trained_ids) - same
+    total = len(trained_ids)
+    return _Row(
+        log_probs=[*values[:same], *[None] * rest],
+        mask=[*mask, *[1] * total][:total],
+        versions=[*versions, *[None] * total][:total],
+    )
+
+
+def _version_rows(rows: Sequence[_Row], version_numbers: Mapping[str, int] | None) -> list[Tensor] | None:
+    told = [version for row in rows for version in row.versions if version is not None]
+    if not told:
+        return None
+    if any(mask and version is None for row in rows for version, mask in zip(row.versions, row.mask, strict=True)):
+        warnings.warn(
+            "some training tokens have no weight version and others do: no metric by version for this batch.",
+            MismatchWarning,
+            stacklevel=3,
+        )
+        return None
+    numbers = number_versions(told) if version_numbers is None else version_numbers
+    unknown = sorted(set(told) - set(numbers))
+    if unknown:
+        raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
+    # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
+    filler = numbers[told[0]]
+    return [
+        torch.tensor([filler if version is None else numbers[version] for version in row.versions], dtype=torch.int64)
+        for row in rows
+    ]

@@ -1,0 +1,63 @@
+"""Two real SGLang servers on CPU with the lab's model, one in float32 and one in bfloat16, started once for all tests.
+
+`make test-sglang` runs this folder; plain `make test` leaves it out (`norecursedirs` in pyproject.toml), since it needs
+the environment that ci/sglang_cpu.sh makes. Without one these tests fail and say so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_plugin.lab.settings import LabSettings
+from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, write_checkpoint
+from mismatch_plugin.rollout.server import CpuServer, ServerDtype, start_cpu_server
+
+DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The lab's model, which does not care for positions and may go on for longer than the lab needs."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(folder, LabSettings.model_validate({}))
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def servers(checkpoint: Path) -> Iterator[dict[ServerDtype, CpuServer]]:
+    with ExitStack() as stack, ThreadPoolExecutor(len(DTYPES)) as pool:
+
+        def start(dtype: ServerDtype) -> CpuServer:
+            return stack.enter_context(start_cpu_server(checkpoint, dtype=dtype, arguments=SERVER_ARGUMENTS))
+
+        yield dict(zip(DTYPES, pool.map(start, DTYPES), strict=True))
+
+
+@pytest.fixture(scope="session")
+def float32_server(servers: dict[ServerDtype, CpuServer]) -> CpuServer:
+    return servers["float32"]
+
+
+@pytest.fixture(scope="session")
+def bfloat16_server(servers: dict[ServerDtype, CpuServer]) -> CpuServer:
+    return servers["bfloat16"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    """A failed test shows what its servers printed last."""
+    report = yield
+    if report.failed:
+        values: dict[str, Any] = getattr(item, "funcargs", {})
+        shown = {name: value for name, value in values.items() if isinstance(value, CpuServer)}
+        report.sections += [(f"log of {name}", server.log_tail()) for name, server in shown.items()]
+    return report

@@ -1,0 +1,122 @@
+"""`mismatch-plugin compare` stopped half-way, by Ctrl-C and by a kill: nothing is lost, and --resume ends it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from mismatch_plugin.cli import app
+from mismatch_plugin.lab import command
+
+needs_lab = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("megatron", "transformers", "matplotlib")), reason="needs [lab]"
+)
+OPTIONS = [
+    "--algorithms",
+    "0,1",
+    "--settings",
+    "control",
+    "--seeds",
+    "1",
+    "--steps",
+    "40",
+    "--workers",
+    "1",
+    "--no-exact",
+]
+SECONDS = 180
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """In a session of its own, so that a signal reaches it and its workers and not this test."""
+    command = [sys.executable, "-m", "mismatch_plugin", "compare", "--resume", "--output", str(folder), *OPTIONS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+    )
+
+
+def lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("metrics.jsonl"))
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while lines(folder) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step was made"
+        time.sleep(0.05)
+
+
+@needs_lab
+def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_steps(process, folder, 5)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 130, said
+    assert "writing a report of what is there" in said and "--resume" in said
+    page = (folder / "report.html").read_text()
+    assert "</html>" in page and lines(folder) >= 5
+
+    process = start(folder)
+    wait_for_steps(process, folder, 5)  # the unfinished run begins again
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=SECONDS)
+
+    process = start(folder)
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 0, said
+    outcomes = [json.loads(path.read_text()) for path in sorted(folder.rglob("done.json"))]
+    assert [outcome["status"] for outcome in outcomes] == ["finished", "finished"]
+    assert [outcome["step"] for outcome in outcomes] == [40, 40]
+    assert [len(path.read_text().splitlines()) for path in sorted(folder.rglob("metrics.jsonl"))] == [41, 41]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--algorithms", "5"], "algorithm '5' is unknown"),
+        (["--algorithms", ","], "algorithms is empty"),
+        (["--seeds", "0"], "seeds is 0"),
+        (["--workers", "-1"], "workers is -1"),
+        (["--settings", "int5"], "settings 'int5'"),
+        (["--steps", "0"], "steps is 0"),
+        (["--staleness", "-1"], "staleness is -1"),
+        (["--top-p", "0"], "top_p is 0"),
+        (["--task", "chess"], "chess"),
+        (["--tp", "3"], "tp is 3"),
+        (["--pp", "5"], "pp is 5"),
+        (["--staleness", "4", "--settings", "int4"], "staleness"),
+    ],
+)
+def test_bad_options_are_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], sentence: str
+) -> None:
+    def run(*_: object) -> None:
+        raise AssertionError("not refused")
+
+    monkeypatch.setattr(command, "_run", run)
+    folder = tmp_path / "run"
+    result = CliRunner().invoke(app, ["compare", "--output", str(folder), *options])
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.output.replace("│", " ").split()), result.output
+    assert not folder.exists()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    result = CliRunner().invoke(app, ["compare", "--output", str(tmp_path), "--resume"])
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "is not empty and holds no run" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

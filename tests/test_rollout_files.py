@@ -1,0 +1,151 @@
+"""Records in JSONL and Parquet: bit for bit there and back, errors with line and field, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mismatch_plugin.rollout.files import iter_records, read_records, write_records
+from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
+
+RECORD: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0]}
+
+
+@pytest.fixture(params=[".jsonl", ".parquet"])
+def suffix(request: pytest.FixtureRequest) -> str:
+    if request.param == ".parquet":
+        pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
+    return request.param
+
+
+def full() -> RolloutRecord:
+    return RolloutRecord(
+        prompt_ids=[1, 2],
+        response_ids=[3, 4, 5],
+        rollout_log_probs=[-0.1, None, math.nan],
+        loss_mask=[1, 0, 1],
+        sampling=SamplingParameters(temperature=0.7, top_k=5, stop_token_ids=(9,), seed=2**62, max_new_tokens=3),
+        finish_reason="stop",
+        weight_versions=[WeightSpan(version="3", start=0, end=3)],
+        kept_ids=[[3, 7], [], [5]],
+        behaviour_log_probs=[-0.05, math.inf, -math.inf],
+        prompt_log_probs=[None, -4.0],
+        top_log_probs=[[(-0.1, 3), (-2.0, 7)], [], [(-0.5, 5)]],
+        text='é\u2028 "x"\n',
+        request_id="r",
+        sample_id="s",
+        reward=0.25,
+    )
+
+
+def test_everything_comes_back(tmp_path: Path, suffix: str) -> None:
+    records = [full(), RolloutRecord(**RECORD)]
+    path = tmp_path / f"records{suffix}"
+    assert write_records(path, records) == 2
+    back = read_records(path)
+    assert [repr(record) for record in back] == [repr(record) for record in records]  # repr: NaN is not equal to itself
+    assert back[1].kept_ids is None and back[1].loss_mask == [1, 1]
+
+
+LOG_PROBS = st.one_of(st.none(), st.floats(width=64))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(st.lists(st.tuples(st.integers(0, 2**31), LOG_PROBS), max_size=6), max_size=4))
+def test_log_probs_are_kept_to_the_last_bit(tmp_path: Path, suffix: str, rows: list[list[Any]]) -> None:
+    records = [
+        RolloutRecord(
+            prompt_ids=[1], response_ids=[token for token, _ in row], rollout_log_probs=[value for _, value in row]
+        )
+        for row in rows
+    ]
+    path = tmp_path / f"records{suffix}"
+    write_records(path, records)
+    assert [repr(record) for record in read_records(path)] == [repr(record) for record in records]
+
+
+def test_many_rows_are_read_one_by_one(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"records{suffix}"
+    assert write_records(path, (RolloutRecord(**RECORD, sample_id=str(i)) for i in range(2500))) == 2500
+    assert [record.sample_id for record in iter_records(path)] == [str(i) for i in range(2500)]
+
+
+def test_jsonl_lines_are_strict_json(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    write_records(path, [full(), full()])
+    lines = path.read_text(encoding="utf-8").split("\n")
+    assert len(lines) == 3 and lines[2] == ""
+    for line in lines[:2]:
+        json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rollout_log_probs": [-1.0, "much"]}, r"line 3.*rollout_log_probs\.1.*'much'"),
+        ({"surprise": 1}, "line 3.*surprise"),
+        ({"loss_mask": [1], "sample_id": "s9"}, r"line 3 \(sample s9\).*loss_mask has 1 entries"),
+        ({"response_ids": None}, "line 3.*response_ids"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text("\n".join([json.dumps(RECORD), "", json.dumps({**RECORD, **change})]))
+    with pytest.raises(ValueError, match=says):
+        read_records(path)
+
+
+def test_half_a_line_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD)[:30])
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2.*Invalid JSON"):
+        read_records(path)
+
+
+def test_other_suffixes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"suffix '.json' is unknown, use .jsonl or .parquet"):
+        write_records(tmp_path / "records.json", [])
+    with pytest.raises(ValueError, match=r"use .jsonl or .parquet"):
+        read_records(tmp_path / "records")
+
+
+def test_a_broken_write_leaves_the_old_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"records{suffix}"
+    write_records(path, [full()])
+    before = path.read_bytes()
+
+    def breaking() -> Iterator[RolloutRecord]:
+        yield full()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_records(path, breaking())
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_no_records_make_an_empty_file(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"records{suffix}"
+    assert write_records(path, []) == 0 and read_records(path) == []
+
+
+def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ImportError, match=r"pip install 'mismatch-plugin\[io\]'"):
+        write_records(tmp_path / "records.parquet", [full()])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
+    path = tmp_path / "records.parquet"
+    path.write_text("hello")
+    with pytest.raises(ValueError, match="is no Parquet file"):
+        read_records(path)

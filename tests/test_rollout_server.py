@@ -1,0 +1,196 @@
+"""Starting and ending a server process, with a stand-in program in the place of SGLang: no orphan, no silent failure.
+
+The stand-in is what `python` names, so it gets the same command line. What it does stands in its model's config.json.
+The real server is started in tests/sglang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mismatch_plugin.rollout.server import ServerError, start_cpu_server
+
+STAND_IN = """\
+    #!{python}
+    import http.server, json, os, subprocess, sys, time
+    option = dict(zip(sys.argv, sys.argv[1:]))
+    folder = option["--model-path"]
+    config = json.load(open(folder + "/config.json"))
+    tried = open(folder + "/tried", "a")
+    tried.write(option["--port"] + " " + option["--dtype"] + "\\n")
+    tried.close()
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if config["does"] == "exit":
+        sys.exit("weights are broken")
+    if config["does"] == "port" and len(open(folder + "/tried").readlines()) < 3:
+        sys.exit("[Errno 98] error while attempting to bind: Address already in use")
+    if config["does"] == "hang":
+        time.sleep(600)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path == "/end":
+                print("out of memory", flush=True)
+                os._exit(3)
+            self.send_response(200)
+            self.end_headers()
+
+    http.server.HTTPServer(("127.0.0.1", int(option["--port"])), Handler).serve_forever()
+"""
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> Path:
+    path = tmp_path / "python"
+    path.write_text(textwrap.dedent(STAND_IN).format(python=sys.executable))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[[str], Path]:
+    def write(does: str) -> Path:
+        folder = tmp_path / does
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"does": does}))
+        return folder
+
+    return write
+
+
+def _tried(folder: Path) -> list[str]:
+    return (folder / "tried").read_text().splitlines()
+
+
+def _alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _gone(group: int) -> bool:
+    """Whether the group vanishes; a killed process that nobody waits for takes a moment."""
+    deadline = time.monotonic() + DEADLINE_S
+    while _alive(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not _alive(group)
+
+
+def test_it_answers_and_leaves_nothing_behind(stand_in: Path, model: Callable[[str], Path]) -> None:
+    folder = model("serve")
+    with start_cpu_server(folder, python=stand_in, dtype="bfloat16", arguments=["--extra", "1"]) as server:
+        assert httpx.get(server.url + "/health").status_code == 200
+        assert not server.ended_by_itself and _alive(server.process_group)
+        port = server.url.rpartition(":")[2]
+    assert _tried(folder) == [f"{port} bfloat16"]
+    assert _gone(server.process_group)  # its child too
+    server.stop()
+
+
+def test_an_error_in_the_block_ends_it_too(stand_in: Path, model: Callable[[str], Path]) -> None:
+    with (
+        pytest.raises(LookupError) as caught,
+        start_cpu_server(model("serve"), python=stand_in) as server,
+    ):
+        raise LookupError(server.process_group)
+    assert _gone(*caught.value.args)
+
+
+def test_two_servers_get_two_ports(stand_in: Path, model: Callable[[str], Path]) -> None:
+    folder = model("serve")
+    with start_cpu_server(folder, python=stand_in) as one, start_cpu_server(folder, python=stand_in) as two:
+        assert one.url != two.url
+        assert [httpx.get(server.url + "/health").status_code for server in (one, two)] == [200, 200]
+
+
+def test_a_server_that_does_not_start_shows_its_log(stand_in: Path, model: Callable[[str], Path]) -> None:
+    folder = model("exit")
+    with (
+        pytest.raises(ServerError, match=r"did not start:\n(.*\n)*weights are broken\n.*exit code 1"),
+        start_cpu_server(folder, python=stand_in),
+    ):
+        pass
+    assert len(_tried(folder)) == 1
+
+
+def test_a_server_that_never_answers_is_ended(stand_in: Path, model: Callable[[str], Path]) -> None:
+    with (
+        pytest.raises(ServerError, match="did not answer within 2 s:\n"),
+        start_cpu_server(model("hang"), python=stand_in, timeout=2.0),
+    ):
+        pass
+
+
+def test_a_server_that_dies_under_the_block_is_reported_with_its_log(
+    stand_in: Path, model: Callable[[str], Path]
+) -> None:
+    with (
+        pytest.raises(ServerError, match=r"ended by itself:\n(.*\n)*out of memory\n.*exit code 3") as caught,
+        start_cpu_server(model("serve"), python=stand_in) as server,
+    ):
+        httpx.get(server.url + "/end")
+    assert isinstance(caught.value.__cause__, httpx.TransportError)
+
+
+def test_a_port_taken_meanwhile_is_changed(stand_in: Path, model: Callable[[str], Path]) -> None:
+    folder = model("port")
+    with start_cpu_server(folder, python=stand_in) as server:
+        ports = [line.split()[0] for line in _tried(folder)]
+        assert len(set(ports)) == 3 and server.url.endswith(f":{ports[-1]}")
+    (folder / "tried").unlink()
+    with (  # but not one that was asked for
+        pytest.raises(ServerError, match="Address already in use"),
+        start_cpu_server(folder, python=stand_in, port=int(ports[0])),
+    ):
+        pass
+    assert _tried(folder) == [f"{ports[0]} float32"]
+
+
+def test_it_ends_when_its_owner_is_killed(stand_in: Path, model: Callable[[str], Path], tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from mismatch_plugin.rollout.server import start_cpu_server\n"
+        "with start_cpu_server(sys.argv[1], python=sys.argv[2]) as server:\n"
+        "    print(server.process_group, flush=True); time.sleep(600)"
+    )
+    command = [sys.executable, "-c", code, str(model("serve")), str(stand_in)]
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    assert owner.stdout is not None
+    group = int(owner.stdout.readline())
+    assert _alive(group) and [*scratch.iterdir()]
+    owner.send_signal(signal.SIGKILL)
+    owner.communicate()
+    assert _gone(group) and not [*scratch.iterdir()]
+
+
+def test_what_is_missing_is_said_before_anything_starts(
+    stand_in: Path, model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(tmp_path / "absent" / "python"))
+    folder = model("serve")
+    with (
+        pytest.raises(FileNotFoundError, match=r"absent/python: make one with ci/sglang_cpu\.sh"),
+        start_cpu_server(folder),
+    ):
+        pass
+    with pytest.raises(FileNotFoundError, match=r"holds no config\.json"), start_cpu_server(tmp_path, python=stand_in):
+        pass
+    monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(stand_in))
+    with start_cpu_server(folder):
+        assert len(_tried(folder)) == 1
