@@ -1,0 +1,101 @@
+"""The training side's file: log-probs of the response tokens as the trainer computed them, one JSON object a line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from mismatch_plugin.rollout.records import RolloutRecord
+
+
+class TrainingSample(BaseModel):
+    """One line of the file. `sample_id` or `index` says which record it belongs to; without either, its line does."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    train_log_probs: list[float | None]
+    """log π_train of each response token, natural log, at the sampling temperature. null: none."""
+    sample_id: str | None = None
+    index: int | None = Field(default=None, ge=0)
+    """Place of the record in its file, from 0."""
+    token_ids: list[int] | None = None
+    """Response ids that the trainer sees."""
+    prompt_ids: list[int] | None = None
+    """Prompt ids that the trainer sees."""
+    loss_mask: list[int] | None = None
+    """1 where a response token trains."""
+    weight_version: int | str | None = None
+    """Of the weights that the trainer holds."""
+    temperature: float | None = Field(default=None, gt=0)
+    """What the trainer divided its logits by."""
+
+
+class InputError(ValueError):
+    """A file or source from which nothing can be checked."""
+
+
+def read_training(path: Path) -> list[TrainingSample]:
+    """Read the file. Raises InputError with line, field and value where it is not what is described above."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read the training file {path}: {error}") from None
+    samples = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            samples.append(TrainingSample.model_validate_json(line))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"])) or "the line"
+            shown = repr(fault["input"])[:80]
+            raise InputError(
+                f"{path}, line {number}: {where} is {shown}: {fault['msg']}. A line is one JSON object with "
+                f"train_log_probs and, if wanted, {', '.join(sorted(set(TrainingSample.model_fields) - _NEEDED))}."
+            ) from None
+    if not samples:
+        raise InputError(f"{path} holds no sample.")
+    return samples
+
+
+_NEEDED = {"train_log_probs"}
+
+
+def match(records: Sequence[RolloutRecord], training: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """The training samples in the order of the records: by sample_id, else by index, else by line.
+
+    Raises InputError where a record has no partner, or two.
+    """
+    names = [record.sample_id for record in records]
+    keys: Sequence[object]
+    wanted: Sequence[object]
+    if all(sample.sample_id is not None for sample in training):
+        if not any(name is not None for name in names):
+            raise InputError("the training file names samples by sample_id, but no record has one: use index instead.")
+        keys = [sample.sample_id for sample in training]
+        wanted, key = names, "sample_id"
+    elif all(sample.index is not None for sample in training):
+        keys = [sample.index for sample in training]
+        wanted, key = [*range(len(records))], "index"
+    elif any(sample.sample_id is not None or sample.index is not None for sample in training):
+        raise InputError("some lines of the training file have a sample_id or index and some none: give all or none.")
+    else:
+        if len(training) != len(records):
+            raise InputError(
+                f"{len(records)} records and {len(training)} lines of training log-probs: without sample_id or index "
+                f"they are matched line by line, so give one line a record."
+            )
+        return list(training)
+    table = dict(zip(keys, training, strict=True))
+    if len(table) != len(training):
+        twice = next(value for value in keys if list(keys).count(value) > 1)
+        raise InputError(f"the training file has {key} {twice!r} twice.")
+    missing = [value for value in wanted if value not in table]
+    if missing:
+        raise InputError(f"the training file has no {key} {missing[0]!r} ({len(missing)} records have no partner).")
+    if len(set(wanted)) != len(wanted):
+        raise InputError(f"the records have a {key} twice: it must name one record.")
+    return [table[value] for value in wanted]
