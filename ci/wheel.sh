@@ -40,6 +40,8 @@ assert importlib.metadata.version("mismatch-plugin") == mismatch_plugin.__versio
 assert importlib.resources.files("mismatch_plugin").joinpath("py.typed").is_file(), "py.typed is not in the wheel"
 installed = importlib.metadata.files("mismatch-plugin") or []
 assert any(file.name == "LICENSE" for file in installed), "LICENSE is not in the wheel"
+patches = importlib.resources.files("mismatch_plugin").joinpath("patches", "manifest.json")
+assert patches.is_file(), "the patches are not in the wheel"
 assert not any(file.parts[0] in ("tests", "ci") for file in installed), "tests are in the wheel"
 PYTHON
 "$bin/mismatch-plugin" --version

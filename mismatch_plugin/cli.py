@@ -9,7 +9,9 @@ import typer
 
 import mismatch_plugin
 from mismatch_plugin.lab.command import compare
+from mismatch_plugin.patching import app as patching
 from mismatch_plugin.report.command import inspect
+from mismatch_plugin.rollout.check.command import check
 
 if TYPE_CHECKING:
     from mismatch_plugin.report.table import Table
@@ -113,6 +115,8 @@ def presets(
 
 app.command()(compare)
 app.command()(inspect)
+app.command()(check)
+app.add_typer(patching, name="patch")
 
 
 def _show(table: Table, markdown: bool) -> None:

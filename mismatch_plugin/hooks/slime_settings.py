@@ -216,7 +216,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     """Lines of the start-up block: what will run, whose normaliser divides, which passes are skipped."""
     module = f"mismatch_plugin.hooks.{host}"
     custom = getattr(args, "loss_type", "policy_loss") == "custom_loss"
-    lines = config.describe().splitlines()
+    lines = [line for line in config.describe().splitlines() if not line.startswith("loss:")]  # the host's: see below
     lines.append(f"through: {module}.policy_loss" if custom else f"through: {host}'s policy_loss")
     if getattr(args, "custom_tis_function_path", None) and not custom:
         lines[-1] += f" with {args.custom_tis_function_path}"
@@ -236,7 +236,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
             "step metrics: none, and an invalid rollout log-prob turns the loss into NaN instead of an error, unless "
             f"--custom-megatron-before-train-step-hook-path runs {module}.before_train_step"
         )
-    return lines + [f"no effect: {note}" for note in _notes(args, host)]
+    return lines + [f"note: {note}" for note in _notes(args, host)]
 
 
 def _scope(config: MismatchConfig, host: str) -> str:

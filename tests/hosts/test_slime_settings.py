@@ -255,7 +255,7 @@ def test_the_block_says_what_runs_and_who_divides(host: str):
 
 
 def test_the_block_names_what_has_no_effect():
-    assert "no effect: ppo.eps_clip_high 0.28 changes nothing" in described(
+    assert "note: ppo.eps_clip_high 0.28 changes nothing" in described(
         **custom("slime"), **ours(3, {"level": "sequence"}), eps_clip_high=0.28
     )
 

@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# miles's Qwen3-4B script with the correction. The script starts train.py itself, so its parser is patched once, and then
+# takes our flags as it takes its own.
+set -euo pipefail
+: "${MILES:?folder of the miles checkout}"
+
+mismatch-plugin patch apply --host miles --root "$MILES"
+
+FLAGS=(
+    --use-rollout-log-probs # algorithm 3 with both: REINFORCE, weighted; the old log-probs are not computed
+    --use-tis
+    --tis-level sequence
+    --rs-veto-threshold 1e-4
+)
+cd "$MILES"
+python3 scripts/run_qwen3_4b.py --extra-args "${FLAGS[*]}" "$@"

@@ -1,0 +1,48 @@
+"""Hydra overrides on a command line: read without Hydra, and written in its grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+
+def read_overrides(argv: Sequence[str]) -> dict[str, Any]:
+    """Hydra's overrides on the line: dotted name → value, the last one of a name."""
+    found: dict[str, Any] = {}
+    for token in argv:
+        name, equals, value = token.partition("=")
+        name = name.lstrip("+~")
+        if equals and not name.startswith("-"):
+            try:  # Hydra needs no space behind a colon, YAML does
+                found[name] = yaml.safe_load(re.sub(r":(?=\S)", ": ", value) if value.startswith("{") else value)
+            except yaml.YAMLError:
+                found[name] = value
+    return found
+
+
+def text(value: Any) -> str:
+    """A value as Hydra's override grammar writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}: {text(item)}" for name, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(text(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if value is None:
+        return "null"
+    if isinstance(value, str) and not value.replace("_", "").replace("-", "").isalnum():
+        escaped = value.replace("\\", "\\\\").replace("'", "\\'")
+        return f"'{escaped}'"
+    return str(value)
+
+
+def put(tree: dict[str, Any], name: str, value: Any) -> None:
+    """Set a value at a dotted name, making the mappings on the way."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        inner = tree.get(parent)
+        tree[parent] = tree = inner if isinstance(inner, dict) else {}
+    tree[last] = value
