@@ -16,6 +16,7 @@ OPTIONAL = (
     "sglang",
     "transformers",
     "transformer_engine",
+    "triton",
     "matplotlib",
     "tensorboard",
     "pyarrow",

@@ -162,7 +162,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": torch.ones(3)}, r"temperature is torch.float32 \[3\]: pass a float, or one"),
     ({"temperature": torch.ones(T, device=META)}, "temperature is on meta"),
     ({"entropy": True}, "entropy=True is unknown: choose one of none, detached, grad"),
-    ({"backend": "triton"}, "backend='triton' is unknown: choose one of auto, torch, megatron, transformer_engine"),
+    (
+        {"backend": "liger"},
+        "backend='liger' is unknown: choose one of auto, torch, triton, megatron, transformer_engine",
+    ),
     ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
     ({"vocab_size": V + 1}, "vocab_size=65 is more than the 64 columns there are"),
     ({"vocab_start": -1}, "vocab_start=-1 is negative"),

@@ -87,7 +87,7 @@ def test_exactly_these_collectives(layout: Layout):
             sums, extremes = counts["state"]
             assert counts["finish"] == [rank.over_data("SUM", sums), rank.over_data("MAX", extremes)]
             before = losses if settings.algorithm in (0, 2) else masks
-            assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 6)]
+            assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 7)]
 
 
 def test_columns_counted_by_hand():

@@ -283,8 +283,8 @@ def build(root: Path) -> Page:
 def test_whole_page(tmp_path: Path):
     page = build(write_folder(tmp_path))
     assert {"setting-1", "setting-2"} <= set(page.ids)
-    assert len(page.images) == PICTURES_A_SETTING * len(SETTINGS)
-    assert len(list((tmp_path / "plots").glob("*.png"))) == PICTURES_A_SETTING * len(SETTINGS)
+    assert len(page.images) == PICTURES_A_SETTING * len(SETTINGS) + 1  # and the overview
+    assert len(list((tmp_path / "plots").glob("*.png"))) == PICTURES_A_SETTING * len(SETTINGS) + 1
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "partial report" not in html
     assert "reverse &lt;digits&gt;" in html
@@ -297,7 +297,7 @@ def test_partial_page_then_chromium_shows_it(tmp_path: Path):
     page = build(damage(tmp_path))
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "This is a partial report." in html and "seeds 1, 2, 3 not started" in html
-    assert len(page.images) == PICTURES_A_SETTING
+    assert len(page.images) == PICTURES_A_SETTING + 1
     browser = next(
         (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
     )

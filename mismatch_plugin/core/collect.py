@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial, reduce
+from functools import lru_cache, partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,6 +37,15 @@ def any_of(verdicts: list[Tensor | None]) -> Tensor | None:
     return reduce(torch.logical_or, given) if given else None
 
 
+def locators(config: MismatchConfig, packed: PackedSequences, train_T: Tensor) -> tuple[Locator, ...]:
+    """What names the invalid log-probs of a batch, should any be counted under the policy `error`."""
+    rollout = packed.rollout_log_probs
+    if config.rollout_log_prob_policy != "error" or rollout is None:
+        return ()
+    where = (packed.lengths, packed.sequence_ids, packed.positions)
+    return (partial(find_invalid, train_T, rollout, packed.loss_mask, *where),)
+
+
 class Stage:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences.
 
@@ -62,19 +71,7 @@ class Stage:
         self.kept_N: Tensor
         self.keep_T: Tensor
         self.factor: Tensor | float | None = None  # what batch normalisation divides the weights by
-        self.locators: tuple[Locator, ...] = ()
-        rollout = packed.rollout_log_probs
-        if config.rollout_log_prob_policy == "error" and rollout is not None:
-            locate = partial(
-                find_invalid,
-                train_T,
-                rollout,
-                packed.loss_mask,
-                packed.lengths,
-                packed.sequence_ids,
-                packed.positions,
-            )
-            self.locators = (locate,)
+        self.locators = locators(config, packed, train_T)
 
     @property
     def masks_tokens(self) -> bool:
@@ -157,29 +154,33 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     """
     has = stage.tokens_N > 0
     rows = _rows(stage, has)
-    totals = torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T
+    totals = _products(torch.stack(list(rows.values())), torch.stack([stage.tokens_N, has]))
     if not counts_sequences:
         totals = torch.zeros_like(totals)
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
     values = [totals.flatten()]
-    maxima = _maxima(stage, has)
+    maximum_names, maxima = _maxima(stage, has)
     if stage.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
         values.append(count_kinds(stage.tokens.code))
     if stage.measured and stage.config.metrics == "full":
         sums, extra = full_diagnostics(stage, counts_sequences)
-        maxima |= extra
+        for name, value in extra.items():
+            maximum_names += [name] if value.dim() == 0 else _indexed(name, value.numel())
+            maxima.append(value.reshape(-1))
         for name, value in sums.items():
-            names += [f"{name}[{index}]" for index in range(value.numel())]
+            names += _indexed(name, value.numel())
             values.append(value)
-    maximum_names: list[str] = []
-    for name, value in maxima.items():
-        maximum_names += [name] if value.dim() == 0 else [f"{name}[{index}]" for index in range(value.numel())]
-    flat = [value.reshape(-1) for value in maxima.values()]
-    maximum_values = torch.cat(flat).double() if flat else totals.new_zeros(0)
+    maximum_values = torch.cat([value.double() for value in maxima]) if maxima else totals.new_zeros(0)
     return Statistics(
         torch.cat(values), maximum_values, tuple(names), tuple(maximum_names), stage.config, stage.locators
     )
+
+
+@lru_cache
+def _indexed(name: str, size: int) -> tuple[str, ...]:
+    """The names of a vector's elements; made once, for the histogram has 2048."""
+    return tuple(f"{name}[{index}]" for index in range(size))
 
 
 def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
@@ -281,10 +282,18 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     return rows
 
 
-def _maxima(stage: Stage, has: Tensor) -> dict[str, Tensor]:
-    """0-d maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is nothing."""
+def _products(rows_RN: Tensor, measures_MN: Tensor) -> Tensor:
+    """Σ over the sequences of every row under every measure, [R, M]."""
+    if torch.compiler.is_compiling():  # a matrix product fuses with nothing
+        return (rows_RN[:, None] * measures_MN).sum(-1)
+    return rows_RN @ measures_MN.T
+
+
+def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
+    """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
+    nothing."""
     if stage.config.metrics == "off":
-        return {}
+        return [], []
     both, above = {}, {}
     if stage.measured:
         both["log_ratio_seq"] = stage.means_N["log_ratio"]
@@ -294,24 +303,26 @@ def _maxima(stage: Stage, has: Tensor) -> dict[str, Tensor]:
             both["log_aggregate"] = stage.aggregated()
     if stage.weights_N is not None:
         above["weight"] = _normalized(stage, stage.weights_N.masked_fill(stage.kept_N == 0, 0.0))
-    maxima = _extremes(both, above, has.logical_not())
+    parts = [_extremes(both, above, has.logical_not())]
     if stage.measured and stage.level == "token":
-        maxima |= _extremes({"log_aggregate": stage.tokens.log_ratio}, {}, stage.tokens.padding)
+        parts.append(_extremes({"log_aggregate": stage.tokens.log_ratio}, {}, stage.tokens.padding))
     if stage.weights_T is not None:
-        maxima |= _extremes({}, {"weight": _normalized(stage, stage.weights_T * stage.keep_T)}, stage.tokens.padding)
-    return maxima
+        weight = _normalized(stage, stage.weights_T * stage.keep_T)
+        parts.append(_extremes({}, {"weight": weight}, stage.tokens.padding))
+    return [name for names, _ in parts for name in names], [values for names, values in parts if names]
 
 
-def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> dict[str, Tensor]:
-    """Maxima of all rows and negated minima of the first kind, over what is not absent."""
-    rows = [*both.values(), *above.values()]
-    if not rows:
-        return {}
+def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:
+    """Names and values of the maxima of all rows and the negated minima of the first kind, over what is not absent."""
     names = [*both, *above, *(f"-{name}" for name in both)]
-    if absent.numel() == 0:
-        return {name: rows[0].new_full((), -torch.inf) for name in names}
+    if not names or absent.numel() == 0:
+        return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
+    rows = [*both.values(), *above.values()]
+    if torch.compiler.is_compiling():
+        values = torch.stack([*rows, *(row.neg() for row in both.values())])
+        return names, values.masked_fill(absent, -torch.inf).amax(1)
     values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     parts = [values.masked_fill(absent, -torch.inf).amax(1)]
     if both:
         parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
-    return dict(zip(names, torch.cat(parts).unbind(0), strict=True))
+    return names, torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.collect import Stage, any_of, collect_statistics, token_columns
-from mismatch_plugin.core.levels import segment_max, segment_sum, spread
+from mismatch_plugin.core.levels import segment_maxima, segment_sums, spread
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
 from mismatch_plugin.core.statistics import Statistics
@@ -77,10 +77,15 @@ def correct(
     Raises: ValueError where log-probs are missing; InvalidLogProbError where the packed data were found to hold
         rollout log-probs that are none and the policy is `error` (data on a device are reported by `metrics()`).
     """
+    return compute_correction(training_side(packed), packed, config, groups, batch_factor)
+
+
+def training_side(packed: PackedSequences) -> Tensor:
+    """[T] log π_train for `correct`, detached. Raises ValueError where there is none."""
     train = packed.train_log_probs if packed.train_log_probs is not None else packed.old_log_probs
     if train is None:
         raise ValueError("train_log_probs is missing: correct needs the training side's log-probs of the same tokens.")
-    return compute_correction(train.detach(), packed, config, groups, batch_factor)
+    return train.detach()
 
 
 @torch.no_grad()
@@ -92,7 +97,7 @@ def compute_correction(
     batch_factor: Tensor | float | None,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ)."""
-    _refuse_missing(packed, config)
+    refuse_missing(packed, config)
     tokens = select_tokens(train_T, packed)
     stage = Stage(config, packed, tokens, train_T)
     tis = config.tis
@@ -107,7 +112,7 @@ def compute_correction(
     rejected_T = any_of([masked_T, dropped_T])
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
-    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens))
+    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
     stage.read(*_reduce_sums(columns, packed.offsets, groups))
     stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
 
@@ -141,7 +146,8 @@ def compute_correction(
     return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor)
 
 
-def _refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
+def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
+    """Raise what `correct` raises where the batch lacks what the configuration needs."""
     if packed.rollout_log_probs is None and (config.algorithm != 0 or config.rejects):
         raise ValueError(
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
@@ -155,21 +161,25 @@ def _reduce_sums(
     columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
 ) -> tuple[tuple[str, ...], Tensor]:
     """Names, and Σ over each whole sequence of every column, [K, N] float64. Each column is freed once it is summed."""
-    sums = {}
-    for name, column in columns:
-        sums[name] = segment_sum(column, offsets)
-    partials = torch.stack(list(sums.values()))
-    return tuple(sums), partials if groups is None else groups.sum(partials)
+    names: list[str] = []
+    partials = segment_sums(named(columns, names), offsets)
+    return tuple(names), partials if groups is None else groups.sum(partials)
 
 
 def _reduce_maxima(
     columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
 ) -> dict[str, Tensor]:
-    maxima = {name: segment_max(column, offsets) for name, column in columns}
-    if not maxima:
+    names: list[str] = []
+    partials = segment_maxima(named(columns, names), offsets)
+    if partials is None:
         return {}
-    values = list(maxima.values())
-    partials = torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)
     if groups is not None:
         partials = groups.max(partials)
-    return dict(zip(maxima, partials.unbind(0), strict=True))
+    return dict(zip(names, partials.unbind(0), strict=True))
+
+
+def named(columns: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[Tensor]:
+    """The columns one by one, their names appended to `names`."""
+    for name, column in columns:
+        names.append(name)
+        yield column

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.levels import SAFETY_BOUND
-from mismatch_plugin.core.validity import constants
+from mismatch_plugin.core.validity import bucket
 
 if TYPE_CHECKING:
     from mismatch_plugin.core.collect import Stage
@@ -48,24 +48,26 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
         maxima["version"], maxima["-version"] = _slot_extremes(slot, packed.weight_versions, tokens.padding)
     value = torch.empty_like(tokens.log_ratio, dtype=torch.float64)
 
-    def add_drift(name: str, bucket: Tensor, size: int) -> None:
-        sums[f"{name}_log_ratio"] = _by_bucket(bucket, size, value.copy_(tokens.log_ratio))
-        sums[f"{name}_log_ratio_abs"] = _by_bucket(bucket, size, value.abs_())
-        sums[f"{name}_tokens"] = _by_bucket(bucket, size, value.copy_(tokens.mask))
+    def add_drift(name: str, place: Tensor, size: int) -> None:
+        sums[f"{name}_log_ratio"] = _by_bucket(place, size, value.copy_(tokens.log_ratio))
+        sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, value.abs_())
+        sums[f"{name}_tokens"] = _by_bucket(place, size, value.copy_(tokens.mask))
 
     if slot is not None:
         add_drift("version", slot, VERSION_SLOTS)
     del slot
-    add_drift("probability", _bucket(tokens.rollout.exp(), PROBABILITY_EDGES), len(PROBABILITY_EDGES) + 1)
-    add_drift("position", _bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
+    probability = bucket(tokens.rollout.exp(), PROBABILITY_EDGES)
+    add_drift("probability", probability, len(PROBABILITY_EDGES) + 1)
+    del probability
+    add_drift("position", bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
     if packed.advantages is not None:
         sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
         sums["advantage_tokens"] = _by_bucket(sign, 3, value)
         sums["advantage_kept"] = _by_bucket(sign, 3, value.copy_(stage.keep_T))
-    bucket = _bucket(stage.tokens_N, LENGTH_EDGES)
+    length = bucket(stage.tokens_N, LENGTH_EDGES)
     counted = (stage.tokens_N > 0).double() * float(counts_sequences)
-    sums["length_sequences"] = _by_bucket(bucket, len(LENGTH_EDGES) + 1, counted)
-    sums["length_kept"] = _by_bucket(bucket, len(LENGTH_EDGES) + 1, counted * (stage.kept_N > 0))
+    sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
+    sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (stage.kept_N > 0))
     return sums, maxima
 
 
@@ -97,11 +99,6 @@ def quantile(histogram: list[float], share: float) -> float:
             return HISTOGRAM_SCALE * math.sinh(place)
         below += count
     return 0.0
-
-
-def _bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:
-    """Index of the bucket, int32: how many edges are ≤ the value."""
-    return torch.bucketize(values, constants(edges, values), right=True, out_int32=True)
 
 
 def _by_bucket(bucket: Tensor, size: int, values: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ Reference for the levels: rollout-correction guide, section 3.3; Liu & Li et al.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,36 @@ def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
 def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:
     """Maximum over each sequence: [T] → [N]. One kernel; an empty sequence gives −inf."""
     return torch.segment_reduce(values_T, "max", offsets=offsets, unsafe=True)
+
+
+def segment_sums(columns: Iterable[Tensor], offsets: Tensor) -> Tensor:
+    """`segment_sum` of every [T] column: [K, N] float64. Each column is freed once it is summed."""
+    if torch.compiler.is_compiling():
+        return _segments_at_once([column.double() for column in columns], offsets, "sum")
+    return torch.stack([segment_sum(column, offsets) for column in columns])
+
+
+def segment_maxima(columns: Iterable[Tensor], offsets: Tensor) -> Tensor | None:
+    """`segment_max` of every [T] column: [K, N]; None where there is none."""
+    if torch.compiler.is_compiling():
+        together = list(columns)
+        return _segments_at_once(together, offsets, "max") if together else None
+    values = [segment_max(column, offsets) for column in columns]
+    if not values:
+        return None
+    return torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)
+
+
+def _segments_at_once(columns: list[Tensor], offsets: Tensor, reduce: str) -> Tensor:
+    """All columns in one reduction of K·N segments: a compiler fuses what makes the columns, but no reduction by
+    offsets, and each of those would be a kernel. It holds K columns at once."""
+    count, tokens = len(columns), columns[0].shape[0]
+    segments = offsets.shape[0] - 1
+    place = torch.arange(count * segments + 1, device=offsets.device)
+    column = place // segments
+    all_offsets = column * tokens + offsets[place - column * segments]
+    flat = torch.stack(columns).flatten()
+    return torch.segment_reduce(flat, reduce, offsets=all_offsets, unsafe=True).view(count, -1)
 
 
 def spread(values_N: Tensor, sequence_index_T: Tensor) -> Tensor:

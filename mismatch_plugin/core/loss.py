@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction
+from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction, named
 from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
@@ -17,6 +18,9 @@ from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+
+
+TERMS = ("entropy", "kl")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,27 +66,108 @@ def policy_loss(
     mean over sequences of Σ_t (divided by length_norm if set).
     groups, batch_factor, collectives, syncs, errors: as `correct`. Gradient: through log_probs and packed.entropy only.
     """
-    packed_tokens = packed.loss_mask.shape
-    if log_probs.shape != packed_tokens:
-        raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, the packed batch {tuple(packed_tokens)}.")
+    advantages = refuse_unfit(log_probs, packed, config)
+    if log_probs.dtype in (torch.bfloat16, torch.float16):
+        log_probs = log_probs.float()
+    old, train = anchors(log_probs, packed, config)
+    correction = compute_correction(train, packed, config, groups, batch_factor)
+
+    columns = _loss_columns(log_probs, advantages, old, packed, correction, config)
+    totals, sums_K = token_totals(columns)
+    loss_sum = totals["pg_loss"].to(log_probs.dtype)
+    terms = {name: totals[f"{name} term"].to(log_probs.dtype) for name in TERMS if f"{name} term" in totals}
+    if config.aggregation == "token-mean":
+        original = totals["terms_denominator"].long()
+        denominator = totals["denominator"].long() if "denominator" in totals else original
+    else:
+        original = _sequences(correction.tokens_N, groups)
+        denominator = original if config.denominator == "original" else _sequences(correction.kept_N, groups)
+    statistics = correction.statistics
+    if config.metrics != "off":
+        names = tuple(totals)
+        if correction.factor is not None and config.tis.batch_normalize_scope != "micro_batch":
+            # Like the weights in the statistics, the loss stands before the step's batch normalisation.
+            sums_K[names.index("pg_loss")] *= correction.factor
+        units = {"denominator": denominator, "terms_denominator": original}
+        missing = {name: units[name].double().reshape(1) for name in units if name not in names}
+        statistics = statistics.with_vectors((*names, *missing), [sums_K, *missing.values()])
+    return PolicyLoss(loss_sum, denominator, terms, original, correction, statistics)
+
+
+def refuse_unfit(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> Tensor:
+    """Raise where the batch lacks what the loss needs. Returns its advantages."""
+    tokens = packed.loss_mask.shape
+    if log_probs.shape != tokens:
+        raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, the packed batch {tuple(tokens)}.")
     if packed.advantages is None:
         raise ValueError(
             "advantages is missing: policy_loss needs one advantage a token (or a sequence, in from_lists)."
         )
-    if log_probs.dtype in (torch.bfloat16, torch.float16):
-        log_probs = log_probs.float()
+    if config.terms.entropy_coef and packed.entropy is None:
+        raise ValueError("entropy is missing: terms.entropy_coef needs the policy's entropy at each token.")
+    if config.terms.kl_coef and packed.ref_log_probs is None:
+        raise ValueError("ref_log_probs is missing: terms.kl_coef needs the reference policy's log-probs.")
+    return packed.advantages
+
+
+def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
+    """(log π_old, log π_train of the correction and the diagnostics), each [T], detached."""
     current = log_probs.detach()
     old = packed.old_log_probs if packed.old_log_probs is not None else packed.train_log_probs
     old = current if old is None else old.detach()
-    train = current if config.use_rollout_log_probs else old
-    correction = compute_correction(train, packed, config, groups, batch_factor)
+    return old, current if config.use_rollout_log_probs else old
 
+
+def token_totals(columns: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
+    """Σ_t of every [T] column: by name, 0-d, with gradient; and all of them, [K] float64, without.
+
+    In float64, but a column that carries gradient is summed in its own dtype. Compiled, all are summed in float64 and
+    by one reduction: a compiler sums float32 with less care.
+    """
+    if torch.compiler.is_compiling():
+        given = dict(columns)
+        sums_K, *each = _SumsAtOnce.apply(*given.values())
+        return dict(zip(given, each, strict=True)), sums_K
+    totals = {name: v.sum(dtype=None if v.requires_grad else torch.float64) for name, v in columns}
+    return totals, torch.stack([total.detach().double() for total in totals.values()])
+
+
+class _SumsAtOnce(torch.autograd.Function):
+    """([K] float64, without gradient; its elements, with gradient). The gradient of a column is only its own."""
+
+    @staticmethod
+    def forward(ctx: Any, *columns_T: Tensor) -> tuple[Tensor, ...]:
+        ctx.columns = [(column.dtype, column.shape) for column in columns_T]
+        ctx.set_materialize_grads(False)
+        sums_K = torch.stack([column.double() for column in columns_T]).sum(1)
+        ctx.mark_non_differentiable(sums_K)
+        return sums_K, *(total.clone() for total in sums_K.unbind())
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return tuple(
+            None if grad is None else grad.to(dtype).expand(shape)
+            for grad, (dtype, shape) in zip(grads[1:], ctx.columns, strict=True)
+        )
+
+
+def _loss_columns(
+    log_probs: Tensor,
+    advantages: Tensor,
+    old: Tensor,
+    packed: PackedSequences,
+    correction: Correction,
+    config: MismatchConfig,
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, [T]) columns whose sums are the loss, its terms, what it is divided by, and what the metrics report.
+
+    One at a time, so that few live at once.
+    """
     mask = _selected(packed, correction, config)
     log_probs = torch.where(mask, log_probs, 0.0)
-    advantages = torch.where(mask, packed.advantages.detach(), 0.0)
-    sums: dict[str, Tensor] = {}
+    advantages = torch.where(mask, advantages.detach(), 0.0)
     if config.algorithm == 3:
-        loss_T = reinforce_loss(log_probs, advantages)
+        loss_T, log_r = reinforce_loss(log_probs, advantages), None
     else:
         # Under bypass the selected rollout log-probs are π_θ itself where a value is no log-prob: ratio 1.
         anchor = torch.where(mask, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
@@ -90,22 +175,16 @@ def policy_loss(
         loss_T, log_r = ppo_clip_loss(
             log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
         )
-        if config.metrics != "off":
-            sums |= _clip_sums(log_r.detach(), advantages, config)
     share_T = _share_of_unit(packed, correction, config, config.denominator == "original")
     coefficient = correction.weights * correction.keep
-    loss_sum = (loss_T * (coefficient if share_T is None else coefficient * share_T)).sum()
-    terms, term_sums = _terms(log_probs, packed, correction, config)
-    if config.metrics != "off":
-        # Like the weights in the statistics, the loss stands before the step's batch normalisation.
-        undo = correction.factor if config.tis.batch_normalize_scope != "micro_batch" else None
-        sums |= {"pg_loss": loss_sum if undo is None else loss_sum.detach() * undo, **term_sums}
-    original = _units(packed, correction, config, groups, original=True)
-    denominator = original if config.denominator == "original" else _units(packed, correction, config, groups)
-    statistics = correction.statistics
-    if config.metrics != "off":
-        statistics = statistics.with_sums({**sums, "denominator": denominator, "terms_denominator": original})
-    return PolicyLoss(loss_sum, denominator, terms, original, correction, statistics)
+    yield "pg_loss", loss_T * (coefficient if share_T is None else coefficient * share_T)
+    if log_r is not None and config.metrics != "off":
+        yield from _clip_columns(log_r.detach(), advantages, config)
+    if config.aggregation == "token-mean":
+        yield "terms_denominator", packed.loss_mask
+        if config.denominator != "original":
+            yield "denominator", correction.keep
+    yield from _term_columns(log_probs, mask, packed, correction, config)
 
 
 def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
@@ -119,13 +198,13 @@ def _selected(packed: PackedSequences, correction: Correction, config: MismatchC
     return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
 
 
-def _clip_sums(log_r: Tensor, advantages: Tensor, config: MismatchConfig) -> dict[str, Tensor]:
+def _clip_columns(log_r: Tensor, advantages: Tensor, config: MismatchConfig) -> Iterator[tuple[str, Tensor]]:
     """Clipped tokens on either side (where the clip is active for the advantage's sign), and −log r."""
     bounded = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     r = bounded.exp()
-    high = (r > 1.0 + config.ppo.eps_clip_high).logical_and_(advantages > 0)
-    low = (r < 1.0 - config.ppo.eps_clip_low).logical_and_(advantages < 0)
-    return {"clip_high": high.sum(), "clip_low": low.sum(), "ppo_kl": -bounded.double().sum()}
+    yield "clip_high", (r > 1.0 + config.ppo.eps_clip_high).logical_and_(advantages > 0)
+    yield "clip_low", (r < 1.0 - config.ppo.eps_clip_low).logical_and_(advantages < 0)
+    yield "ppo_kl", bounded.neg_()
 
 
 def _share_of_unit(
@@ -141,44 +220,30 @@ def _share_of_unit(
     return None
 
 
-def _units(
-    packed: PackedSequences,
-    correction: Correction,
-    config: MismatchConfig,
-    groups: SequenceGroups | None,
-    original: bool = False,
-) -> Tensor:
-    """Tokens or sequences on this rank that the loss is divided by, 0-d int64. A sequence counts on one rank only."""
-    if config.aggregation == "token-mean":
-        return (packed.loss_mask if original else correction.keep).sum(dtype=torch.float64).long()
-    tokens = correction.tokens_N if original else correction.kept_N
-    units = (tokens > 0).sum()
+def _sequences(tokens_N: Tensor, groups: SequenceGroups | None) -> Tensor:
+    """Sequences with a token, 0-d int64. A sequence counts on one rank only."""
+    units = (tokens_N > 0).sum()
     return units if groups is None or groups.counts_sequences else torch.zeros_like(units)
 
 
-def _terms(
-    log_probs: Tensor, packed: PackedSequences, correction: Correction, config: MismatchConfig
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Entropy bonus and KL penalty over the original mask: (losses with coefficients, sums for the metrics)."""
-    terms: dict[str, Tensor] = {}
-    sums: dict[str, Tensor] = {}
-    mask, settings = _selected(packed, correction, config), config.terms
+def _term_columns(
+    log_probs: Tensor, mask: Tensor, packed: PackedSequences, correction: Correction, config: MismatchConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Entropy bonus and KL penalty over the original mask, coefficients included, and what the metrics report."""
+    settings, measured = config.terms, config.metrics != "off"
     share_T = _share_of_unit(packed, correction, config, original=True)
     share = mask.to(correction.weights.dtype) if share_T is None else mask * share_T
-    if settings.entropy_coef and packed.entropy is None:
-        raise ValueError("entropy is missing: terms.entropy_coef needs the policy's entropy at each token.")
     if packed.entropy is not None:
         entropy = torch.where(mask, packed.entropy, 0.0)
-        sums["entropy"] = entropy.detach().double().sum()
+        if measured:
+            yield "entropy", entropy.detach()
         if settings.entropy_coef:
-            terms["entropy"] = -settings.entropy_coef * (entropy * share).sum()
-    if settings.kl_coef and packed.ref_log_probs is None:
-        raise ValueError("ref_log_probs is missing: terms.kl_coef needs the reference policy's log-probs.")
-    if packed.ref_log_probs is not None:
+            yield "entropy term", entropy * share * -settings.entropy_coef
+    if packed.ref_log_probs is not None and (measured or settings.kl_coef):
         reference = torch.where(mask, packed.ref_log_probs.detach(), 0.0)
         kl = kl_to_reference(log_probs, reference, settings.kl_type)
-        sums["ref_kl"] = kl.detach().double().sum()
+        if measured:
+            yield "ref_kl", kl.detach()
         if settings.kl_coef:
             weight = correction.weights if settings.kl_importance_weighted else 1.0
-            terms["kl"] = settings.kl_coef * (kl * share * weight).sum()
-    return terms, sums
+            yield "kl term", kl * share * weight * settings.kl_coef

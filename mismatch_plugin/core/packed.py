@@ -87,7 +87,7 @@ class PackedSequences:
         """[T] integer: `positions`, or the index inside the local sequence."""
         if self.positions is not None:
             return self.positions
-        tokens = torch.arange(sum(self.lengths), device=self.loss_mask.device)
+        tokens = torch.arange(self.loss_mask.shape[0], device=self.loss_mask.device)
         return tokens - self.offsets.index_select(0, self.sequence_index)
 
     def replace(self, **changes: Any) -> PackedSequences:
@@ -142,7 +142,8 @@ class PackedSequences:
 
         advantages may hold one number a sequence. Half precision becomes float32, float64 stays.
         On CPU data the rollout log-probs are checked here (DESIGN 3.7); what is found stands in `.invalid`.
-        Raises ValueError naming the sample and both lengths where two entries disagree.
+        Raises ValueError naming the sample and both lengths where two entries disagree, and for advantages, reference
+        log-probs and entropies on the CPU that are not finite where a token trains.
         """
         if loss_masks is None:
             raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
@@ -172,6 +173,9 @@ class PackedSequences:
         if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
             odd = mask[(mask != 0) & (mask != 1)][0]
             raise ValueError(f"loss_masks holds {odd:g}: a mask is 1 where a token trains and 0 elsewhere.")
+        for name in ("advantages", "ref_log_probs", "entropy"):
+            if name in fields and mask.device.type == "cpu":
+                _refuse_not_finite(name, fields[name].cpu(), mask != 0, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
@@ -221,6 +225,23 @@ class PackedSequences:
         found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
         object.__setattr__(self, "invalid", found)
         return self
+
+
+def _refuse_not_finite(
+    name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
+) -> None:
+    """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
+    bad = (trained_T & ~values_T.isfinite()).nonzero().flatten()
+    if not bad.numel():
+        return
+    token = int(bad[0])
+    ends = torch.tensor(lengths).cumsum(0)
+    sequence = int((ends <= token).sum())
+    position = token - int(ends[sequence]) + lengths[sequence]
+    raise ValueError(
+        f"{name} of sequence {ids[sequence]} is {float(values_T[token])} at position {position}, a token that trains: "
+        f"find where it comes from, or set its loss mask to 0."
+    )
 
 
 def _flatten(

@@ -70,13 +70,14 @@ def reject_tokens(config: MismatchConfig, tokens: Tokens) -> dict[str, Tensor]:
     return outside
 
 
-def rejection_columns(config: MismatchConfig, tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
+def rejection_columns(config: MismatchConfig, tokens: Tokens, has_k3: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, [T]) columns to be summed per sequence for the sequence criteria, the veto and dropped sequences.
 
-    Sums of l, for ratio and k1, are there already. All are 0 at padding, as every statistic is.
+    Sums of l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of k3. All are 0 at
+    padding, as every statistic is.
     """
     for statistic in {c.statistic: None for c in config.criteria if c.aggregate in ("sequence_sum", "sequence_mean")}:
-        if statistic not in ("ratio", "k1"):
+        if statistic not in ("ratio", "k1") and not (statistic == "k3" and has_k3):
             yield statistic, token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout)
     if config.rs.veto_threshold is not None:
         yield "catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold)

@@ -9,7 +9,7 @@ the sequences: `tokens` by their response tokens, `sequences` by 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -65,9 +65,11 @@ class Statistics:
 
     def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
         """This state with further 0-d sums appended."""
-        values = torch.stack([value.detach().double() for value in extra.values()])
-        names = (*self.sum_names, *extra)
-        sums = torch.cat([self.sums, values])
+        return self.with_vectors(tuple(extra), [torch.stack([value.detach().double() for value in extra.values()])])
+
+    def with_vectors(self, names: tuple[str, ...], values: Sequence[Tensor]) -> Statistics:
+        """This state with further sums appended: float64 vectors of as many elements together as there are names."""
+        sums, names = torch.cat([self.sums, *values]), (*self.sum_names, *names)
         return Statistics(sums, self.maxima, names, self.maximum_names, self.config, self.locators)
 
     def sum_of(self, name: str) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 
 import torch
 from torch import Tensor
@@ -55,8 +55,8 @@ def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor, train_not_fi
 
     train_T, rollout_T: [T] float. padding_T, train_not_finite_T: [T] bool. Returns [T] int8. Host syncs: none.
     """
-    # One kernel gives floor (≤ FLOOR), sound, positive (> POSITIVE_TOLERANCE; NaN lands here too, for the moment).
-    code = torch.bucketize(rollout_T, constants((FLOOR, POSITIVE_TOLERANCE), rollout_T), out_int32=True).char()
+    # 0 floor (NaN lands there too, for the moment), 1 sound, 2 positive.
+    code = (rollout_T > FLOOR).view(torch.int8).add_(rollout_T > POSITIVE_TOLERANCE)
     code.masked_fill_((rollout_T == 0.0).logical_and_(train_T < -ZERO_FILL_GAP), ZERO_FILL)
     code.masked_fill_(rollout_T != rollout_T, NAN)
     code.masked_fill_(train_not_finite_T, TRAIN_NOT_FINITE)
@@ -65,14 +65,25 @@ def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor, train_not_fi
 
 def count_kinds(code_T: Tensor) -> Tensor:
     """How many tokens have each code: [T] → [len(KINDS)]. No host sync."""
+    if torch.compiler.is_compiling():  # a histogram would be a kernel that nothing fuses with
+        kinds = torch.arange(len(KINDS), dtype=code_T.dtype, device=code_T.device)
+        return (code_T == kinds[:, None]).sum(1, dtype=torch.float64)
+    if code_T.device.type == "cpu":  # the fastest there; elsewhere it is a host sync
+        return torch.bincount(code_T, minlength=len(KINDS)).double()
     return torch.histc(code_T.float(), bins=len(KINDS), min=-0.5, max=len(KINDS) - 0.5)
 
 
-def constants(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """Constants on a tensor's device and in its dtype, made once: copying them in the hook would be a host sync."""
-    return _constants(values, like.dtype, like.device)
+def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:
+    """Index of each value's bucket, int32: how many edges are ≤ the value. No NaN.
+
+    One kernel. Compiled, it is comparisons, which fuse and need no tensor of edges.
+    """
+    if torch.compiler.is_compiling():
+        return reduce(torch.add, [(values >= e).int() for e in edges])
+    return torch.bucketize(values, _constants(edges, values.dtype, values.device), right=True, out_int32=True)
 
 
+# Made once: copying them to the device in the hook would be a host sync.
 @lru_cache
 def _constants(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_ZERO_EXPONENT = -1e4
+ZERO_EXPONENT = -1e4
 """2^-1e4 is 0 in every dtype, while -1e4 · 0 is 0 where −inf · 0 would be NaN."""
 
 _CPU_BLOCK = 2**20
@@ -30,6 +30,11 @@ _CPU_BLOCK = 2**20
 
 _DEVICE_BLOCK = 2**24
 """Elements of a block elsewhere: 64 MiB of float32, so that kernels outlast their launch."""
+
+OVERWRITTEN = (
+    "inplace_gradient=True has overwritten the logits with their gradient in the first backward: a second backward "
+    "through the same log-probs needs inplace_gradient=False."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,10 +116,7 @@ class VocabParallelLogProbs(torch.autograd.Function):
         ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         if ctx.overwritten:
-            raise RuntimeError(
-                "inplace_gradient=True has overwritten the logits with their gradient in the first backward: a second "
-                "backward through the same log-probs needs inplace_gradient=False."
-            )
+            raise RuntimeError(OVERWRITTEN)
         logits_TV, targets_R, rows_R, temperature_R, mask, shift_R, total_R, entropy_R = ctx.saved_tensors
         temperature = ctx.temperature if temperature_R is None else temperature_R
         sampling_mask = mask if ctx.offsets is None else RaggedSamplingMask(mask, ctx.offsets)
@@ -244,7 +246,7 @@ def _local_statistics(blocks: _Blocks, with_entropy: bool) -> Tensor:
         target_z_B = z_BW.gather(1, blocks.target_column_R[block, None]).squeeze(1)
         target_B.copy_(torch.where(blocks.owned_R[block], target_z_B, -math.inf))
         if with_entropy:
-            e_BW = torch.exp2(z_BW.clamp_min_(_ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
+            e_BW = torch.exp2(z_BW.clamp_min_(ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
             torch.sum(e_BW, -1, out=total_B)
             torch.sum(z_BW.mul_(e_BW), -1, out=weighted_B)
         else:
@@ -252,14 +254,22 @@ def _local_statistics(blocks: _Blocks, with_entropy: bool) -> Tensor:
     return statistics_4R
 
 
-def _combine(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of the whole vocabulary, the same bits on every rank: one all-gather of four floats a target."""
+def gather_statistics(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
+    """[P, 4, R]: every rank's statistics, by the one all-gather of four floats a target; none without a group."""
     if tp_group is None or tp_group.size() == 1:
-        maximum_R, total_R, weighted_R, target_R = statistics_4R.unbind(0)
-        return maximum_R, total_R, weighted_R, target_R
+        return statistics_4R[None]
     gathered = statistics_4R.new_empty((tp_group.size() * 4, statistics_4R.shape[1]))
     dist.all_gather_into_tensor(gathered, statistics_4R, group=tp_group)
-    maximum_PR, total_PR, weighted_PR, target_PR = gathered.unflatten(0, (-1, 4)).unbind(1)
+    return gathered.unflatten(0, (-1, 4))
+
+
+def _combine(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The statistics of the whole vocabulary, the same bits on every rank."""
+    statistics_P4R = gather_statistics(statistics_4R, tp_group)
+    if len(statistics_P4R) == 1:
+        maximum_R, total_R, weighted_R, target_R = statistics_4R.unbind(0)
+        return maximum_R, total_R, weighted_R, target_R
+    maximum_PR, total_PR, weighted_PR, target_PR = statistics_P4R.unbind(1)
     maximum_R = maximum_PR.amax(0)
     moved_PR = maximum_PR - maximum_R
     target_R = (target_PR + moved_PR).amax(0)
@@ -312,7 +322,7 @@ def _gradient(
         if slope_R is None:
             torch.mul(z_BW.exp2_(), constant_R[block, None], out=result_BW)
         else:
-            e_BW = torch.exp2(z_BW.clamp_min_(_ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
+            e_BW = torch.exp2(z_BW.clamp_min_(ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
             torch.mul(e_BW, z_BW.mul_(slope_R[block, None]).add_(constant_R[block, None]), out=result_BW)
         column_B1 = blocks.target_column_R[block, None]
         result_BW.scatter_(1, column_B1, result_BW.gather(1, column_B1) + at_target_R[block, None])

@@ -1,6 +1,7 @@
 """Log-probs and entropy of the trained tokens, from logits sharded over the vocabulary: one function, its backends.
 
-The torch reference stands in `log_prob_torch`, the adapters to other libraries in `log_prob_backends`.
+The torch reference stands in `log_prob_torch`, its Triton twin for CUDA in `log_prob_triton`, the adapters to other
+libraries in `log_prob_backends`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from mismatch_plugin.parallel.log_prob_torch import (
 )
 
 Entropy = Literal["none", "detached", "grad"]
-Backend = Literal["auto", "torch", "megatron", "transformer_engine"]
+Backend = Literal["auto", "torch", "triton", "megatron", "transformer_engine"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -75,10 +76,12 @@ def vocab_parallel_log_probs(
             exactly 0. Each row at most once. None: R = T, row i predicts target i.
         inplace_gradient: the backward writes the gradient into the storage of the logits. That saves its memory, but
             nobody may read the logits afterwards, and a second backward raises.
-        block_rows: rows per block; None: about 4 MiB of float32 on CPU, 64 MiB elsewhere. Beside the gradient and a few
-            floats a target, two blocks are all the memory taken (one more with rows, one more with a mask).
-        backend: "auto" is "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and
-            "transformer_engine" (its `parallel_cross_entropy`) give log-probs only, and refuse what they cannot do.
+        block_rows: rows per block of backend "torch"; None: about 4 MiB of float32 on CPU, 64 MiB elsewhere. Beside the
+            gradient and a few floats a target, two blocks are all the memory taken (one more with rows, one more with a
+            mask). Backend "triton" has no blocks and takes no such memory.
+        backend: "auto" is "triton" where Triton can be imported and the logits are on CUDA and not float64, else
+            "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and "transformer_engine" (its
+            `parallel_cross_entropy`) give log-probs only. Each refuses what it cannot do.
 
     Sums, results and everything per row are float32 (float64 for float64 logits); the gradient has the logits' dtype.
     Collectives: one all-gather of 4 floats a target in the forward, none in the backward. Host syncs: none.
@@ -112,6 +115,7 @@ def vocab_parallel_log_probs(
         compute = megatron_log_probs if backend == "megatron" else transformer_engine_log_probs
         return LogProbs(compute(logits, targets, rows, temperature, tp_group), None)
 
+    function = choose_function(logits, backend)
     layout = Layout(
         tp_group=tp_group,
         vocab_start=start,
@@ -120,7 +124,27 @@ def vocab_parallel_log_probs(
         inplace_gradient=inplace_gradient,
         block_rows=block_rows or default_block_rows(logits),
     )
-    return LogProbs(*VocabParallelLogProbs.apply(logits, targets, rows, temperature, sampling_mask, layout))
+    return LogProbs(*function.apply(logits, targets, rows, temperature, sampling_mask, layout))
+
+
+def choose_function(logits: Tensor, backend: str) -> type[torch.autograd.Function]:
+    """The torch Function or its Triton twin; ValueError or RuntimeError if the backend asked for cannot be had."""
+    if backend == "torch" or (backend == "auto" and (not logits.is_cuda or logits.dtype == torch.float64)):
+        return VocabParallelLogProbs
+    if logits.dtype == torch.float64:
+        raise ValueError("backend='triton' cannot do torch.float64 logits: use backend='torch'.")
+    try:
+        from mismatch_plugin.parallel.log_prob_triton import INTERPRETED, TritonLogProbs
+    except ImportError as error:
+        if backend == "auto":
+            return VocabParallelLogProbs
+        raise RuntimeError(f"backend='triton' needs Triton ({error}): install it or use backend='torch'.") from error
+    if not logits.is_cuda and not INTERPRETED:
+        raise RuntimeError(
+            f"backend='triton' needs logits on CUDA, not on {logits.device}: use backend='torch', or set "
+            "TRITON_INTERPRET=1 before the start for Triton's slow interpreter."
+        )
+    return TritonLogProbs
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

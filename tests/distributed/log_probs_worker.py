@@ -137,6 +137,22 @@ def run(name: str) -> dict[str, Any]:
     return forward_backward(shard(make(name), start, widths[rank]), tp_group=dist.group.WORLD, **arguments)
 
 
+def in_float32(inputs: Inputs) -> Inputs:
+    """What the Triton twin can do of a case that is made in float64."""
+    if inputs.logits.dtype == torch.float64:
+        inputs.logits, inputs.upstream = inputs.logits.float(), inputs.upstream.float()
+    return inputs
+
+
+def run_triton(name: str) -> dict[str, Any]:
+    """`run` by the Triton twin, on the CPU in its interpreter."""
+    widths, rank = shard_widths(name, dist.get_world_size()), dist.get_rank()
+    start = sum(widths[:rank])
+    arguments: dict[str, Any] = {"vocab_start": start} if name == "uneven" else {}
+    inputs = shard(in_float32(make(name)), start, widths[rank])
+    return forward_backward(inputs, tp_group=dist.group.WORLD, backend="triton", **arguments)
+
+
 def run_megatron(case: tuple[str, int]) -> dict[str, Any]:
     """{"torch", "megatron"}: the same by both backends; "refused": the message for a group that is not Megatron's."""
     from megatron.core import parallel_state

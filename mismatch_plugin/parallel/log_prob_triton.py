@@ -1,0 +1,266 @@
+"""Log-probs and entropy from vocabulary-sharded logits: the arithmetic of `log_prob_torch` in Triton, for CUDA.
+
+Arguments, results, dtypes, edge cases and the one all-gather are those of `log_prob_torch`, and so is the legend. Also:
+
+* Bytes: the forward reads each logit once, the backward reads it once and writes its gradient once: 2 + 4 bytes a logit
+  in bf16, entropy included. Rows of ignored targets and rows that were not picked are not read: only their gradient of
+  zero is written. Of a row with ragged ids only those ids are read.
+* Memory: the gradient and a few floats a target; with ragged ids 4 bytes an id more, and about 40 for a moment.
+* Launches: two in the forward and two in the backward, whatever T and V are; some tiny ones more for a temperature per
+  target, for picked rows and for ragged ids.
+
+A row is never split among programs. One program reads 131072 columns in some tens of microseconds: with few rows the
+call costs no more than its launches, and with many the device is full.
+
+Without a GPU the kernels run in Triton's interpreter, where TRITON_INTERPRET=1 was set before Triton was imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mismatch_plugin.parallel import log_prob_kernels
+from mismatch_plugin.parallel.log_prob_torch import OVERWRITTEN, Layout, RaggedSamplingMask, gather_statistics
+
+kernels: Any = log_prob_kernels  # A launch has other arguments than the kernel's signature says.
+
+INTERPRETED = not isinstance(kernels.statistics_kernel, triton.JITFunction)
+"""Whether the kernels run on the CPU, by Triton's interpreter."""
+
+_VECTOR_BYTES = 16
+"""The widest load of a thread: one line of a tile of `statistics_kernel`."""
+
+FORWARD_BLOCK, BACKWARD_BLOCK = 8192, 4096
+"""Columns that a program has in hand: enough loads on the way to hide their latency, few enough registers that several
+programs share a multiprocessor (in bf16: 40 to 48 a thread)."""
+
+MOST_WARPS = 8
+
+_ROW_BLOCK = 256
+"""Targets of one program in the kernels that see a few floats of each."""
+
+_KEPT_BLOCK = 512
+"""Ragged ids that a program has in hand."""
+
+_NO_COLUMN = 2**31 - 1
+
+
+class Inputs(NamedTuple):
+    """What the kernels read, prepared on the device."""
+
+    logits_TV: Tensor
+    targets_R: Tensor
+    rows_R: Tensor | None
+    unit: float
+    """What a logit is multiplied with to be an exponent of 2; without a meaning if there are `units_R`."""
+    units_R: Tensor | None
+    mask_RV: Tensor | None
+    kept_K: Tensor | None
+    """int32 columns of this shard, ascending in a row; what is elsewhere, or there already, is `_NO_COLUMN`."""
+    offsets_R1: Tensor | None
+    layout: Layout
+
+    @property
+    def filter(self) -> int:
+        """The kernels' FILTER."""
+        chosen = kernels.UNFILTERED
+        if self.mask_RV is not None:
+            chosen = kernels.BOOLEAN
+        elif self.kept_K is not None:
+            chosen = kernels.RAGGED
+        return chosen.value
+
+
+class TritonLogProbs(torch.autograd.Function):
+    """(log_probs [R], entropy [R] or None), as `log_prob_torch.VocabParallelLogProbs`, except for float64 logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_TV: Tensor,
+        targets_R: Tensor,
+        rows_R: Tensor | None,
+        temperature: float | Tensor,
+        sampling_mask: Tensor | RaggedSamplingMask | None,
+        layout: Layout,
+    ) -> tuple[Tensor, Tensor | None]:
+        inputs = prepare(logits_TV.detach(), targets_R, rows_R, temperature, sampling_mask, layout)
+        statistics_P4R = gather_statistics(local_statistics(inputs), layout.tp_group)
+        log_probs_R, entropy_R, shift_R, total_R = finish(statistics_P4R, inputs.targets_R, layout.entropy != "none")
+
+        kept_entropy_R = entropy_R if layout.entropy == "grad" else None
+        ctx.save_for_backward(
+            logits_TV, inputs.targets_R, inputs.rows_R, inputs.units_R, inputs.mask_RV, inputs.kept_K,
+            inputs.offsets_R1, shift_R, total_R, kept_entropy_R,
+        )  # fmt: skip
+        ctx.unit, ctx.layout = inputs.unit, layout
+        ctx.overwritten = False
+        ctx.set_materialize_grads(False)
+        if entropy_R is not None and layout.entropy == "detached":
+            ctx.mark_non_differentiable(entropy_R)
+        return log_probs_R, entropy_R
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]  # once_differentiable hides the names
+        ctx: Any, grad_log_probs_R: Tensor | None, grad_entropy_R: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if ctx.overwritten:
+            raise RuntimeError(OVERWRITTEN)
+        logits_TV, targets_R, rows_R, units_R, mask_RV, kept_K, offsets_R1, shift_R, total_R, entropy_R = (
+            ctx.saved_tensors
+        )
+        ctx.overwritten = ctx.layout.inplace_gradient
+        inputs = Inputs(
+            logits_TV.detach(), targets_R, rows_R, ctx.unit, units_R, mask_RV, kept_K, offsets_R1, ctx.layout
+        )
+        if entropy_R is None:
+            grad_entropy_R = None
+        gradient_TV = gradient(inputs, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
+        return gradient_TV, None, None, None, None, None
+
+
+def prepare(
+    logits_TV: Tensor,
+    targets_R: Tensor,
+    rows_R: Tensor | None,
+    temperature: float | Tensor,
+    sampling_mask: Tensor | RaggedSamplingMask | None,
+    layout: Layout,
+) -> Inputs:
+    """The arguments of the Function as the kernels want them. Host syncs: none."""
+    unit, units_R = 1.0, None
+    if isinstance(temperature, Tensor):
+        units_R = math.log2(math.e) / temperature.detach().to(torch.float32).contiguous()
+    else:
+        unit = math.log2(math.e) / temperature
+    mask_RV, kept_K, offsets_R1 = None, None, None
+    if isinstance(sampling_mask, RaggedSamplingMask):
+        kept_K, offsets_R1 = _kept_columns(sampling_mask, layout)
+    elif sampling_mask is not None:
+        mask_RV = sampling_mask.view(torch.uint8)
+    rows_R = None if rows_R is None else rows_R.contiguous()
+    return Inputs(logits_TV, targets_R.contiguous(), rows_R, unit, units_R, mask_RV, kept_K, offsets_R1, layout)
+
+
+def _kept_columns(mask: RaggedSamplingMask, layout: Layout) -> tuple[Tensor, Tensor]:
+    """(`Inputs.kept_K`, the offsets on the device): sorted, as an id that is there twice must count once."""
+    device = mask.token_ids.device
+    offsets_R1 = mask.offsets.to(device, non_blocking=True)
+    row_K = torch.repeat_interleave(
+        torch.arange(len(mask.offsets) - 1, device=device), offsets_R1.diff(), output_size=len(mask.token_ids)
+    )
+    local_K = mask.token_ids.to(torch.int64) - layout.vocab_start
+    local_K = torch.where((local_K >= 0) & (local_K < layout.columns), local_K, _NO_COLUMN)
+    sorted_K = row_K.mul_(_NO_COLUMN + 1).add_(local_K).sort().values
+    kept_K = (sorted_K & _NO_COLUMN).to(torch.int32)
+    kept_K[1:].masked_fill_(sorted_K[1:] == sorted_K[:-1], _NO_COLUMN)
+    return kept_K, offsets_R1
+
+
+def local_statistics(inputs: Inputs) -> Tensor:
+    """[4, R] of this shard: maximum·unit, Σ e, Σ e·z (0 if the entropy is not asked for) and the target's z."""
+    logits_TV, targets_R, layout = inputs.logits_TV, inputs.targets_R, inputs.layout
+    statistics_4R = logits_TV.new_empty((4, len(targets_R)), dtype=torch.float32)
+    if len(targets_R) == 0:
+        return statistics_4R
+    line = _VECTOR_BYTES // logits_TV.element_size()
+    block = min(FORWARD_BLOCK, max(32 * line, triton.next_power_of_2(layout.columns)))
+    with torch.cuda.device_of(logits_TV):
+        kernels.statistics_kernel[(len(targets_R),)](
+            logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.unit, inputs.units_R,
+            *_mask_arguments(inputs), inputs.kept_K, inputs.offsets_R1, statistics_4R, len(targets_R),
+            layout.vocab_start, layout.columns,
+            FILTER=inputs.filter, ENTROPY=layout.entropy != "none", CONTIGUOUS=_contiguous(logits_TV, inputs.mask_RV),
+            LINES=block // line, LINE=line, num_warps=_warps(block),
+        )  # fmt: skip
+    return statistics_4R
+
+
+def finish(
+    statistics_P4R: Tensor, targets_R: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(log_probs, entropy, shift, Σ e), each [R], of the whole vocabulary: the same bits on every rank."""
+    log_probs_R, shift_R, total_R = statistics_P4R.new_empty((3, len(targets_R))).unbind(0)
+    entropy_R = torch.empty_like(log_probs_R) if with_entropy else None
+    if len(targets_R):
+        with torch.cuda.device_of(statistics_P4R):
+            kernels.finish_kernel[(triton.cdiv(len(targets_R), _ROW_BLOCK),)](
+                statistics_P4R, targets_R, log_probs_R, entropy_R, shift_R, total_R, len(targets_R),
+                RANKS=len(statistics_P4R), BLOCK=_ROW_BLOCK,
+            )  # fmt: skip
+    return log_probs_R, entropy_R, shift_R, total_R
+
+
+def gradient(
+    inputs: Inputs,
+    shift_R: Tensor,
+    total_R: Tensor,
+    entropy_R: Tensor | None,
+    grad_log_probs_R: Tensor | None,
+    grad_entropy_R: Tensor | None,
+) -> Tensor:
+    """dL/dlogits [T, V] of this shard in the logits' dtype, in a new tensor or in the logits' own storage."""
+    logits_TV, targets_R, layout = inputs.logits_TV, inputs.targets_R, inputs.layout
+    gradient_TV = logits_TV if layout.inplace_gradient else torch.empty_like(logits_TV)
+    (tokens, width), count = logits_TV.shape, len(targets_R)
+    if tokens == 0 or width == 0:
+        return gradient_TV
+    coefficients_5R = shift_R.new_empty((5, count))
+    with_slope = grad_entropy_R is not None
+    target_of_row_T = values_K = target_values_R = None
+    if inputs.rows_R is not None:
+        target_of_row_T = torch.full((tokens,), -1, device=logits_TV.device)
+        target_of_row_T.index_copy_(0, inputs.rows_R, torch.arange(count, device=logits_TV.device))
+    with torch.cuda.device_of(logits_TV):
+        if count:
+            kernels.coefficients_kernel[(triton.cdiv(count, _ROW_BLOCK),)](
+                inputs.unit, inputs.units_R, shift_R, total_R, entropy_R,
+                grad_log_probs_R, 0 if grad_log_probs_R is None else grad_log_probs_R.stride(0),
+                grad_entropy_R, 0 if grad_entropy_R is None else grad_entropy_R.stride(0),
+                coefficients_5R, count, BLOCK=_ROW_BLOCK,
+            )  # fmt: skip
+        if inputs.kept_K is not None and count:
+            values_K, target_values_R = logits_TV.new_empty(len(inputs.kept_K)), logits_TV.new_empty(count)
+            kernels.kept_gradient_kernel[(count,)](
+                logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
+                coefficients_5R, values_K, target_values_R, count, layout.vocab_start, layout.columns,
+                SLOPE=with_slope, BLOCK=_KEPT_BLOCK,
+            )  # fmt: skip
+        block = min(BACKWARD_BLOCK, max(256, triton.next_power_of_2(width)))
+        blocks = triton.cdiv(width, block)
+        kernels.gradient_kernel[(tokens * blocks,)](
+            logits_TV, *logits_TV.stride(), gradient_TV, *gradient_TV.stride(), target_of_row_T, targets_R,
+            *_mask_arguments(inputs), inputs.offsets_R1, coefficients_5R, count,
+            layout.vocab_start, layout.columns, width, blocks,
+            FILTER=inputs.filter, SLOPE=with_slope,
+            CONTIGUOUS=_contiguous(logits_TV, gradient_TV, inputs.mask_RV),
+            BLOCK=block, num_warps=_warps(block),
+        )  # fmt: skip
+        if values_K is not None:
+            kernels.kept_write_kernel[(count,)](
+                gradient_TV, *gradient_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
+                values_K, target_values_R, layout.vocab_start, layout.columns, BLOCK=_KEPT_BLOCK,
+            )  # fmt: skip
+    return gradient_TV
+
+
+def _mask_arguments(inputs: Inputs) -> tuple[Tensor | None, int, int]:
+    mask_RV = inputs.mask_RV
+    return (None, 0, 0) if mask_RV is None else (mask_RV, mask_RV.stride(0), mask_RV.stride(1))
+
+
+def _contiguous(*tensors: Tensor | None) -> bool:
+    """Whether the columns of all lie one after the other."""
+    return all(tensor is None or tensor.stride(1) == 1 for tensor in tensors)
+
+
+def _warps(block: int) -> int:
+    """16 columns a thread, more where that would be more than `MOST_WARPS`."""
+    return max(1, min(MOST_WARPS, block // 512))
