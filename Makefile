@@ -9,8 +9,8 @@ COMPARE_ARGS ?=
 SGLANG_VENV ?= .venv-sglang
 # So does verl, for the tests that compare with it.
 VERL_VENV ?= .venv-verl
-# One pytest process: the slow tests launch two to four processes themselves, and more of them at once is not faster.
-PYTEST_ARGS ?=
+# Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
+PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
 BIN := $(VENV)/bin
 CONSTRAINTS := $(if $(shell command -v nvidia-smi 2> /dev/null),,ci/constraints-cpu.txt)
@@ -26,7 +26,8 @@ export OMP_NUM_THREADS ?= 1
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= PYTEST_ARGS= COMPARE_ARGS="
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS=" \
+		"PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
@@ -40,7 +41,7 @@ sglang:  ## make .venv-sglang, where SGLang serves on CPU (2.6 GB, made on first
 	@PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/sglang_cpu.sh $(SGLANG_VENV)
 
 test-sglang: sglang $(VENV)/.test  ## run the tests against a real SGLang server (makes both environments on first use)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) tests/sglang
+	$(BIN)/python -m pytest tests/sglang
 
 compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLang server; writes runs/compare-sglang/report.html
 	$(BIN)/mismatch-plugin compare --resume --engine sglang --start-server --seeds 1 --steps 80 \
@@ -48,7 +49,7 @@ compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLa
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pytest $(PYTEST_ARGS) tests/hosts/verl_live tests/hosts/test_launch_verl_live.py
+	$(VERL_VENV)/bin/python -m pytest tests/hosts/verl_live tests/hosts/test_launch_verl_live.py
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
