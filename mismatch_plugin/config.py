@@ -12,10 +12,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.criteria import Criterion, Rejection
 from mismatch_plugin.fields import (
+    Section,
     described,
     dotted_fields_set,
     flag_names,
@@ -45,7 +46,7 @@ class MismatchWarning(UserWarning):
     """A setting that is legal but has no effect, or is outside the range in which it is known to work."""
 
 
-class ImportanceSampling(BaseModel):
+class ImportanceSampling(Section):
     """How importance weights are made from the ratio ρ = π_train / π_rollout (DESIGN 3.2, 3.3)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
@@ -122,7 +123,7 @@ class ImportanceSampling(BaseModel):
         return self
 
 
-class PPOClip(BaseModel):
+class PPOClip(Section):
     """The clipped surrogate of algorithms 0, 1 and 2."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -157,7 +158,7 @@ class PPOClip(BaseModel):
     )
 
 
-class Terms(BaseModel):
+class Terms(Section):
     """Losses beside the policy term. The correction does not scale them: they run over the original `loss_mask`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -198,7 +199,7 @@ class Terms(BaseModel):
     )
 
 
-class MismatchConfig(BaseModel):
+class MismatchConfig(Section):
     """Everything the correction does, in one frozen value.
 
     Two flags choose the algorithm (`.algorithm`): 0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS.

@@ -8,13 +8,13 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_origin
+from typing import TYPE_CHECKING, Any, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo
+from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -99,6 +99,22 @@ def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:
     return getattr(part, name), type(part).model_fields[name].get_default(call_default_factory=True)
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML whose keys stand once: the last of two would win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        pairs = [(self.construct_object(key, deep=True), value) for key, value in node.value]
+        _unique([pair for pair in pairs if pair[0] != "<<"])
+        return super().construct_mapping(node, deep)
+
+
+def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r} stands there twice: keep one of them, with all of its settings.")
+    return dict(pairs)
+
+
 def read_file(path: str | Path) -> dict[str, Any]:
     """A configuration file as a dict. Raises ValueError for a missing file or one that holds no mapping."""
     path = Path(path)
@@ -106,8 +122,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"configuration file {path} does not exist: check the path given.")
     text = path.read_text(encoding="utf-8")
     try:
-        data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        if path.suffix == ".json":
+            data = json.loads(text, object_pairs_hook=_unique)
+        else:
+            data = yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"configuration file {path} is not valid YAML or JSON: {error}") from error
     if data is None:
         return {}
@@ -140,6 +159,18 @@ def number(value: Any, name: str = "the value") -> float:
         except ValueError:
             pass
     raise ValueError(f"{name} is {value!r}, which is not a number: write one, for example 2.0.")
+
+
+class Section(BaseModel):
+    """Fields whose numbers are read by `number`: pydantic would take "1_2" for 12 and a switch for 1.0."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _spelled_number(cls, value: Any, info: ValidationInfo) -> Any:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if float in (annotation, *get_args(annotation)) and isinstance(value, (str, bool)):
+            return number(value, str(info.field_name))
+        return value
 
 
 def bounds(value: Any, name: str) -> tuple[float | None, float]:

@@ -369,3 +369,26 @@ def test_explain_only_prints_the_block_and_stops(capsys: pytest.CaptureFixture[s
         mp.MismatchConfig.from_args(parser.parse_args(["--use-tis", "--mismatch-explain-only"]))
     assert stop.value.code == 0
     assert "algorithm 2: decoupled PPO" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["1_2", True, "two"])
+@pytest.mark.parametrize("path", ["tis.upper_bound", "ppo.eps_clip_low", "length_norm"])
+def test_what_is_no_number_is_refused(path: str, value: object) -> None:
+    section, _, name = path.rpartition(".")
+    data = {name: value} if not section else {section: {name: value}}
+    with pytest.raises(ValueError, match="which is not a number"):
+        mp.MismatchConfig.build({"use_tis": True, **data})
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "use_tis: true\ntis: {mode: mask}\ntis: {level: sequence}\n"),
+        ("a.yaml", "use_tis: true\ntis:\n  mode: mask\n  mode: clip\n"),
+        ("a.json", '{"use_tis": true, "use_tis": false}'),
+    ],
+)
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match="stands there twice"):
+        mp.MismatchConfig.from_file(tmp_path / name)

@@ -121,3 +121,12 @@ def test_normalised_weight_of_ten_times_hi() -> None:
     name = f"{PREFIX}rollout_is_weight_after_max"
     assert mp.check_health({name: 29.9}, config) == []
     assert [warning.metric for warning in mp.check_health({name: 30.1}, config)] == [name]
+
+
+def test_missing_log_probs_and_nan_are_no_health():
+    step = {"rollout_corr/tokens": 100.0, "rollout_corr/invalid_nan": 60.0, "rollout_corr/kl": 0.0}
+    (warning,) = mp.check_health(step, mp.MismatchConfig())
+    assert warning.metric == "rollout_corr/invalid_nan" and "60 of 100 rollout log-probs" in str(warning)
+    assert mp.check_health({**step, "rollout_corr/invalid_nan": 1.0}, mp.MismatchConfig()) == []
+    (warning,) = mp.check_health({"rollout_corr/tokens": 1.0, "rollout_corr/pg_loss": float("nan")}, mp.MismatchConfig())
+    assert warning.metric == "rollout_corr/pg_loss"

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_plugin.hooks.megatron_batch import Sample
 from tests.distributed.hook_worker import Layout, Outcome, Run, run_layout, run_plainly
 from tests.distributed.launch import launch
 from tests.test_hook_megatron import data
@@ -84,3 +85,44 @@ def test_each_loss_keeps_its_weight(world: int, index: int) -> None:
             expected = alone[name] + policy.get(name, torch.zeros_like(gradient))
             scale = max(float(expected.abs().max()), 1e-3)
             assert float((gradient - expected).abs().max()) <= 1e-5 * scale, (name, run)
+
+
+def even_samples() -> tuple[Sample, ...]:
+    """Of one length that every layout cuts without padding, which the router would count, too."""
+    return tuple(
+        replace(
+            sample,
+            prompt_ids=[1, 2, 3, 4],
+            response_ids=[*sample.response_ids, *range(12)][:12],
+            loss_mask=[1] * 12,
+            weight_versions=None,
+            **{name: [-2.0 - 0.1 * i for i in range(12)] for name in ("rollout_log_probs", "old_log_probs")},
+            ref_log_probs=None,
+        )
+        for sample in data("rope")[:4]
+    )
+
+
+def test_expert_losses_weigh_the_same_in_every_layout() -> None:
+    """One micro-batch without padding: what megatron alone makes weaker by the ranks that share a sequence is not."""
+    run = (Run({**DECOUPLED}, 1, "bshd"),)
+    settings = {**MOE, "moe_aux_loss": 3.0}
+    one = Layout("one", settings=settings, samples=even_samples(), runs=run)
+    others = [
+        replace(one, name="tp2+sp", tp=2, settings={**settings, "sequence_parallel": True}),
+        replace(one, name="cp2", cp=2),
+        replace(one, name="pp2", pp=2),
+        replace(one, name="cp2 mean", cp=2, settings={**settings, **MEAN}),
+    ]
+    expected = launch(run_layout, [one], 1)[0][0][0].gradients
+    for layout, ranks in zip(others, launch(run_layout, others, 2), strict=True):
+        assert not ranks[0][0].error, ranks[0][0].error
+        for name, gradient in expected.items():
+            scale = max(float(gradient.abs().max()), 1e-3)
+            assert float((ranks[0][0].gradients[name] - gradient).abs().max()) <= 1e-6 * scale, (layout.name, name)
+
+
+def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:
+    layout = Layout("tp2", tp=2, settings=MOE, samples=data("rope"), runs=RUNS[:1])
+    for rank in launch(run_layout, [layout], 2)[0]:
+        assert "need sequence_parallel" in rank[0].error

@@ -44,6 +44,8 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_named(tmp_path: Path)
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"rollout_corr/kl": 0.1}\n{"rollout_co')
     assert list(read_steps(path)) == [{"rollout_corr/kl": 0.1}]
+    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.3})  # the run is resumed
+    assert [step["rollout_corr/kl"] for step in read_steps(path)] == [0.1, 0.3]
     path.write_text('{"rollout_corr/kl": 0.1}\n[1]\n{"rollout_corr/kl": 0.2}\n')
     with pytest.raises(ValueError, match="line 2 is no step"):
         list(read_steps(path))
@@ -61,6 +63,22 @@ def test_a_sound_run_and_an_unsound_one() -> None:
     assert rows["kl"] == ("0.9", "0.9", "0", "0.9")
     moderate = inspect_steps([metrics(0.05)] * 12, CONFIG)
     assert moderate.verdict == "sound: |KL| 0.05 nat a token, and the correction holds."
+
+
+def test_a_dry_run_corrects_nothing() -> None:
+    dry = CONFIG.model_copy(update={"dry_run": True})
+    assert inspect_steps([metrics(0.05)] * 12, dry).verdict.endswith("and nothing is corrected.")
+
+
+def test_the_window_grows_with_the_run() -> None:
+    assert not inspect_steps([metrics(0.0)] * 180 + [metrics(-0.9)] * 2 + [metrics(0.0)] * 15, CONFIG).sound
+
+
+def test_settings_that_changed_are_written_again(tmp_path: Path) -> None:
+    write_step(tmp_path, CONFIG, metrics(0.0))
+    other = mp.preset("seq_is")
+    write_step(tmp_path, other, metrics(0.0))
+    assert mp.MismatchConfig.from_file(tmp_path / "settings.json") == other
 
 
 def test_an_early_trouble_long_past_is_no_alarm() -> None:
@@ -88,3 +106,15 @@ def test_a_run_of_the_lab_can_be_inspected(tmp_path: Path) -> None:
     line = {"step": 1, "variant": "0", "seconds": {"train": 0.1}, "finite": True, **metrics(0.0)}
     (tmp_path / "metrics.jsonl").write_text(to_json(line) + "\n")
     assert inspect_steps(list(read_steps(tmp_path)), mp.MismatchConfig()).sound
+
+
+def test_steps_without_tokens_are_nothing_to_judge(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no response token"):
+        inspect_steps([{"rollout_corr/tokens": 0.0, "rollout_corr/kl": 0.0}] * 12, CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_a_run_is_judged_with_the_settings_it_had(tmp_path: Path) -> None:
+    """A preset may hold a threshold that only sets a metric, which is refused where it is given by hand."""
+    write_step(tmp_path, mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
+    assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 0

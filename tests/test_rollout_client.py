@@ -439,3 +439,21 @@ def test_waits_grow_and_scatter() -> None:
     assert retries.delay(5000, chance) <= 4.0
     with pytest.raises(ValueError, match="attempts must be at least 1"):
         Retries(attempts=0)
+
+
+@pytest.mark.parametrize("field", ["output_ids", "prompt_token_ids"])
+def test_a_reply_of_another_form_costs_one_sample(field: str) -> None:
+    def respond(request: Request) -> Reply:
+        reply = honest(request)
+        if request.body["input_ids"] == prompts(4)[2]:
+            reply.body[field] = 5
+        return reply
+
+    with FaultyServer(respond) as server, pytest.raises(GenerateError) as caught:
+        call(server, lambda client: client.generate(prompts(4), THREE))
+    assert [outcome.failure is None for outcome in caught.value.outcomes] == [True, True, False, True]
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(ValueError, match="rollout_log_prob_policy='errror' is unknown"):
+        SGLangClient("http://127.0.0.1:1", rollout_log_prob_policy="errror")  # type: ignore[arg-type]

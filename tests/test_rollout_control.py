@@ -119,6 +119,7 @@ def test_under_a_pause_nothing_is_paused_twice_and_the_cache_in_use_stays() -> N
     [
         Reply({"success": False, "message": "shape of a is wrong"}, status=400),
         Reply({"success": False, "message": "shape of a is wrong"}),
+        Reply({"message": "shape of a is wrong"}),
         Reply({"error": {"message": "shape of a is wrong"}}, status=503),
     ],
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial, reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +73,11 @@ class Stage:
         self.factor: Tensor | float | None = None  # what batch normalisation divides the weights by
         self.locators = locators(config, packed, train_T)
 
+    @cached_property
+    def wide_T(self) -> Tensor:
+        """[T] float64, for one column after the other."""
+        return torch.empty_like(self.tokens.log_ratio, dtype=torch.float64)
+
     @property
     def masks_tokens(self) -> bool:
         """True where criteria or mask mode reject single tokens."""
@@ -82,8 +87,8 @@ class Stage:
         """Take the reduced sums per sequence, and form the means over response tokens (0 where there is none)."""
         self.sums_N = dict(zip(names, partials_KN.unbind(0), strict=True))
         self.tokens_N = self.sums_N["tokens"]
-        self.means_KN = partials_KN / self.tokens_N.clamp(min=1)
-        self.means_N = dict(zip(names, self.means_KN.unbind(0), strict=True))
+        self.divisor_N = self.tokens_N.clamp(min=1)
+        self.means_N = dict(zip(names, (partials_KN / self.divisor_N).unbind(0), strict=True))
 
     def aggregated(self) -> Tensor:
         """The diagnostics' aggregated log-ratio, unclamped: [T] at token level, else [N]."""
@@ -106,17 +111,13 @@ class Stage:
 
 
 def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """(name, [T]) columns to be summed per sequence, 0 at padding; one at a time, so that few live at once.
-
-    train, rollout and log_ratio come first: `_rows` takes them as one slice.
-    """
+    """(name, [T]) columns to be summed per sequence, 0 at padding; one at a time, so that few live at once."""
     config, tokens = stage.config, stage.tokens
     log_ratio = tokens.log_ratio
     if stage.measured:
-        yield "train", tokens.train
-        yield "rollout", tokens.rollout
+        yield "train", tokens.train  # the sum of log π_rollout is that of train − log_ratio
     yield "log_ratio", log_ratio
-    yield "tokens", stage.packed.loss_mask
+    yield "tokens", tokens.mask
     if rejected_T is not None:
         yield "rejected", rejected_T
     if stage.weights_T is not None:
@@ -127,7 +128,7 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         if config.metrics != "off":
             weight = stage.weights_T if rejected_T is None else stage.weights_T.masked_fill(rejected_T, 0.0)
             yield "weight", weight
-            yield "weight_squared", weight.to(torch.float64, copy=True).square_()
+            yield "weight_squared", stage.wide_T.copy_(weight).square_()
             del weight
     if config.metrics == "off":
         return
@@ -140,9 +141,10 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         return
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
-    yield "k3", torch.sub(ratio, bounded, out=bounded)
-    del bounded
-    yield "chi2", (ratio + 2.0).mul_(ratio)  # ρ² − 1 = (ρ − 1)(ρ + 1)
+    yield "k3", torch.sub(ratio, bounded, out=stage.wide_T)
+    plus = torch.add(ratio, 2.0, out=bounded)
+    yield "chi2", torch.mul(ratio, plus, out=stage.wide_T)  # ρ² − 1 = (ρ − 1)(ρ + 1)
+    del bounded, plus
     if stage.level == "token":
         yield from _ratio_rows(stage, log_ratio, ratio, tokens.padding)
 
@@ -186,7 +188,7 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
 def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     """One number a sequence, all finite; a sequence without response tokens is weighed 0 by both measures."""
     config, means = stage.config, stage.means_N
-    kept = stage.kept_N / stage.tokens_N.clamp(min=1)
+    kept = stage.kept_N / stage.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     if config.weighted and config.tis.batch_normalize:
         rows |= stage.unit_rows()
@@ -196,10 +198,10 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     rows |= _weight_rows(stage, kept)
     if not stage.measured:
         return rows
-    # exp of −mean log-prob, and of minus the mean log-ratio: the perplexities and their ratio.
-    perplexities = stage.means_KN[:3].neg().clamp_(max=SAFETY_BOUND).exp_()
-    rows |= {name: means[name] for name in ("train", "rollout", "log_ratio", "k3", "chi2")}
-    rows |= dict(zip(("training_ppl", "rollout_ppl", "ppl_ratio"), perplexities.unbind(0), strict=True))
+    log_probs = {name: means[name] for name in ("train", "log_ratio")}
+    log_probs["rollout"] = log_probs["train"] - log_probs["log_ratio"]
+    rows |= {**log_probs, "k3": means["k3"], "chi2": means["chi2"]}
+    rows |= _perplexities(**log_probs)
     rows["log_ratio_abs"] = means["log_ratio"].abs()
     doubled = 2.0 * stage.sums_N["log_ratio"]
     rows["chi2_seq"] = doubled.clamp_(-2 * SAFETY_BOUND, 2 * SAFETY_BOUND).expm1_()
@@ -214,6 +216,15 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     rows |= ratio_rows
     rows["ratio_squared"] = ratio_rows["ratio"].square()
     return rows
+
+
+def _perplexities(train: Tensor, log_ratio: Tensor, rollout: Tensor) -> dict[str, Tensor]:
+    """exp of −mean log-prob, and of minus the mean log-ratio: the perplexities and their ratio."""
+    means = {"training_ppl": train, "rollout_ppl": rollout, "ppl_ratio": log_ratio}
+    if torch.compiler.is_compiling():
+        return {name: mean.neg().clamp(max=SAFETY_BOUND).exp() for name, mean in means.items()}
+    values = torch.stack(list(means.values())).neg_().clamp_(max=SAFETY_BOUND).exp_()
+    return dict(zip(means, values.unbind(0), strict=True))
 
 
 def _ratio_rows(stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor | None) -> Iterator[tuple[str, Tensor]]:
@@ -231,7 +242,8 @@ def _ratio_rows(stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor 
     clamped = ratio.clamp(low - 1.0, high - 1.0) if stage.center else bounded_exp(log_ratio).clamp_(low, high)
     clamped = cleared(clamped, stage.center > 0)
     yield "clamped", clamped
-    yield "clamped_squared", clamped.to(torch.float64, copy=True).square_()
+    wide = torch.empty_like(clamped, dtype=torch.float64) if padding is None else stage.wide_T
+    yield "clamped_squared", wide.copy_(clamped).square_()
     yield "high", cleared(log_ratio > math.log(tis.upper), tis.upper >= 1.0)
     yield "low", cleared(log_ratio < (math.log(tis.lower) if tis.lower > 0 else -math.inf), tis.lower <= 1.0)
 

@@ -113,7 +113,7 @@ def compute_correction(
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
-    stage.read(*_reduce_sums(columns, packed.offsets, groups))
+    stage.read(*_reduce_sums(columns, packed.offsets, stage.wide_T, groups))
     stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
 
     # Decisions and weights that need the whole sequence.
@@ -158,11 +158,11 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
 
 
 def _reduce_sums(
-    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
+    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, wide_T: Tensor, groups: SequenceGroups | None
 ) -> tuple[tuple[str, ...], Tensor]:
     """Names, and Σ over each whole sequence of every column, [K, N] float64. Each column is freed once it is summed."""
     names: list[str] = []
-    partials = segment_sums(named(columns, names), offsets)
+    partials = segment_sums(named(columns, names), offsets, wide_T)
     return tuple(names), partials if groups is None else groups.sum(partials)
 
 

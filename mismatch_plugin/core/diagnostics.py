@@ -42,11 +42,11 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
     maxima["probability_difference"] = difference.amax() if difference.numel() else difference.new_zeros(())
     del difference
 
+    value = stage.wide_T
     slot: Tensor | None = None
     if packed.weight_versions is not None:
         slot = packed.weight_versions.remainder(VERSION_SLOTS)
-        maxima["version"], maxima["-version"] = _slot_extremes(slot, packed.weight_versions, tokens.padding)
-    value = torch.empty_like(tokens.log_ratio, dtype=torch.float64)
+        maxima["version"], maxima["-version"] = _slot_extremes(slot, value.copy_(packed.weight_versions), tokens.padding)
 
     def add_drift(name: str, place: Tensor, size: int) -> None:
         sums[f"{name}_log_ratio"] = _by_bucket(place, size, value.copy_(tokens.log_ratio))
@@ -72,8 +72,8 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
 
 
 def _slot_extremes(slot_T: Tensor, versions_T: Tensor, padding_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest version and negated smallest version in each slot; −inf where a slot is empty."""
-    values = versions_T.double().masked_fill_(padding_T, -torch.inf)
+    """Largest version and negated smallest version in each slot; −inf where a slot is empty. Overwrites versions_T."""
+    values = versions_T.masked_fill_(padding_T, -torch.inf)
     lowest = values.new_full((VERSION_SLOTS,), -torch.inf)
     largest = lowest.scatter_reduce(0, slot_T, values, reduce="amax")
     values.neg_().masked_fill_(padding_T, -torch.inf)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,8 @@ MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
 VANISHING_LOG_WEIGHT = -2.0
+MAX_INVALID_SHARE = 0.01
+"""Rollout log-probs that are none, as a share of the response tokens: single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
 """After batch normalisation a weight above this many times hi (DESIGN 3.3) is a warning."""
 
@@ -106,6 +109,18 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
                 "the ratio's second moment is large, so its mean is unreliable",
                 "Lower the upper bound or reject outliers (a geometric or sequence_max criterion).",
             )
+    tokens, invalid = value("tokens"), _invalid(metrics)
+    if tokens and invalid and sum(invalid.values()) > MAX_INVALID_SHARE * tokens:
+        worst = max(invalid, key=lambda name: invalid[name])
+        judge(
+            worst,
+            True,
+            f"{sum(invalid.values()):g} of {tokens:g} rollout log-probs are no log-probs",
+            "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.",
+        )
+    for name in ("kl", "pg_loss"):
+        if (broken := value(name)) is not None and not math.isfinite(broken):
+            judge(name, True, "it is not finite", "Look for NaN in the training side's log-probs and advantages.")
     log_weight = value("seq_log_ratio_mean")
     if log_weight is not None and config.weighted and config.tis.level == "sequence":
         judge(
@@ -125,3 +140,9 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     if value("all_rejected") and not config.dry_run:
         judge("all_rejected", True, "nothing is left in the loss", "Widen the bounds; try them with dry_run first.")
     return found
+
+
+def _invalid(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Counts of rollout log-probs that are none, by metric, without the prefix."""
+    start = f"{PREFIX}invalid_"
+    return {name.removeprefix(PREFIX): count for name, count in metrics.items() if name.startswith(start) and count}

@@ -28,11 +28,22 @@ def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:
     return torch.segment_reduce(values_T, "max", offsets=offsets, unsafe=True)
 
 
-def segment_sums(columns: Iterable[Tensor], offsets: Tensor) -> Tensor:
-    """`segment_sum` of every [T] column: [K, N] float64. Each column is freed once it is summed."""
+def segment_sums(columns: Iterable[Tensor], offsets: Tensor, wide_T: Tensor) -> Tensor:
+    """`segment_sum` of every [T] column: [K, N] float64. Each column is freed once it is summed.
+
+    wide_T: [T] float64 in which columns are widened, one after the other: fresh memory is slow to touch. A column may
+    be this tensor itself.
+    """
     if torch.compiler.is_compiling():
-        return _segments_at_once([column.double() for column in columns], offsets, "sum")
-    return torch.stack([segment_sum(column, offsets) for column in columns])
+        return _segments_at_once([column.to(torch.float64, copy=True) for column in columns], offsets, "sum")
+    sums = []
+    for column in columns:
+        if column.dtype == torch.bool:
+            column = wide_T.view(torch.float32)[: len(column)].copy_(column)
+        elif column.dtype != torch.float64:
+            column = wide_T.copy_(column)
+        sums.append(torch.segment_reduce(column, "sum", offsets=offsets, unsafe=True))
+    return torch.stack(sums)
 
 
 def segment_maxima(columns: Iterable[Tensor], offsets: Tensor) -> Tensor | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction, named
+from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction
 from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,10 +43,10 @@ def select_tokens(train_T: Tensor, packed: PackedSequences) -> Tokens:
     """
     padding, rollout = packed.loss_mask.logical_not(), packed.rollout_log_probs
     mask = packed.loss_mask.to(train_T.dtype if rollout is None else torch.promote_types(train_T.dtype, rollout.dtype))
-    not_finite = train_T - train_T != 0
-    train = train_T.masked_fill(padding.logical_or(not_finite), 0.0)
+    finite = train_T.abs() < math.inf
+    train = torch.where(packed.loss_mask.logical_and(finite), train_T, 0.0)
     if rollout is None:
         return Tokens(mask, padding, train, train, torch.zeros_like(train), None)
-    code = classify(train_T, rollout, padding, not_finite)
+    code = classify(train_T, rollout, padding, finite.logical_not_())
     selected = torch.where(code == SOUND, rollout, train)
     return Tokens(mask, padding, train, selected, train - selected, code)

@@ -39,8 +39,8 @@ class MegatronLoss:
     algorithm 3's batch normalisation is applied, all before the optimizer steps.
 
     What gradients are divided by: with `calculate_per_token_loss` the step's tokens or sequences, through the integer
-    megatron sums; where the model adds MoE or MTP losses of its own, that integer counts the tokens fed to the model,
-    which keeps the weight megatron gives them, and the policy loss is multiplied by fed tokens / its denominator.
+    megatron sums; where the model adds MoE or MTP losses of its own, that integer counts the tokens they are multiplied
+    by, for them to have the same weight in every layout, and the policy loss is multiplied by that / its denominator.
 
     Args:
         model_config: megatron's TransformerConfig of the model.
@@ -70,6 +70,11 @@ class MegatronLoss:
         self.extra_losses = extra_losses(model_config)
         self.mtp_layers = int(getattr(model_config, "mtp_num_layers", None) or 0)
         _refuse(config, self.per_token, self.extra_losses)
+        tp_size = 1 if groups.tp is None else groups.tp.size()
+        if tp_size > 1 and getattr(model_config, "num_moe_experts", None) and not model_config.sequence_parallel:
+            raise ValueError("experts under tensor parallelism need sequence_parallel: switch it on in the model.")
+        # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
+        self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
@@ -86,21 +91,28 @@ class MegatronLoss:
     def start(self, batches: Sequence[MegatronBatch | PackedSequences]) -> None:
         """Begin an optimizer step with all of this rank's micro-batches (their data, not yet run).
 
-        Every rank of the last pipeline stage must call it. Collectives: those of `Step.prepare`, if `needs_totals`.
+        Every rank must call it. Collectives, if `needs_totals`: those of `Step.prepare` on the last pipeline stage, and
+        with a pipeline one broadcast, for a refusal that depends on the data to be raised on all ranks together.
         """
         self.step, self.finished, self.micro_batches = Step(self.config, self.groups), None, len(batches)
-        if not self.needs_totals or not self.groups.is_last_stage:
+        if not self.needs_totals:
             return
-        fed = sum(_fed_tokens(batch) for batch in batches) if self.extra_losses else 0
-        totals = self.step.prepare([_packed(batch) for batch in batches], fed)
         others = _own_terms(self.config) + self.extra_losses
-        if self.step.defers_factor and others:
-            raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
-        if totals.accepted is None and _changes_count(self.config):
-            raise ValueError(
-                "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
-                "the step: pass it, or choose mismatch-denominator original."
-            )
+        refusals = [
+            _DEFERRED_WITH.format("; ".join(others)),
+            "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
+            "the step: pass it, or choose mismatch-denominator original.",
+        ]
+        refused = torch.zeros(1, device=batches[0].tokens.device if isinstance(batches[0], MegatronBatch) else None)
+        if self.groups.is_last_stage:
+            fed = sum(self._fed_tokens(batch) for batch in batches) if self.extra_losses else 0
+            totals = self.step.prepare([_packed(batch) for batch in batches], fed)
+            if self.step.defers_factor and others:
+                refused += 1
+            elif totals.accepted is None and _changes_count(self.config):
+                refused += 2
+        if (number := int(self.groups.from_last_stage(refused))) > 0:
+            raise ValueError(refusals[number - 1])
 
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
@@ -153,15 +165,22 @@ class MegatronLoss:
             return loss, report
         count = result.denominator
         if self.extra_losses:
-            count = torch.full_like(count, _fed_tokens(batch))
+            count = torch.full_like(count, self._fed_tokens(batch))
         return loss, count, report
 
     def _started(self) -> Step:
         if self.step is None:
-            if self.needs_totals:
-                raise ValueError("these settings need sums over the step: call start(batches) before the schedule.")
-            self.step = Step(self.config, self.groups)
+            raise ValueError("no step was begun: call start(batches) before the schedule, on every rank.")
         return self.step
+
+    def _fed_tokens(self, batch: MegatronBatch | PackedSequences) -> int:
+        """What a micro-batch adds to the step's integer: over all ranks the tokens its router is fed on one of them."""
+        if not isinstance(batch, MegatronBatch):
+            raise ValueError(
+                "the model adds MoE or MTP losses, whose scale needs the count of fed tokens: pass MegatronBatch, not "
+                "PackedSequences."
+            )
+        return int(batch.tokens.numel() * self._fed_share)
 
     def _scaled(self, result: PolicyLoss) -> Tensor:
         """The micro-batch's loss, for what megatron divides gradients by."""
@@ -246,21 +265,12 @@ def _changes_count(config: MismatchConfig) -> bool:
 
 def _normalizes_step(config: MismatchConfig) -> bool:
     tis = config.tis
-    return config.weighted and tis.batch_normalize and tis.batch_normalize_scope != "micro_batch"
+    applied = config.weighted and tis.batch_normalize and not config.dry_run
+    return applied and tis.batch_normalize_scope != "micro_batch"
 
 
 def _packed(batch: MegatronBatch | PackedSequences) -> PackedSequences:
     return batch.packed if isinstance(batch, MegatronBatch) else batch
-
-
-def _fed_tokens(batch: MegatronBatch | PackedSequences) -> int:
-    """Tokens that this rank feeds to the model, prompts and padding included."""
-    if not isinstance(batch, MegatronBatch):
-        raise ValueError(
-            "the model adds MoE or MTP losses, whose scale needs the count of fed tokens: pass MegatronBatch, not "
-            "PackedSequences."
-        )
-    return batch.tokens.numel()
 
 
 def _over(unit: Tensor, divisor: Tensor) -> Tensor:

@@ -143,11 +143,15 @@ def _log_probs(args: Namespace, batch: Mapping[str, Any], logits: Tensor) -> tup
 
 
 def _log(args: Namespace, metrics: dict[str, float]) -> None:
-    if _parallel_state().indep_dp.rank:
+    if not _writes(args):
         return
     from miles.utils.tracking_utils import tracking  # pyright: ignore[reportMissingImports]
 
     tracking.log(args, metrics, step_key="train/step")
 
 
-ADAPTER = RayAdapter(Host("miles", _groups, _log_probs, _padded_lengths, _log))
+def _writes(args: Namespace) -> bool:
+    return not _parallel_state().indep_dp.rank
+
+
+ADAPTER = RayAdapter(Host("miles", _groups, _log_probs, _padded_lengths, _log, _writes))

@@ -39,7 +39,7 @@ class Host:
 
     log_probs(args, batch, logits) → per sample log π_θ with gradient, and entropy (or None where it is not wanted).
     padded_lengths(args, batch or keywords of the hook) → what each sample's chunks are cut from, None for its length.
-    log(args, metrics): the host's tracker.
+    log(args, metrics): the host's tracker. writes(args): whether this process writes files, of several replicas.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Host:
     log_probs: Callable[[Namespace, Mapping[str, Any], Tensor], tuple[list[Tensor], list[Tensor] | None]]
     padded_lengths: Callable[[Namespace, Mapping[str, Any]], Sequence[int] | None]
     log: Callable[[Namespace, dict[str, float]], None]
+    writes: Callable[[Namespace], bool] = lambda args: True
 
 
 class RayAdapter:
@@ -54,7 +55,7 @@ class RayAdapter:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.run = StepRun(host.name, host.log)
+        self.run = StepRun(host.name, host.log, host.writes)
         self._groups: ParallelGroups | None = None
         self._configs: dict[str, MismatchConfig] = {}
 
@@ -229,7 +230,8 @@ class RayAdapter:
             return
         from megatron.core.utils import get_model_config
 
-        self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]))
+        device = next((p.device for p in model[0].parameters()), "cpu")
+        self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]), device)
 
     def _pack_samples(self, args: Namespace, data: Mapping[str, Any], samples: Sequence[int]) -> PackedSequences:
         chosen = {key: [data[key][i] for i in samples] for key in _PREPARED if data.get(key) is not None}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
@@ -47,6 +48,8 @@ class StepRun:
 
     host: str
     log: Callable[[Namespace, dict[str, float]], None]
+    writes: Callable[[Namespace], bool] = lambda args: True
+    """Whether this process writes the run's files, of those that are first in their groups."""
     step: Step | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     """Of the last step that ended, on the ranks of the last pipeline stage."""
@@ -80,15 +83,21 @@ class StepRun:
         rollout_id: int,
         step_id: int,
         model_config: Any,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end."""
+        """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end.
+
+        Collectives: one broadcast over a pipeline where batch normalisation meets other sources of gradient.
+        """
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
-        if step.defers_factor and groups.is_last_stage:
-            others = [
-                name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
-            ]
-            others += extra_losses(model_config)
-            if others:
+        others = [
+            name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
+        ]
+        others += extra_losses(model_config)
+        if normalizes_step(config) and others:
+            # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
+            deferred = torch.full((1,), float(step.defers_factor), device=device)
+            if groups.from_last_stage(deferred).item():
                 raise ValueError(
                     f"batch normalisation over the step divides all gradients by the mean weight at its end, so the "
                     f"policy term must be their only source, but there is also: {', '.join(others)}. Choose "
@@ -145,7 +154,7 @@ class StepRun:
             self.log(begun.args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": begun.number})
             for warning in check_health(self.metrics, config):
                 logger.warning("step %d: %s", begun.number, warning)
-            if config.report_dir is not None:
+            if config.report_dir is not None and self.writes(begun.args):
                 write_step(config.report_dir, config, {"step": begun.number, **self.metrics})
 
 

@@ -108,6 +108,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     lines.append(f"weights and rejection are made {place}; loss_mode {LOSS_NAME} is algorithm {config.algorithm} here")
     lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
     normaliser = "verl's, of the response mask before rejection"
+    if bypass and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
+        normaliser += "; the mean inside a sequence is over what is left of it"
     if not bypass:
         kept = config.denominator == "original"
         normaliser = f"verl's, of the response mask {'before' if kept else 'after'} rejection"

@@ -111,7 +111,8 @@ class Step:
             factor = 1.0
             if self.totals is not None and self.totals.batch_factor is not None:
                 factor = self.totals.batch_factor
-        result = policy_loss(log_probs, packed, self.config, self.groups, factor)
+        # What data preparation found on one rank is raised at the step's end on all of them.
+        result = policy_loss(log_probs, packed.replace(invalid=()), self.config, self.groups, factor)
         self.statistics = result.statistics if self.statistics is None else self.statistics.merge(result.statistics)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -27,9 +28,14 @@ def inspect(
     from mismatch_plugin.report.log import SETTINGS, read_steps, to_json
 
     folder = path if path.is_dir() else path.parent
-    found = config or (folder / SETTINGS if (folder / SETTINGS).exists() else None)
     try:
-        settings = MismatchConfig() if found is None else MismatchConfig.from_file(found)
+        settings = MismatchConfig()
+        if config is not None:
+            settings = MismatchConfig.from_file(config)
+        elif (
+            written := folder / SETTINGS
+        ).exists():  # checked when the run began; a preset may hold what has no effect
+            settings = MismatchConfig.build(json.loads(written.read_text()))
         result = inspect_steps(list(read_steps(path)), settings)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None

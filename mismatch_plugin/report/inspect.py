@@ -60,6 +60,8 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
     if not steps:
         raise ValueError(f"no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
     recent = steps[-max(10, len(steps) // 10) :]
+    if not any(step.get(f"{PREFIX}tokens", 1.0) for step in recent):
+        raise ValueError("the newest steps hold no response token: is every loss mask 0?")
     counts: Counter[str] = Counter()
     newest: dict[str, HealthWarning] = {}
     for step in recent:
@@ -89,7 +91,7 @@ def _verdict(
         return f"unsound: {len(warnings)} warning{'s' * (len(warnings) > 1)} in the newest steps ({names}); {level}."
     if kl and sum(kl) / len(kl) < QUIET_KL:
         return f"sound: the two engines agree ({level}); a correction changes little."
-    applied = config.weighted or config.rejects or config.use_rollout_log_probs
+    applied = (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
     return f"sound: {level}, {'and the correction holds' if applied else 'and nothing is corrected'}."
 
 

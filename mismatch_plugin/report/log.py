@@ -46,18 +46,18 @@ def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str,
     settings = to_json(config.model_dump(mode="json"), indent=2) + "\n"
     if not (folder / SETTINGS).exists() or (folder / SETTINGS).read_text() != settings:
         write_whole(folder / SETTINGS, settings)
-    line = (to_json(metrics) + "\n").encode()
-    descriptor = os.open(folder / METRICS, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        os.write(descriptor, line)
-    finally:
-        os.close(descriptor)
+    with (folder / METRICS).open("ab+") as lines:
+        if lines.tell():  # appending: at the end
+            lines.seek(-1, os.SEEK_END)
+            if lines.read() != b"\n":
+                lines.write(b"\n")  # a kill cut the last line
+        lines.write((to_json(metrics) + "\n").encode())
 
 
 def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
     """The numbers of every step of a `metrics.jsonl` (or the folder that holds one), in order.
 
-    Raises ValueError with file, line and reason; a last line that was cut by a kill is left out.
+    Raises ValueError with file, line and reason; a line that was cut by a kill is left out.
     """
     path = Path(path)
     path = path / METRICS if path.is_dir() else path
@@ -72,8 +72,8 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
             if not isinstance(step, dict):
                 raise ValueError("it is no object")
         except ValueError as error:
-            if number == len(lines):  # no newline behind it: the writer was stopped
-                return
+            if line.startswith("{") and not line.endswith("}"):  # its writer was killed
+                continue
             raise ValueError(f"{path}, line {number} is no step: {error}.") from None
         yield {name: float(value) for name, value in step.items() if _is_number(value)}
 

@@ -10,7 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import httpx
 
@@ -76,6 +76,10 @@ class SGLangClient(ServerControl):
             raise ValueError(f"concurrency={concurrency} must be at least 1.")
         if not timeout > 0 or not connect_timeout > 0:
             raise ValueError(f"timeout={timeout} and connect_timeout={connect_timeout} must be positive seconds.")
+        if rollout_log_prob_policy not in (policies := get_args(InvalidPolicy)):
+            raise ValueError(
+                f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."
+            )
         transport = Transport(
             url,
             lanes=concurrency,
@@ -184,6 +188,8 @@ class SGLangClient(ServerControl):
                 _check(record, f"{name}-{answer.attempts}", prompt_log_probs, index)
             except ReplyError as error:
                 raise RequestError("reply", f"{error.message} ({error.kind})", answer.attempts) from None
+            except _MALFORMED as error:
+                raise RequestError("reply", f"a reply of another form ({error!r})", answer.attempts) from None
             faults = record.faults(index) if self.policy == "error" else []
             if faults:
                 more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
@@ -220,6 +226,8 @@ class SGLangClient(ServerControl):
                 return parse_prompt_log_probs(answer.json, sequence, index), answer.attempts
             except ReplyError as error:
                 raise RequestError("reply", f"{error.message} ({error.kind})", answer.attempts) from None
+            except _MALFORMED as error:
+                raise RequestError("reply", f"a reply of another form ({error!r})", answer.attempts) from None
 
         return _values(await self._run(len(sequences), score, progress, deadline))
 
@@ -258,6 +266,10 @@ class SGLangClient(ServerControl):
                 worker.cancel()
             await asyncio.gather(*workers, return_exceptions=True)
         return [outcomes[index] for index in range(total)]
+
+
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
+"""What a field of a type that SGLang never sends raises while it is read; it is that sample's failure, not the batch's."""
 
 
 def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, index: int) -> None:

@@ -236,7 +236,7 @@ class ServerControl:
         except RequestError as error:
             raise WeightUpdateError(f"whether version {version} is in force cannot be told: {error}") from error
         told = model.json.get("weight_version") if isinstance(model.json, dict) else None
-        if told is not None and told != str(version):
+        if told is not None and str(told) != str(version):
             raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
 
     async def _update(self, path: str, body: dict[str, Any]) -> None:
@@ -244,8 +244,9 @@ class ServerControl:
             answer = await self._post(path, body)
         except RequestError as error:
             raise WeightUpdateError(str(error)) from error
-        if isinstance(answer.json, dict) and answer.json.get("success") is False:
-            raise WeightUpdateError(f"{path}: {answer.json.get('message', 'refused')}")
+        said = answer.json if isinstance(answer.json, dict) else {}
+        if said.get("success") is not True:
+            raise WeightUpdateError(f"{path}: {said.get('message', f'no success was reported, but {answer.json!r}')}")
 
     async def _post(self, path: str, body: dict[str, Any]) -> Answer:
         return await self._transport.call("POST", path, body, retries=_ONCE)

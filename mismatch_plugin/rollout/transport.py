@@ -142,6 +142,9 @@ class Transport:
                 if left <= timeout and not isinstance(late, httpx.TimeoutException):
                     raise _too_late(method, path, attempt + 1, error) from None
                 error = RequestError("timeout", f"no answer to {method} {path} within {timeout:g} s", attempt + 1)
+            except httpx.DecodingError as garbled:
+                message = f"{method} {self.url}{path}: an answer that cannot be decoded ({garbled})"
+                raise RequestError("content", message, attempt + 1) from None
             except httpx.TransportError as lost:
                 reason = str(lost) or type(lost).__name__
                 error = RequestError("connection", f"{method} {self.url}{path}: {reason}", attempt + 1)
@@ -175,6 +178,8 @@ class Transport:
             raise RequestError("content", message, attempts, status)
         try:
             return response.json()
+        except RecursionError:
+            raise RequestError("content", f"{where}: JSON nested too deeply", attempts, status) from None
         except ValueError:
             message = f"{where}: JSON cut off after {len(response.content)} bytes"
             raise RequestError("connection", message, attempts, status) from None

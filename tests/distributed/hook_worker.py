@@ -28,6 +28,7 @@ class Run:
     samples: tuple[Sample, ...] = ()
     """Instead of the layout's."""
     start: bool = True
+    temperature: float = 1.0
     forward_only: bool = False
     policy_loss: bool = True
     """False: what megatron's own losses (MoE, MTP) give without any other."""
@@ -111,7 +112,7 @@ def run_layout(layout: Layout) -> list[Outcome]:
                 lab.run_step(model, megatrons_losses, data, len(batches))
                 outcomes.append(Outcome({}, parameters.gather_gradients(model), []))
                 continue
-            hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB)
+            hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB, temperature=run.temperature)
             if run.start:
                 hook.start(batches)
             stored = lab.run_step(model, hook.forward_step, data, len(batches), forward_only=run.forward_only)
@@ -131,11 +132,15 @@ def megatrons_losses(data: Any, model: Any) -> tuple[Tensor, Any]:
 
     The integer counts what megatron expects: the tokens MTP is averaged over, or those that the router was fed.
     """
+    from megatron.core import parallel_state
+
     batch = next(data)
     config = model.module.config
     if config.mtp_num_layers is None:
         output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
-        count = batch.tokens.numel()
+        tp = config.tensor_model_parallel_size
+        first = parallel_state.get_context_parallel_rank() == 0
+        count = batch.tokens.numel() // tp if first else 0
     else:
         labels, mask = torch.zeros_like(batch.tokens).flatten(), torch.zeros(batch.tokens.numel())
         labels[batch.rows] = batch.targets
@@ -152,11 +157,11 @@ def megatrons_losses(data: Any, model: Any) -> tuple[Tensor, Any]:
     return output, loss_func
 
 
-def plain_log_probs(gpt: Any, sample: Sample) -> tuple[Tensor, Tensor]:
+def plain_log_probs(gpt: Any, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(log π, entropy) of every response token by `log_softmax` over the real vocabulary, with gradient."""
     ids = torch.tensor([*sample.prompt_ids, *sample.response_ids])
     logits = gpt(ids[None], torch.arange(len(ids))[None], None)
-    table = logits[0, :, :VOCAB].log_softmax(-1)
+    table = (logits[0, :, :VOCAB] / temperature).log_softmax(-1)
     start = len(sample.prompt_ids)
     rows = table[start - 1 : len(ids) - 1]
     return rows.gather(1, ids[start:, None])[:, 0], -(rows.exp() * rows).sum(-1)
@@ -184,7 +189,7 @@ def run_plainly(layout: Layout) -> list[Outcome]:
         samples = run.samples or layout.samples
         config = mp.MismatchConfig.model_validate(copy.deepcopy(run.config), context={"by_hand": set()})
         chunk.zero_grad_buffer()
-        pairs = [plain_log_probs(chunk, sample) for sample in samples]
+        pairs = [plain_log_probs(chunk, sample, run.temperature) for sample in samples]
         keep_entropy = config.terms.entropy_coef or config.metrics == "full"
 
         def column(name: str, samples: Any = samples) -> Any:
