@@ -257,3 +257,17 @@ def test_training_and_url_contradict_each_other(tmp_path: Path):
 
 def test_every_fault_has_a_name_for_accept():
     assert len(FAULTS) == 25 and "shift_by_one" in FAULTS
+
+
+def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:
+    records = FOLDER / f"{CLEAN}.jsonl"
+    short = _training_file(tmp_path, loss_mask=lambda index, line: [1, 1])
+    result = _run(records, short)
+    assert result.exit_code == 2 and "loss_mask of sample 0 has 2 entries" in result.output
+    none = _training_file(tmp_path, loss_mask=lambda index, line: [0] * len(line["train_log_probs"]))
+    result = _run(records, none)
+    assert result.exit_code == 2 and "every loss mask is 0" in result.output
+    more = _training_file(tmp_path, index=lambda index, line: index)
+    more.write_text(more.read_text() + json.dumps({"index": 10_000, "train_log_probs": [-1.0]}) + "\n")
+    result = _run(records, more)
+    assert result.exit_code == 0 and "1 of its lines belong to no record" in result.output

@@ -15,6 +15,7 @@ HOST_FLAG = "--mismatch-host"
 # Nothing else begins like this in any host but the flags that the host itself declares.
 _FAMILIES = ("--tis-", "--rs-", "--mismatch-", "--use-tis", "--use-rs", "--use-rollout-log", "--rollout-log-prob")
 _SIMILAR = 0.88
+_SWITCHED = ("true", "false", "yes", "no", "on", "off")
 _OF_THE_LAUNCHER = (HOST_FLAG, "--mismatch-explain-only")
 
 
@@ -102,6 +103,11 @@ def _divide(parser: ArgumentParser, argv: Sequence[str], stop: bool = False) -> 
             theirs.append(token)
             continue
         ours.append(token)
+        if action.nargs == 0 and index < len(argv) and argv[index].lower() in _SWITCHED:
+            raise ValueError(
+                f"{token} is a switch and takes no value, but {argv[index]} follows it: write {token} alone to switch "
+                f"it on, and leave it out to have it off."
+            )
         if action.nargs != 0 and "=" not in token and index < len(argv) and not _is_flag(argv[index]):
             ours.append(argv[index])
             index += 1

@@ -28,6 +28,13 @@ def test_our_flags_are_taken_and_the_rest_stays_as_it_is() -> None:
     assert given.flags == ("--use-tis", "--tis-level", "--mismatch-entropy-coef")
 
 
+@pytest.mark.parametrize("line", ["--use-tis false", "--mismatch-dry-run True --lr 1", "--tis-batch-normalize off"])
+def test_a_switch_with_a_value_is_refused(line: str) -> None:
+    """The value would go to the host, which may pass over it, and the switch would be on."""
+    with pytest.raises(ValueError, match="is a switch and takes no value"):
+        _read(line)
+
+
 def test_what_follows_two_dashes_is_the_host_s() -> None:
     given = _read("--use-tis -- --tis-mode clip --tis-levle")
     assert given.host_argv == ("--", "--tis-mode", "clip", "--tis-levle")

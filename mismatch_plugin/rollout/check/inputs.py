@@ -42,8 +42,12 @@ def check_files(
     notes = [f"{len(records)} records of {records_path}"]
     samples: list[TrainingSample] | None = None
     if training_path is not None:
-        samples = match(records, read_training(training_path))
+        lines = read_training(training_path)
+        samples = match(records, lines)
+        _refuse_masks(samples)
         notes.append(f"training side: {training_path}")
+        if len(lines) > len(records):
+            notes.append(f"{len(lines) - len(records)} of its lines belong to no record and were not looked at")
     vocabulary: Step | None = None
     if checkpoint is not None:
         model = Checkpoint(checkpoint)
@@ -58,8 +62,11 @@ def check_files(
         _refuse_temperatures(records)
         samples = rescore(url, records)
         notes.append(f"training side: the server at {url}, which rescored with its present weights at temperature 1")
+    batch = make_batch(records, samples, eos_ids=eos_ids)
+    if not any(sample.mask.any() for sample in batch.samples):
+        raise InputError("every loss mask is 0: there is no trained token to check.")
     return check_batch(
-        make_batch(records, samples, eos_ids=eos_ids),
+        batch,
         vocabulary=vocabulary,
         trainer_version=weight_version,
         max_staleness=max_staleness,
@@ -76,6 +83,16 @@ def _records(path: Path) -> list[RolloutRecord]:
     if not any(record.response_ids for record in records):
         raise InputError(f"{path} holds no response: there is nothing to check.")
     return records
+
+
+def _refuse_masks(samples: Sequence[TrainingSample]) -> None:
+    for index, sample in enumerate(samples):
+        mask, values = sample.loss_mask, len(sample.train_log_probs)
+        if mask is not None and (len(mask) != values or not {0, 1}.issuperset(mask)):
+            raise InputError(
+                f"the training side's loss_mask of sample {index} has {len(mask)} entries for {values} log-probs, or "
+                f"others than 0 and 1: give one for each."
+            )
 
 
 def _refuse_temperatures(records: Sequence[RolloutRecord]) -> None:
