@@ -269,7 +269,7 @@ class SGLangClient(ServerControl):
 
 
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
-"""What a field of a type that SGLang never sends raises while it is read; it is that sample's failure, not the batch's."""
+"""What a field of a type that SGLang never sends raises while it is read: that sample's failure, not the batch's."""
 
 
 def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, index: int) -> None:
