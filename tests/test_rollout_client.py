@@ -445,8 +445,8 @@ def test_waits_grow_and_scatter() -> None:
 def test_a_reply_of_another_form_costs_one_sample(field: str) -> None:
     def respond(request: Request) -> Reply:
         reply = honest(request)
-        if request.body["input_ids"] == prompts(4)[2]:
-            reply.body[field] = 5
+        if request.json["input_ids"] == prompts(4)[2]:
+            reply.json[field] = 5
         return reply
 
     with FaultyServer(respond) as server, pytest.raises(GenerateError) as caught:
