@@ -2,6 +2,7 @@
 
 from mismatch_plugin import compat
 from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchWarning, PPOClip, Terms
+from mismatch_plugin.core.compiled import compile_correct, compile_policy_loss
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
@@ -33,6 +34,8 @@ __all__ = [
     "add_arguments",
     "check_health",
     "compat",
+    "compile_correct",
+    "compile_policy_loss",
     "correct",
     "policy_loss",
     "preset",

@@ -37,11 +37,20 @@ SECONDS = 180
 
 
 def start(folder: Path) -> subprocess.Popen[str]:
-    """In a session of its own, so that a signal reaches it and its workers and not this test."""
+    """In a session of its own, so that a signal reaches it and its workers and not this test.
+
+    A shell that runs these tests in the background has them ignore SIGINT, which children inherit.
+    """
     command = [sys.executable, "-m", "mismatch_plugin", "compare", "--resume", "--output", str(folder), *OPTIONS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

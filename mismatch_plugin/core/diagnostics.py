@@ -46,7 +46,9 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
     slot: Tensor | None = None
     if packed.weight_versions is not None:
         slot = packed.weight_versions.remainder(VERSION_SLOTS)
-        maxima["version"], maxima["-version"] = _slot_extremes(slot, value.copy_(packed.weight_versions), tokens.padding)
+        maxima["version"], maxima["-version"] = _slot_extremes(
+            slot, value.copy_(packed.weight_versions), tokens.padding
+        )
 
     def add_drift(name: str, place: Tensor, size: int) -> None:
         sums[f"{name}_log_ratio"] = _by_bucket(place, size, value.copy_(tokens.log_ratio))
