@@ -122,10 +122,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"configuration file {path} does not exist: check the path given.")
     text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".json":
-            data = json.loads(text, object_pairs_hook=_unique)
-        else:
-            data = yaml.load(text, _UniqueKeys)
+        data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"configuration file {path} is not valid YAML or JSON: {error}") from error
     if data is None:

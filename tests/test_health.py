@@ -128,5 +128,6 @@ def test_missing_log_probs_and_nan_are_no_health():
     (warning,) = mp.check_health(step, mp.MismatchConfig())
     assert warning.metric == "rollout_corr/invalid_nan" and "60 of 100 rollout log-probs" in str(warning)
     assert mp.check_health({**step, "rollout_corr/invalid_nan": 1.0}, mp.MismatchConfig()) == []
-    (warning,) = mp.check_health({"rollout_corr/tokens": 1.0, "rollout_corr/pg_loss": float("nan")}, mp.MismatchConfig())
+    broken = {"rollout_corr/tokens": 1.0, "rollout_corr/pg_loss": float("nan")}
+    (warning,) = mp.check_health(broken, mp.MismatchConfig())
     assert warning.metric == "rollout_corr/pg_loss"
