@@ -102,9 +102,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 
 def test_a_run_of_the_lab_can_be_inspected(tmp_path: Path) -> None:
-    """Its lines hold more than metrics: nested seconds, names of things."""
-    line = {"step": 1, "variant": "0", "seconds": {"train": 0.1}, "finite": True, **metrics(0.0)}
-    (tmp_path / "metrics.jsonl").write_text(to_json(line) + "\n")
+    """Its lines hold the metrics below "metrics", and before the first step there are none."""
+    line = {"step": 1, "reward": 0.5, "metrics": metrics(0.0), "seconds": {"train": 0.1}}
+    (tmp_path / "metrics.jsonl").write_text(to_json({"step": 0, "held_out_reward": 0.1}) + "\n" + to_json(line) + "\n")
     assert inspect_steps(list(read_steps(tmp_path)), mp.MismatchConfig()).sound
 
 

@@ -45,6 +45,8 @@ def plan(given: Given, script: Path | None) -> Plan:
     block = {name: value for name, value in given.settings.items() if name != "use_rollout_log_probs"}
     if given.config.use_rollout_log_probs:
         block.pop("use_tis", None)  # bypass_mode and loss_type say it
+    if given.config.algorithm == 3:  # without a level verl's own REINFORCE has no weights
+        block["tis"] = {"level": given.config.tis.level, **(block.get("tis") or {})}
     taken = sorted(name for name in overrides if name.startswith(f"{_RC}.{BLOCK}"))
     if given.flags and taken:
         raise ValueError(f"{taken[0]} stands beside the plugin's flags: give the settings in one of the two ways.")

@@ -75,6 +75,8 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
             if line.startswith("{") and not line.endswith("}"):  # its writer was killed
                 continue
             raise ValueError(f"{path}, line {number} is no step: {error}.") from None
+        nested = step.get("metrics")  # where `compare` keeps them
+        step = {**step, **nested} if isinstance(nested, dict) else step
         yield {name: float(value) for name, value in step.items() if _is_number(value)}
 
 

@@ -51,6 +51,22 @@ def _tree(plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("line", "level", "upper"),
+    [
+        ("--use-rollout-log-probs --use-tis", "token", 2.0),
+        ("--use-rollout-log-probs --use-tis --tis-upper-bound 3", "token", 3.0),
+        ("--use-rollout-log-probs --use-tis --tis-level none", "none", 2.0),
+        ("--use-tis", "token", 2.0),
+    ],
+)
+def test_a_level_that_is_not_given_is_the_default(line: str, level: str, upper: float, tmp_path: Path) -> None:
+    """verl's own REINFORCE has no weights unless a level is named; the flags mean weights."""
+    config = verl_settings.settings(_tree(_verl(tmp_path, line)))
+    assert config is not None
+    assert (config.use_tis, config.tis.level, config.tis.upper_bound) == (True, level, upper)
+
+
+@pytest.mark.parametrize(
     ("line", "algorithm", "bypass", "loss_type"),
     [
         ("--rs-criterion sequence_max:k2:0.5", 0, False, "ppo_clip"),
