@@ -123,6 +123,14 @@ def test_bad_options_are_refused_before_anything_runs(
     assert not folder.exists()
 
 
+def test_a_missing_extra_is_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_NEEDED", ("json", "no_such_module"))
+    result = CliRunner().invoke(app, ["compare", "--output", str(tmp_path / "run")])
+    said = " ".join(result.output.replace("│", " ").split())
+    assert result.exit_code == 2 and "no_such_module cannot be imported" in said and "[lab]" in said
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     result = CliRunner().invoke(app, ["compare", "--output", str(tmp_path), "--resume"])

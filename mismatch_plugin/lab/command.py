@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from contextlib import nullcontext
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from mismatch_plugin.lab.compare import Job
 
+_NEEDED = ("megatron", "transformers", "matplotlib", "jinja2", "tensorboard")
 DEFAULT_ALGORITHMS = "0,1,2:token:truncate,3:sequence:truncate"
 
 
@@ -60,6 +62,8 @@ def compare(
     from mismatch_plugin.lab import compare as lab
     from mismatch_plugin.rollout.server import ServerError, find_python
 
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise typer.BadParameter(f"{', '.join(missing)} cannot be imported: pip install 'mismatch-plugin[lab]'.")
     if workers < 0:
         raise typer.BadParameter(f"workers is {workers}: give 1 or more, or 0 for one a core.")
     own = {"rollout_dtype": rollout_dtype, "staleness": staleness, "top_p": top_p}
