@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mismatch_plugin
+from mismatch_plugin.benchmark.command import bench
 from mismatch_plugin.lab.command import compare
 from mismatch_plugin.patching import app as patching
 from mismatch_plugin.report.command import inspect
@@ -117,6 +118,7 @@ app.command()(compare)
 app.command()(inspect)
 app.command()(check)
 app.add_typer(patching, name="patch")
+app.command()(bench)
 
 
 def _show(table: Table, markdown: bool) -> None:

@@ -1,0 +1,109 @@
+"""The `bench` command. What measures is imported when it runs."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    import torch
+
+    from mismatch_plugin.benchmark.results import Section
+
+
+class Part(str, Enum):
+    """One topic of the benchmark."""
+
+    log_probs = "log_probs"
+    correction = "correction"
+    communication = "communication"
+    hook_share = "hook_share"
+    scaling = "scaling"
+
+
+class Device(str, Enum):
+    """Where it runs."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+def bench(
+    output: Annotated[Path, typer.Option(help="Folder of the results and their page.")] = Path("runs/bench"),
+    only: Annotated[
+        list[Part] | None,
+        typer.Option(
+            metavar="PART",
+            help="log_probs, correction, communication, hook_share or scaling. May be repeated. What the folder holds "
+            "of the others stays.",
+        ),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Tiny sizes: does everything run? The times say little.")
+    ] = False,
+    device: Annotated[
+        Device, typer.Option(metavar="auto|cpu|cuda", help="auto: CUDA where there is one.")
+    ] = Device.auto,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of torch on CPU.")] = 1,
+    repeats: Annotated[int, typer.Option(min=0, help="Repetitions that medians are taken of; 0: 7, quick 2.")] = 0,
+    page: Annotated[bool, typer.Option(help="Write bench.html (needs the extra lab).")] = True,
+) -> None:
+    """Measure what the plugin costs beside what else there is.
+
+    Log-probs from logits, correction and metrics, communication, the share of
+    a train step, and scaling. Other libraries take part where they are
+    installed. Results go to results.json, and to a page of plots.
+    """
+    import torch
+    from rich.console import Console
+
+    from mismatch_plugin.benchmark.results import save
+    from mismatch_plugin.benchmark.tables import SHORT, findings, tables
+
+    if device is Device.cuda and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device: choose cpu or auto.", param_hint="--device")
+    kind = "cuda" if device is Device.cuda or (device is Device.auto and torch.cuda.is_available()) else "cpu"
+    torch.set_num_threads(threads)
+    output.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, markup=False)
+    for part in only or list(Part):
+        console.print(f"{part.value} …")
+        section = _measure(part, torch.device(kind), quick, repeats or (2 if quick else 7))
+        save(section, output)
+        for table in tables(section):
+            console.print(table.only(*(header for header in table.headers if header in SHORT)).to_rich())
+        for sentence in findings(section):
+            console.print(sentence, soft_wrap=True)
+    if page:
+        from mismatch_plugin.benchmark.page import build_page
+
+        try:
+            console.print(f"Page: {build_page(output)}", soft_wrap=True)
+        except ImportError as error:
+            console.print(f"No page was written: {error}", soft_wrap=True)
+
+
+def _measure(part: Part, device: torch.device, quick: bool, repeats: int) -> Section:
+    if part is Part.log_probs:
+        from mismatch_plugin.benchmark.log_probs import log_probs_section
+
+        return log_probs_section(device, quick, repeats)
+    if part is Part.correction:
+        from mismatch_plugin.benchmark.correction import correction_section
+
+        return correction_section(device, quick, repeats)
+    if part is Part.communication:
+        from mismatch_plugin.benchmark.communication import communication_section
+
+        return communication_section(device, quick)
+    if part is Part.hook_share:
+        from mismatch_plugin.benchmark.hook_share import hook_share_section
+
+        return hook_share_section(device, quick, repeats)
+    from mismatch_plugin.benchmark.scaling import scaling_section
+
+    return scaling_section(device, quick, repeats)

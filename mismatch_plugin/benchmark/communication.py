@@ -1,0 +1,102 @@
+"""Benchmark: what the ranks of a job send each other, by formula, counted over gloo, and its cost on real links."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import mismatch_plugin as mp
+from mismatch_plugin.benchmark import machine
+from mismatch_plugin.benchmark.correction_cases import SETTINGS, Batch
+from mismatch_plugin.benchmark.counting import count
+from mismatch_plugin.benchmark.links import LINKS, sent_bytes
+from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+from mismatch_plugin.benchmark.workers import in_processes
+from mismatch_plugin.parallel.context import shard
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+
+TOKENS, SEQUENCES, VOCAB = 32768, 512, 64
+"""Of a micro-batch; the vocabulary is small here, since what is sent does not depend on it."""
+COLUMNS = ("train", "log_ratio", "tokens", "k3", "chi2", "catastrophic")
+"""Whose sums per sequence the settings of the correction need."""
+NOTES = [
+    "Payload: what one rank puts into its collectives. tp, a micro-batch: one all-gather of 4 float32 a target. cp, a "
+    f"micro-batch: one SUM of {len(COLUMNS)} float64 a sequence. dp x cp, a step: one SUM of S, one MAX of M float64.",
+    "Counted: the bytes handed to torch.distributed by real processes over gloo. The others follow the formula.",
+    "Peers, from their sources: megatron-core reduces maximum, predicted logit and sum of exponentials one after "
+    "another (no entropy); a loop over sequences reduces twice for each, padded to its whole length.",
+    "Sent: by one rank in a ring, (p − 1) n for an all-gather, 2 (p − 1) / p n for an all-reduce. Time, not measured: "
+    "(p − 1)(a + n / b) and 2 (p − 1)(a + n / (p b)), latency a and bandwidth b: "
+    + "; ".join(f"{link.name} {link.latency * 1e6:g} us, {link.bandwidth / 1e9:g} GB/s" for link in LINKS)
+    + ".",
+]
+
+
+def communication_section(device: torch.device, quick: bool) -> Section:
+    """tp and cp of 2 to 16, and the statistics of a step."""
+    tokens, sequences = (64, 8) if quick else (TOKENS, SEQUENCES)
+    longest = max(2, 3 * tokens // (2 * sequences))
+    counted = {ranks: in_processes(sent_by_rank, ranks, tokens, sequences, longest)[0] for ranks in (2, 4)}
+    whole = len(Batch(sequences, longest, torch.device("cpu")).packed.loss_mask)
+    sizes: dict[str, Any] = {"targets": tokens, "sequences": sequences, "tokens": whole}
+    sums, maxima = counted[2]["S"], counted[2]["M"]
+    rows: list[Row] = []
+    for ranks in (2, 4, 8, 16):
+        gathered = [("all-gather", 16 * tokens)]
+        rows.append(_row("tp: log-probs and entropy", ranks, gathered, counted.get(ranks, {}).get("tp")))
+        rows.append(_row("tp: megatron-core, log-probs only", ranks, [("all-reduce", 4 * tokens)] * 3, None))
+        summed = [("all-reduce", 8 * len(COLUMNS) * sequences)]
+        rows.append(_row("cp: correction", ranks, summed, counted.get(ranks, {}).get("cp")))
+        each = [("all-reduce", 4 * whole // sequences)] * (2 * sequences)
+        rows.append(_row("cp: a loop over sequences", ranks, each, None))
+        step = [("all-reduce", 8 * sums), ("all-reduce", 8 * maxima)]
+        rows.append(_row("dp x cp: a step's statistics", ranks, step, counted.get(ranks, {}).get("dp")))
+    facts = {**sizes, "S": sums, "M": maxima}
+    return Section("communication", "Communication", rows, facts, NOTES, machine.describe(device))
+
+
+def _row(what: str, ranks: int, collectives: list[tuple[str, int]], counted: int | None) -> Row:
+    payload = sum(size for _, size in collectives)
+    row: Row = {
+        "name": what,
+        "ranks": ranks,
+        "status": MEASURED if counted is not None else "by formula",
+        "collectives": len(collectives),
+        "payload": payload,
+        "counted": counted,
+        "sent": sum(sent_bytes(kind, size, ranks) for kind, size in collectives),
+    }
+    for link in LINKS:
+        costs = {"all-gather": link.all_gather, "all-reduce": link.all_reduce}
+        row[f"us, {link.name}"] = 1e6 * sum(costs[kind](size, ranks) for kind, size in collectives)
+    return row
+
+
+def sent_by_rank(tokens: int, sequences: int, longest: int) -> dict[str, int]:
+    """Bytes that this rank hands to the collectives of log-probs (tp), correction (cp) and a step's statistics (dp).
+
+    S, M: how many sums and maxima a step has. For a process of its own.
+    """
+    world = dist.group.WORLD
+    logits = torch.randn(tokens, VOCAB, requires_grad=True)
+    targets = torch.randint(0, VOCAB * dist.get_world_size(), (tokens,))
+
+    def log_probs() -> None:
+        result = vocab_parallel_log_probs(logits, targets, tp_group=world, entropy="grad")
+        assert result.entropy is not None
+        (result.log_probs.sum() + result.entropy.sum()).backward()
+
+    groups = ParallelGroups(cp=world, dp_cp=world)
+    packed = shard(Batch(sequences, longest, torch.device("cpu")).packed, "zigzag", groups.cp_size, groups.cp_rank)
+    config = mp.MismatchConfig(**SETTINGS)
+    statistics = mp.correct(packed, config, groups).statistics
+    sent = {
+        "tp": count(log_probs).sent,
+        "cp": count(lambda: mp.correct(packed, config, groups)).sent,
+        "dp": count(lambda: groups.reduce_step(statistics)).sent,
+    }
+    found = {name: sum(size for _, size in collectives) for name, collectives in sent.items()}
+    return {**found, "S": len(statistics.sum_names), "M": len(statistics.maximum_names)}

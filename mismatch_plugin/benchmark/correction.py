@@ -1,0 +1,84 @@
+"""Benchmark: importance weights, rejection and metrics of ragged batches, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mismatch_plugin.benchmark import machine
+from mismatch_plugin.benchmark.correction_cases import Batch, Run, loop, ours, ours_compiled, verl
+from mismatch_plugin.benchmark.counting import count
+from mismatch_plugin.benchmark.log_prob_cases import NotHereError
+from mismatch_plugin.benchmark.machine import Case, measure
+from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+
+NOTES = [
+    "Sequence-level truncated weights, one geometric criterion, metrics of level basic formed on the host; ours also "
+    "the veto, which verl's helper does not have. Each contender gets the data in its own form: packed, padded, one "
+    "tensor a sequence. Making that form is outside the clock.",
+    "Time: on CPU the process's own CPU time on one thread, medians of calls in turns; on CUDA that of events.",
+    "Kernels: operations dispatched that are no views. Syncs: those for which the host waits while it still has work "
+    "to give out; the one transfer of finished sums to the host is none. Not counted inside a compiled graph.",
+    "Memory: the most bytes of tensors made and alive at once, a response token.",
+    "Deviation: largest difference of a weight from ours; tokens on whose acceptance the two differ.",
+]
+CONTENDERS: dict[str, Callable[[Batch], Run]] = {
+    "mismatch_plugin": ours,
+    "mismatch_plugin, compiled": ours_compiled,
+    "verl's helper": verl,
+    "loop over the sequences": loop,
+}
+
+
+def batches(device: torch.device, quick: bool) -> list[Batch]:
+    """About a million tokens each: from few long responses to many short ones."""
+    sizes = ((8, 40), (32, 40)) if quick else ((64, 32768), (256, 8192), (512, 3072), (1024, 2048), (4096, 1024))
+    return [Batch(sequences, longest, device) for sequences, longest in sizes]
+
+
+def correction_section(device: torch.device, quick: bool, repeats: int) -> Section:
+    """All contenders on all batches."""
+    rows: list[Row] = []
+    for batch in batches(device, quick):
+        rows += _rows(batch, device, quick, repeats)
+    return Section(
+        "correction", "Correction and metrics of ragged sequences", rows, {}, NOTES, machine.describe(device)
+    )
+
+
+def _rows(batch: Batch, device: torch.device, quick: bool, repeats: int) -> list[Row]:
+    rows: list[Row] = []
+    runs: dict[str, Run] = {}
+    expected = ours(batch)()
+    tokens = int(batch.packed.loss_mask.sum())
+    for name, make in CONTENDERS.items():
+        size = {"sequences": batch.sequences, "longest": batch.longest, "tokens": len(batch.packed.loss_mask)}
+        row: Row = {"name": name, **size, "status": MEASURED}
+        rows.append(row)
+        try:
+            if make is ours_compiled and quick:
+                raise NotHereError("not in a quick run: compiling takes a minute")
+            runs[name] = make(batch)
+            weights, keep, metrics = runs[name]()
+        except NotHereError as missing:
+            row["status"] = str(missing)
+            continue
+        except Exception as error:  # a compiler that is not there, a package that has changed
+            row["status"] = f"failed: {str(error).strip().splitlines()[0][:120]}"
+            runs.pop(name, None)
+            continue
+        deviation = max(float((a - b).abs().max()) for a, b in zip(weights, expected[0], strict=True))
+        differing = sum(int((a != b).sum()) for a, b in zip(keep, expected[1], strict=True))
+        row |= {"metrics": len(metrics), "deviation": deviation, "differing": differing}
+    timings = measure([Case(name, lambda _, run=run: run()) for name, run in runs.items()], device, repeats)
+    for row in rows:
+        if row["status"] != MEASURED:
+            continue
+        name, timing = row["name"], timings[row["name"]]
+        row |= {"ms": timing.ms, "wall_ms": timing.wall_ms, "times_ours": timing.ms / timings["mismatch_plugin"].ms}
+        row |= {"kernels": None, "syncs": None, "bytes_a_token": None}
+        if name != "mismatch_plugin, compiled":
+            counts = count(runs[name])
+            row |= {"kernels": counts.kernels, "syncs": counts.syncs, "bytes_a_token": counts.peak / tokens}
+    return rows

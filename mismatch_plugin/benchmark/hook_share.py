@@ -1,0 +1,119 @@
+"""Benchmark: how much of a whole megatron-core train step the loss hook takes."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from mismatch_plugin.benchmark import machine
+from mismatch_plugin.benchmark.correction_cases import SETTINGS
+from mismatch_plugin.benchmark.machine import Case, measure
+from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+
+NOTES = [
+    "One step of megatron's schedule on one process: forward, backward, gradients finalised; the optimizer is not "
+    "stepped. The share of a loss is what it adds to the same step with the plain sum of the logits as loss.",
+    "Correction alone: policy_loss, forward and backward, from log-probs that are there. The rest of the hook is "
+    "log-probs from logits.",
+    "The smaller the model, the larger the share: the output layer here is far from as thin as in a large model "
+    "(scaling has the formula).",
+]
+
+
+def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Section:
+    """The hook, megatron-core's own loss, and none."""
+    title = "The hook's share of a train step"
+    if importlib.util.find_spec("megatron") is None:
+        row: Row = {"name": "mismatch_plugin hook", "status": "megatron-core is not installed"}
+        return Section("hook_share", title, [row], {}, NOTES, machine.describe(device))
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    from mismatch_plugin.benchmark.workers import megatron_alone
+    from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
+    from mismatch_plugin.hooks.megatron_core import MegatronLoss
+    from mismatch_plugin.lab.model import ModelSettings, build_model, run_step
+    from mismatch_plugin.parallel.groups import ParallelGroups
+
+    megatron_alone()
+    small = {"layers": 1, "hidden": 32, "heads": 2, "kv_groups": 1, "ffn": 64, "vocab": 128}
+    large = {"layers": 4, "hidden": 512, "heads": 8, "kv_groups": 4, "ffn": 1536, "vocab": 16384}
+    settings = ModelSettings(**(small if quick else large))  # type: ignore[arg-type]
+    model = build_model(settings)
+    config = model[0].config
+    finalize = config.finalize_model_grads_func
+    hook = MegatronLoss(mp.MismatchConfig(**SETTINGS), config, ParallelGroups.from_megatron())
+    hooked = config.finalize_model_grads_func
+    samples = _samples(Sample, settings.vocab, *((4, 12) if quick else (8, 256)))
+    batch = make_batch(samples, device=device)
+    ones = torch.ones((), dtype=torch.int64, device=device)
+
+    def other(loss_func: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+        def forward(data: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+            item = next(data)
+            logits = model(item.tokens, item.position_ids, None, packed_seq_params=item.packed_seq_params)
+            return logits, lambda output: (loss_func(output), ones, {})
+
+        return forward
+
+    def own(logits: Tensor) -> Tensor:
+        chosen = logits.flatten(0, -2).index_select(0, batch.rows)
+        return vocab_parallel_cross_entropy(chosen[:, None], batch.targets[:, None]).sum()
+
+    def hook_step(_: object) -> None:
+        hook.start([batch])
+        run_step(model, hook.forward_step, iter([batch]), 1)
+
+    def other_step(forward: Callable[..., Any], _: object) -> None:
+        run_step(model, forward, iter([batch]), 1)
+
+    log_probs = (batch.packed.rollout_log_probs + 0.01).requires_grad_()  # type: ignore[operator]
+
+    def correction(_: object) -> None:
+        mp.policy_loss(log_probs, batch.packed, hook.config).loss_sum.backward()
+        log_probs.grad = None
+
+    def use(function: Any) -> Callable[[], None]:
+        return partial(setattr, config, "finalize_model_grads_func", function)
+
+    cases = [
+        Case("mismatch_plugin hook", hook_step, use(hooked)),
+        Case("megatron-core cross entropy", partial(other_step, other(own)), use(finalize)),
+        Case("no loss: sum of the logits", partial(other_step, other(Tensor.sum)), use(finalize)),
+        Case("correction alone", correction),
+    ]
+    timings = measure(cases, device, repeats)
+    nothing = timings["no loss: sum of the logits"].ms
+    rows: list[Row] = []
+    for case in cases:
+        ms, wall_ms = timings[case.name].ms, timings[case.name].wall_ms
+        adds = ms if case.name == "correction alone" else ms - nothing
+        whole = timings["mismatch_plugin hook"].ms if case.name == "correction alone" else ms
+        rows.append({"name": case.name, "status": MEASURED, "ms": ms, "wall_ms": wall_ms, "share": adds / whole})
+    facts = {
+        "parameters": sum(parameter.numel() for parameter in model[0].parameters()),
+        "tokens": batch.tokens.numel(),
+        "trained tokens": len(batch.targets),
+        **{name: getattr(settings, name) for name in ("layers", "hidden", "vocab", "dtype")},
+    }
+    return Section("hook_share", title, rows, facts, NOTES, machine.describe(device))
+
+
+def _samples(sample: Callable[..., Any], vocab: int, count: int, length: int) -> list[Any]:
+    """Responses behind prompts a fourth as long, with log-probs as of a policy that knows nothing yet."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(count):
+        ids = torch.randint(0, vocab, (length + length // 4,), generator=generator).tolist()
+        said = -math.log(vocab) + 0.1 * torch.randn(length, generator=generator)
+        old = (said + 0.05 * torch.randn(length, generator=generator)).tolist()
+        advantage = float(torch.randn((), generator=generator))
+        prompt, response = ids[: length // 4], ids[length // 4 :]
+        made.append(sample(prompt, response, advantage, rollout_log_probs=said.tolist(), old_log_probs=old))
+    return made

@@ -1,0 +1,191 @@
+"""Benchmark: log-probs and entropy from logits, forward and backward, side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.benchmark import machine
+from mismatch_plugin.benchmark.counting import count
+from mismatch_plugin.benchmark.log_prob_cases import Compute, Contender, NotHereError, contenders
+from mismatch_plugin.benchmark.machine import Case, copy_bandwidth, measure
+from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+from mismatch_plugin.benchmark.workers import in_processes
+
+PASSES = 3
+"""Over the logits, at least: read for the sums, read for the probabilities, write the gradient."""
+NOTES = [
+    "Forward and backward with a random gradient for every token; logits are drawn with deviation 3. Time: on CPU the "
+    "process's own CPU time on one thread, medians of calls in turns; on CUDA that of events.",
+    "GB/s: three passes over the logits (read, read, write the gradient), which is the least that a backward pass with "
+    "vocabulary parallelism needs, divided by the time; and as a share of the bandwidth of a copy in the same run.",
+    "Tensor bytes: of all tensors that kernels read and write, a logit. Blocks that stay in a cache count here too.",
+    "Extra peak: the most memory beyond the logits, divided by the size of the gradient, which must exist unless it "
+    "overwrites the logits. Measured in a process of its own (CPU: resident memory).",
+    "Error: largest deviation of the gradient from that of float64, divided by the largest gradient.",
+    "Contenders that overwrite the logits get fresh ones before every call, outside the clock. What has no entropy "
+    "has it added by autograd in the rows with entropy.",
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Size of the logits."""
+
+    tokens: int
+    vocab: int
+    dtype: str = "float32"
+
+    def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits [T, V], targets [T], and the gradients of log-prob and entropy [T]."""
+        generator = torch.Generator(device).manual_seed(0)
+        dtype = getattr(torch, self.dtype)
+        logits = torch.empty(self.tokens, self.vocab, dtype=dtype, device=device).normal_(0, 3, generator=generator)
+        targets = torch.randint(0, self.vocab, (self.tokens,), generator=generator, device=device)
+        grads = torch.randn(2, self.tokens, generator=generator, device=device)
+        return logits, targets, grads[0], grads[1]
+
+
+def problems(device: torch.device, quick: bool) -> tuple[Problem, ...]:
+    """Those that suit the machine."""
+    if quick:
+        return (Problem(48, 512),)
+    if device.type == "cpu":
+        return (Problem(4096, 32768), Problem(1024, 151936), Problem(16384, 8192))
+    sizes = ((8192, 131072), (8192, 151936), (32768, 32768))
+    return tuple(Problem(tokens, vocab, "bfloat16") for tokens, vocab in sizes)
+
+
+def log_probs_section(device: torch.device, quick: bool, repeats: int) -> Section:
+    """All contenders on all problems."""
+    rows: list[Row] = []
+    bandwidth = copy_bandwidth(device, 16 if quick else 256, repeats)
+    for problem in problems(device, quick):
+        rows += _rows(problem, device, repeats, bandwidth)
+    facts = {"copy GB/s": bandwidth}
+    return Section("log_probs", "Log-probs and entropy from logits", rows, facts, NOTES, machine.describe(device))
+
+
+def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float) -> list[Row]:
+    source, targets, g, h = problem.tensors(device)
+    logits = source.clone().requires_grad_()
+    cases: dict[str, Case] = {}
+    rows: list[Row] = []
+    for contender in contenders():
+        row: Row = {
+            "name": contender.name,
+            "entropy": contender.entropy,
+            "tokens": problem.tokens,
+            "vocab": problem.vocab,
+            "dtype": problem.dtype,
+            "status": MEASURED,
+        }
+        rows.append(row)
+        try:
+            compute = contender.compute(device)
+            row["error"] = _error(contender, compute, device, problem.dtype)
+        except NotHereError as missing:
+            row["status"] = str(missing)
+            continue
+        except Exception as error:
+            row["status"] = f"failed: {str(error).splitlines()[0][:120]}"
+            continue
+        fresh = partial(_restore, logits, source) if contender.destroys else lambda: None
+        cases[_key(row)] = Case(_key(row), partial(step_of, compute, logits, targets, g, h), fresh)
+    timings = measure(list(cases.values()), device, repeats)
+    for row in rows:
+        if row["status"] != MEASURED:
+            continue
+        case, timing = cases[_key(row)], timings[_key(row)]
+        counts = count(partial(case.run, case.prepare()))
+        floor = PASSES * source.nbytes / timing.ms / 1e6
+        row |= {
+            "ms": timing.ms,
+            "wall_ms": timing.wall_ms,
+            "gb_s": floor,
+            "copy_share": floor / bandwidth,
+            "kernels": counts.kernels,
+            "syncs": counts.syncs,
+            "bytes_a_logit": counts.tensor_bytes / source.numel(),
+        }
+    here = [row for row in rows if row["status"] == MEASURED]
+    peaks = in_processes(extra_peaks, 1, [(row["name"], row["entropy"]) for row in here], problem, str(device))[0]
+    for row, peak in zip(here, peaks, strict=True):
+        row["extra_peak"] = peak / source.nbytes
+    for row in rows:
+        if row["status"] == MEASURED:
+            key = _key({"name": "torch log_softmax + gather", "entropy": row["entropy"]})
+            row["times_torch"] = row["ms"] / timings[key].ms
+    return rows
+
+
+def _key(row: Row) -> str:
+    return f"{row['name']}, {'with' if row['entropy'] else 'without'} entropy"
+
+
+def _restore(logits: Tensor, source: Tensor) -> None:
+    with torch.no_grad():
+        logits.copy_(source)
+
+
+def step_of(compute: Compute, logits: Tensor, targets: Tensor, g: Tensor, h: Tensor, _: object = None) -> None:
+    """One forward and backward, with gradients g of the log-probs and h of the entropies."""
+    log_probs, entropy = compute(logits, targets)
+    pairs: list[tuple[Tensor, Tensor]] = [(log_probs, g)] + ([] if entropy is None else [(entropy, h)])
+    torch.autograd.backward([value for value, _ in pairs], [grad.to(value.dtype) for value, grad in pairs])
+    logits.grad = None
+
+
+def _error(contender: Contender, compute: Compute, device: torch.device, dtype: str) -> float:
+    """Deviation of the gradient from float64 autograd, on a small problem: do all compute the same?"""
+    values, targets, g, h = Problem(32, 512, dtype).tensors(device)
+    gradients = []
+    reference = next(c for c in contenders() if c.name.startswith("torch") and c.entropy == contender.entropy)
+    for function, kind in ((compute, values.dtype), (_float64(reference), torch.float64)):
+        logits = values.to(kind, copy=True).requires_grad_()
+        chosen, entropy = function(logits, targets)
+        loss = (chosen * g).sum() + (0.0 if entropy is None else (entropy * h).sum())
+        gradients.append(torch.autograd.grad(loss, logits)[0].double())
+    return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
+
+
+def _float64(contender: Contender) -> Compute:
+    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        log_p = torch.log_softmax(logits, -1)
+        chosen = log_p.gather(1, targets[:, None])[:, 0]
+        return chosen, -(log_p.exp() * log_p).sum(-1) if contender.entropy else None
+
+    return compute
+
+
+def extra_peaks(names: Sequence[tuple[str, bool]], problem: Problem, device_name: str) -> list[int]:
+    """Bytes beyond the logits that one forward and backward of each takes at most. For a process of its own."""
+    device = torch.device(device_name)
+    logits, targets, g, h = problem.tensors(device)
+    logits.requires_grad_()
+    peaks = []
+    for name, entropy in names:
+        contender = next(c for c in contenders() if c.name == name and c.entropy == entropy)
+        compute = contender.compute(device)
+        step_of(compute, logits, targets, g, h)  # what is loaded or compiled at the first call is not meant
+        before = machine.memory_in_use(device)
+        step_of(compute, logits, targets, g, h)
+        peaks.append(max(0, machine.peak_since(device) - before))
+    return peaks
+
+
+def find(rows: Sequence[Row], **values: Any) -> Row | None:
+    """The first measured row with these values."""
+    found = (row for row in rows if row["status"] == MEASURED and all(row.get(k) == v for k, v in values.items()))
+    return next(found, None)
+
+
+def ratio(first: Row | None, second: Row | None, what: str) -> float:
+    """first / second, NaN where either is missing."""
+    return math.nan if first is None or second is None else first[what] / second[what]

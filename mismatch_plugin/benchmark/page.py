@@ -1,0 +1,61 @@
+"""From a benchmark's results to `bench.html`: one file that opens anywhere, without a network."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+from datetime import datetime, timezone
+from importlib.resources import files
+from pathlib import Path
+
+import mismatch_plugin
+from mismatch_plugin.benchmark.results import load
+from mismatch_plugin.benchmark.tables import findings, tables
+from mismatch_plugin.report.page import TEMPLATE as REPORT
+from mismatch_plugin.report.page import numeric_columns
+
+TEMPLATE = "bench.html.j2"
+
+
+def build_page(folder: Path) -> Path:
+    """Write `bench.html` and `plots/bench_*.png` from the folder's results, and return the page's path.
+
+    Raises ImportError where matplotlib or jinja2 is missing, naming the extra.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+
+        from mismatch_plugin.benchmark.pictures import pictures
+        from mismatch_plugin.report.plots import save
+    except ImportError as error:
+        raise ImportError(f"{error}: a page needs the extra: pip install 'mismatch-plugin[lab]'") from error
+    sections = load(folder)
+    drawn = {section.name: pictures(section) for section in sections}
+    for made in drawn.values():
+        save(made, folder / "plots")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters |= {"base64": lambda png: base64.b64encode(png).decode("ascii"), "numeric": numeric_columns}
+    template = environment.from_string(files("mismatch_plugin.benchmark").joinpath(TEMPLATE).read_text("utf-8"))
+    html = template.render(
+        sections=sections,
+        tables={section.name: tables(section) for section in sections},
+        findings={section.name: findings(section) for section in sections},
+        pictures=drawn,
+        style=_style(),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        version=mismatch_plugin.__version__,
+    )
+    page = folder / "bench.html"
+    partial = page.with_suffix(".part")
+    partial.write_text(html, encoding="utf-8")
+    os.replace(partial, page)
+    return page
+
+
+def _style() -> str:
+    """The style sheet of the comparison's report: the two pages look alike."""
+    source = files("mismatch_plugin.report").joinpath(REPORT).read_text("utf-8")
+    found = re.search(r"<style>(.*?)</style>", source, re.DOTALL)
+    assert found is not None
+    return found[1]

@@ -1,0 +1,258 @@
+"""The benchmark: every row is there, figures are finite, counts are exact. No test looks at a clock."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from mismatch_plugin.benchmark.command import Part, bench
+from mismatch_plugin.benchmark.correction import CONTENDERS
+from mismatch_plugin.benchmark.correction_cases import Batch, loop, ours
+from mismatch_plugin.benchmark.counting import count
+from mismatch_plugin.benchmark.links import Link, sent_bytes
+from mismatch_plugin.benchmark.log_prob_cases import contenders
+from mismatch_plugin.benchmark.machine import Case, measure, memory_in_use, peak_since
+from mismatch_plugin.benchmark.results import Section, load, save
+from mismatch_plugin.benchmark.tables import findings, tables
+from mismatch_plugin.benchmark.workers import in_processes
+from mismatch_plugin.report.table import NOTHING
+from tests.counting import DispatchCounter, MemoryMeter
+
+CPU = torch.device("cpu")
+
+
+COMMAND = "import typer; from mismatch_plugin.benchmark.command import bench; typer.run(bench)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one quick run of the command writes. A process of its own, since megatron-core is set up in it."""
+    path = tmp_path_factory.mktemp("bench")
+    arguments = ["--quick", "--device", "cpu", "--output", str(path)]
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMMAND, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+@pytest.fixture
+def sections(folder: Path) -> dict[str, Section]:
+    return {section.name: section for section in load(folder)}
+
+
+def rows(section: Section, **values: Any) -> list[dict[str, Any]]:
+    return [row for row in section.rows if all(row.get(key) == value for key, value in values.items())]
+
+
+def test_every_part_has_its_machine_and_finite_figures(sections: dict[str, Section]) -> None:
+    assert set(sections) == {part.value for part in Part}
+    for section in sections.values():
+        assert section.machine["torch"] == torch.__version__ and section.machine["threads"] == 1
+        assert section.rows and section.notes
+        for row in section.rows:
+            numbers = [value for value in row.values() if isinstance(value, (int, float))]
+            assert all(math.isfinite(value) for value in numbers), row
+            if row["status"] == "measured" and section.name != "communication":
+                assert row["ms"] > 0
+
+
+def test_every_contender_has_a_row(sections: dict[str, Section]) -> None:
+    section = sections["log_probs"]
+    assert [(row["name"], row["entropy"]) for row in section.rows] == [(c.name, c.entropy) for c in contenders()]
+    for contender, row in zip(contenders(), section.rows, strict=True):
+        here = contender.package is None or find_spec(
+            contender.package.replace("-", "_").replace("megatron_core", "megatron")
+        )
+        if contender.cuda_only:
+            assert row["status"] in ("needs CUDA", "not installed")
+        elif contender.package is None:
+            assert row["status"] == "measured"
+        elif not here:
+            assert row["status"] == "not installed"
+    correction = sections["correction"]
+    assert len(correction.rows) == 2 * len(CONTENDERS)
+    for sequences in (8, 32):
+        assert [row["name"] for row in rows(correction, sequences=sequences)] == list(CONTENDERS)
+        for name in ("mismatch_plugin", "loop over the sequences"):
+            assert rows(correction, sequences=sequences, name=name)[0]["status"] == "measured"
+
+
+def test_all_compute_the_same(sections: dict[str, Section]) -> None:
+    for row in sections["log_probs"].measured():
+        limit = 5e-3 if row["name"] == "megatron-core fused" else 1e-5  # it casts the gradient to bfloat16
+        assert row["error"] < limit, row
+    for row in sections["correction"].measured():
+        assert row["deviation"] < 1e-5 and row["differing"] == 0, row
+
+
+def test_counts_of_the_correction_are_exact(sections: dict[str, Section]) -> None:
+    section = sections["correction"]
+    for sequences in (8, 32):
+        (row,) = rows(section, sequences=sequences, name="mismatch_plugin")
+        run = ours(Batch(sequences, 40, CPU))
+        with DispatchCounter() as counter:
+            run()
+        assert (row["kernels"], row["syncs"]) == (counter.total, 0)
+        assert row["kernels"] <= 100
+    few, many = (rows(section, sequences=n, name="loop over the sequences")[0]["kernels"] for n in (8, 32))
+    assert (many - few) % 24 == 0 and (many - few) // 24 > 50  # the same kernels for each of 24 sequences more
+
+
+def test_the_counter_agrees_with_that_of_the_gates() -> None:
+    for make in (ours, loop):
+        batch = Batch(6, 50, CPU)
+        run = make(batch)
+        counts = count(run)
+        with DispatchCounter() as counter:
+            run()
+        assert (counts.kernels, counts.syncs) == (counter.total, len(counter.syncs))
+        packed = batch.packed
+        with MemoryMeter(packed.loss_mask, packed.train_log_probs, packed.rollout_log_probs) as meter:
+            run()
+        assert counts.peak == meter.peak
+
+
+def test_the_counter_sees_syncs_and_bytes() -> None:
+    values = torch.ones(4)
+
+    def run() -> None:
+        values[values > 0]
+        values.sum().item()
+        values.double()
+
+    counts = count(run)
+    assert counts.syncs == 2
+    # gt 16 + 4, index 16 + 4 + 16, sum 16 + 4, item 4, widened 16 + 32
+    assert counts.tensor_bytes == 20 + 36 + 20 + 4 + 48
+
+
+def test_log_probs_never_sync_and_extra_memory_is_the_gradient(sections: dict[str, Section]) -> None:
+    for entropy in (True, False):
+        (row,) = rows(sections["log_probs"], name="mismatch_plugin", entropy=entropy)
+        assert row["syncs"] == 0
+        assert row["times_torch"] > 0
+        (torch_row,) = rows(sections["log_probs"], name="torch log_softmax + gather", entropy=entropy)
+        assert torch_row["times_torch"] == 1.0
+
+
+def test_communication_counted_equals_the_formula(sections: dict[str, Section]) -> None:
+    section = sections["communication"]
+    assert {row["ranks"] for row in section.rows} == {2, 4, 8, 16}
+    for ranks in (2, 4):
+        counted = [row for row in rows(section, ranks=ranks) if row["status"] == "measured"]
+        assert [row["name"] for row in counted] == [
+            "tp: log-probs and entropy", "cp: correction", "dp x cp: a step's statistics",
+        ]  # fmt: skip
+        assert [row["counted"] for row in counted] == [row["payload"] for row in counted]
+    (gathered,) = rows(section, ranks=4, name="tp: log-probs and entropy")
+    assert (gathered["payload"], gathered["sent"]) == (16 * 64, 3 * 16 * 64)
+
+
+def test_link_formulas_by_hand() -> None:
+    link = Link("made up", latency=1.0, bandwidth=10.0)
+    assert link.all_reduce(40, 4) == 2 * 3 * (1.0 + 40 / 4 / 10)
+    assert link.all_gather(40, 4) == 3 * (1.0 + 4.0)
+    assert link.tree(40, 1000) == 2 * 10 * (1.0 + 4.0)
+    assert sent_bytes("all-gather", 40, 4) == 120
+    assert sent_bytes("all-reduce", 40, 4) == 60
+
+
+def test_scaling_has_fits_and_what_no_machine_here_could_measure(sections: dict[str, Section]) -> None:
+    section = sections["scaling"]
+    for series in (
+        "log-probs, tokens",
+        "log-probs, vocabulary",
+        "correction, sequence length",
+        "correction, sequences",
+    ):
+        assert len([row for row in rows(section, name=series) if row["fit"] is not None]) >= 3
+    assert rows(section, name="log-probs, tp", x=2) and rows(section, name="correction, cp", x=2)
+    formula = [row for row in section.rows if row["status"] == "by formula"]
+    for row in formula:
+        terms = [value for key, value in row.items() if key.startswith("us, ") and key != "us, all"]
+        assert row["us, all"] == pytest.approx(sum(terms)) and 0 < row["share"] < 1
+    gpus = {row["name"]: row["tp"] * row["cp"] * row["dp"] for row in formula}
+    assert gpus["8 GPUs, 8B model"] == 8 and gpus["1M-token context, 1024 GPUs"] == 1024
+    assert abs(8 * gpus["100k GPUs, 340B model in 8 stages"] - 100_000) < 1000
+
+
+def test_the_page_stands_alone(folder: Path, sections: dict[str, Section]) -> None:
+    pytest.importorskip("matplotlib", reason="a page of plots needs the extra lab")
+    html = (folder / "bench.html").read_text(encoding="utf-8")
+    for section in sections.values():
+        assert f'id="{section.name}"' in html
+        for sentence in findings(section):
+            assert sentence.split(":")[0].replace("'", "&#39;") in html
+    assert html.count("data:image/png;base64,") == 6
+    assert not re.search(r'(src|href)="(?!data:|#)', html)
+    assert len(list((folder / "plots").glob("bench_*.png"))) == 6
+
+
+def test_a_row_without_figures_says_why() -> None:
+    row = {"name": "verl's helper", "sequences": 8, "longest": 4, "tokens": 20, "status": "not installed"}
+    (table,) = tables(Section("correction", "Correction", [row]))
+    assert table.rows[0][0] == "verl's helper" and table.rows[0][-1] == "not installed"
+    assert table.rows[0][3] == NOTHING
+    assert findings(Section("correction", "Correction", [row])) == []
+
+
+def test_results_keep_the_other_sections(tmp_path: Path) -> None:
+    save(Section("a", "A", [{"name": "x", "status": "measured"}]), tmp_path)
+    save(Section("b", "B", []), tmp_path)
+    save(Section("a", "A", [{"name": "y", "status": "measured"}]), tmp_path)
+    assert {section.name: [row["name"] for row in section.rows] for section in load(tmp_path)} == {"a": ["y"], "b": []}
+
+
+def test_contenders_take_turns_and_prepare_outside() -> None:
+    calls: list[str] = []
+    cases = [
+        Case(name, lambda state, name=name: calls.append(f"{name}{state}"), lambda: calls.append("prepare") or 1)
+        for name in "ab"
+    ]
+    measure(cases, CPU, repeats=2, calls=1)
+    assert [call for call in calls if call != "prepare"] == ["a1", "b1"] * 3  # the first round warms up
+    assert calls[::2] == ["prepare"] * 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can start the peak anew")
+def test_peak_memory_of_this_process() -> None:
+    size = 64 * 2**20
+    torch.ones(4 * size, dtype=torch.uint8)  # an older and larger peak
+    before = memory_in_use(CPU)
+    torch.ones(size, dtype=torch.uint8)
+    assert 0.9 * size < peak_since(CPU) - before < 1.5 * size
+
+
+def _raise() -> None:
+    raise ValueError("no such thing")
+
+
+def _die() -> None:
+    import os
+
+    os._exit(3)
+
+
+def test_errors_of_processes_are_told() -> None:
+    with pytest.raises(RuntimeError, match="rank 0 of a benchmark raised ValueError: no such thing"):
+        in_processes(_raise, 1)
+    with pytest.raises(RuntimeError, match="rank 0 of a benchmark died"):
+        in_processes(_die, 1)
+
+
+def test_cuda_is_refused_where_there_is_none(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    app = typer.Typer()
+    app.command()(bench)
+    result = CliRunner().invoke(app, ["--quick", "--device", "cuda", "--output", str(tmp_path)])
+    assert result.exit_code == 2 and "no CUDA device" in re.sub(r"[\s│]+", " ", result.output)
