@@ -36,8 +36,8 @@ _INPUTS = (
 _FULL_INPUTS = ("positions", "weight_versions")
 _PER_TOKEN = ("mask", "padding", "train", "rollout", "log_ratio", "code")
 
-Names = tuple[tuple[str, ...], tuple[str, ...]]
-"""Of a graph's statistics: sums and maxima."""
+_Names = dict[str, tuple[str, ...]]
+"""Of a graph's statistics: sums, maxima, and the sums of the loss."""
 
 
 def compile_policy_loss(
@@ -48,7 +48,8 @@ def compile_policy_loss(
     One graph for all batches that have the same fields, dtypes and device: other numbers of tokens and sequences do not
     compile again. Results equal the eager ones up to rounding; the context-parallel collectives are part of the graph.
     options: of torch.compile, over dynamic=True and fullgraph=True: backend, mode, … With mode="reduce-overhead" (CUDA
-    graphs) torch records once for each pair of sizes, so pad micro-batches to few of them.
+    graphs) torch records once for each pair of sizes, so pad micro-batches to few of them; and a result is overwritten
+    by the next call, so clone what you keep, statistics among it.
     Errors, host syncs (none) and gradients: as `policy_loss`.
     """
     return CompiledPolicyLoss(config, groups, options)
@@ -82,7 +83,7 @@ class CompiledPolicyLoss:
         )
         return PolicyLoss(loss_sum, denominator, terms, original, correction, statistics)
 
-    def _trace(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor | None], dict[str, tuple[str, ...]]]:
+    def _trace(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor | None], _Names]:
         result = policy_loss(inputs["log_probs"], _traced(inputs), self.config, self.groups, inputs.get("batch_factor"))
         out, names = _flat(result.correction)
         del out["sums"]  # the loss's begin with them
@@ -106,7 +107,7 @@ class CompiledCorrect:
         out, names = self._graphs(_inputs(packed, self.config, batch_factor))
         return _correction(out, names, packed, self.config, train)
 
-    def _trace(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor | None], dict[str, tuple[str, ...]]]:
+    def _trace(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor | None], _Names]:
         return _flat(correct(_traced(inputs), self.config, self.groups, inputs.get("batch_factor")))
 
 
@@ -115,15 +116,15 @@ class _Graphs:
 
     def __init__(
         self,
-        function: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor | None], dict[str, tuple[str, ...]]]],
+        function: Callable[[dict[str, Tensor]], tuple[dict[str, Tensor | None], _Names]],
         options: dict[str, Any],
     ) -> None:
         self.function = function
         self.options = {"dynamic": True, "fullgraph": True, **options}
         self.compiled: dict[tuple[str, ...], Callable[..., tuple[Tensor, ...]]] = {}
-        self.traced: dict[tuple[str, ...], tuple[tuple[str, ...], dict[str, tuple[str, ...]]]] = {}
+        self.traced: dict[tuple[str, ...], tuple[tuple[str, ...], _Names]] = {}
 
-    def __call__(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, tuple[str, ...]]]:
+    def __call__(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], _Names]:
         given = tuple(inputs)
         if given not in self.compiled:
             self.compiled[given] = self._compile(given)
@@ -165,13 +166,11 @@ def _inputs(
         inputs = {name: torch.cat([value, value.new_zeros(2)]) for name, value in inputs.items()}
         inputs["sequence_index"][-2:] = max(1, len(packed.lengths))
     inputs["offsets"] = packed.offsets if packed.lengths else packed.offsets.new_zeros(2)
-    if batch_factor is not None:
-        constant = not isinstance(batch_factor, Tensor)
-        inputs["batch_factor"] = (
-            torch.full((), batch_factor, dtype=torch.float64, device=packed.loss_mask.device)
-            if constant
-            else batch_factor
-        )
+    if isinstance(batch_factor, Tensor):
+        inputs["batch_factor"] = batch_factor
+    elif batch_factor is not None:  # a tensor, lest another number be another graph
+        device = packed.loss_mask.device
+        inputs["batch_factor"] = torch.full((), batch_factor, dtype=torch.float64, device=device)
     return inputs
 
 
@@ -188,7 +187,7 @@ def _traced(inputs: dict[str, Tensor]) -> PackedSequences:
     return packed
 
 
-def _flat(c: Correction) -> tuple[dict[str, Tensor | None], dict[str, tuple[str, ...]]]:
+def _flat(c: Correction) -> tuple[dict[str, Tensor | None], _Names]:
     out: dict[str, Tensor | None] = {name: getattr(c.tokens, name) for name in _PER_TOKEN}
     out |= {"weights": c.weights, "keep": c.keep, "tokens_N": c.tokens_N, "kept_N": c.kept_N}
     out |= {"sums": c.statistics.sums, "maxima": c.statistics.maxima}
@@ -204,7 +203,7 @@ def _forget_padding(sums: Tensor, names: tuple[str, ...], packed: PackedSequence
 
 def _correction(
     out: dict[str, Tensor],
-    names: dict[str, tuple[str, ...]],
+    names: _Names,
     packed: PackedSequences,
     config: MismatchConfig,
     train_T: Tensor,
