@@ -19,7 +19,7 @@ PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=1
 WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 
 # Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
-# log π_train (log π_rollout is that less the log-ratio), k3 and χ², at token level also ratio, clamped, its square, high
+# log π_train (log π_rollout is that less the log-ratio), k3 and χ²; token level also ratio, clamped, its square, high
 # and low; token weights their sum and that of their squares. Token criteria add the rejected tokens, a veto its column;
 # k3 is there already.
 COLUMNS = (
