@@ -47,7 +47,7 @@ class MismatchWarning(UserWarning):
 
 
 class ImportanceSampling(Section):
-    """How importance weights are made from the ratio ρ = π_train / π_rollout (DESIGN 3.2, 3.3)."""
+    """How importance weights are made from the ratio ρ = π_train / π_rollout."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
@@ -260,7 +260,10 @@ class MismatchConfig(Section):
         "what a rollout log-prob that is none (NaN, > 0, −inf or a floor, a 0.0 fill) does",
         flag="--rollout-log-prob-policy",
     )
-    metrics: MetricsLevel = described("basic", "off, the guide's metrics, or everything", flag="--mismatch-metrics")
+    # YAML 1.1 reads a bare off as false.
+    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "basic", "off, the guide's metrics, or everything", flag="--mismatch-metrics"
+    )
     dry_run: bool = described(
         False, "compute weights and rejections, report them, apply none", flag="--mismatch-dry-run"
     )
@@ -272,7 +275,7 @@ class MismatchConfig(Section):
 
     @property
     def algorithm(self) -> int:
-        """0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS (DESIGN 3.1)."""
+        """0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS."""
         return int(self.use_rollout_log_probs) + 2 * int(self.use_tis)
 
     @property
@@ -289,7 +292,7 @@ class MismatchConfig(Section):
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
-        """`rs.criteria` with every bound filled in (a missing ratio bound is the TIS upper bound, DESIGN 3.4)."""
+        """`rs.criteria` with every bound filled in (a missing ratio bound is the TIS upper bound)."""
         inherited = self.tis.upper_bound if self.weighted else None
         return tuple(criterion.resolved(inherited) for criterion in self.rs.criteria)
 
@@ -353,6 +356,11 @@ class MismatchConfig(Section):
         """Build from a parsed argparse namespace (see `add_arguments`): flag over file over preset."""
         from mismatch_plugin.flags import given_flags
 
+        if not hasattr(namespace, "__dict__"):  # every flag would count as not given
+            raise TypeError(
+                f"from_args takes what parse_args() returned, not a {type(namespace).__name__}: pass the Namespace "
+                f"itself."
+            )
         flags = given_flags(namespace)
         file, name = flags.pop("config", None), flags.pop("preset", None)
         for flag, value in (("--mismatch-config", file), ("--mismatch-preset", name)):

@@ -16,7 +16,7 @@ _SPEC = "AGGREGATE:STATISTIC:UPPER or AGGREGATE:STATISTIC:LOWER:UPPER, for examp
 
 
 class Criterion(BaseModel):
-    """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper (DESIGN 3.4).
+    """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper.
 
     `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have
     an upper bound in nats (`tv`: in probability) and no lower bound unless one is given.

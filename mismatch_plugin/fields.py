@@ -221,7 +221,10 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
         if fault["type"] == "value_error":
             sentences.append(str(fault.get("ctx", {}).get("error", fault["msg"])))
         elif fault["type"] == "extra_forbidden":
-            parent, _, _ = path.rpartition(".")
+            parent, _, name = path.rpartition(".")
+            if path in known:  # one key with a dot in it
+                sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {fault['input']}}}.")
+                continue
             siblings = [name for name in known if name.startswith(f"{parent}." if parent else "")]
             sentences.append(str(unknown("setting", path, siblings)))
         else:

@@ -90,7 +90,13 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         _put_first_on_path(target)
         patched.under_launcher()
-        plan.install()
+        try:
+            plan.install()
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                f"{host.name} cannot be imported here ({error}): install it in this Python, or put its checkout first "
+                f"on PYTHONPATH."
+            ) from None
     except ValueError as error:
         print(f"mismatch_plugin: {error}", file=sys.stderr)
         raise SystemExit(2) from None

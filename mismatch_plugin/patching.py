@@ -39,6 +39,7 @@ class State(Enum):
     DIRTY = "changed by something else"
     OTHER = "another version"
     MISSING = "not there"
+    LINKED = "reached by a symbolic link"
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,8 @@ def state_of(patch: Patch, root: Path) -> State:
     path = root / patch.file
     if not path.is_file():
         return State.MISSING
+    if path.resolve() != root.resolve() / patch.file:  # git apply follows no link below the root
+        return State.LINKED
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest == patch.after or (digest != patch.before and _git_apply(patch, root, "--check", "--reverse")):
         return State.APPLIED
@@ -130,6 +133,11 @@ def _refusal(patch: Patch, state: State, root: Path) -> str:
     where = f"{patch.repository} at {patch.commit[:10]}"
     if state is State.MISSING:
         return f"{root} has no {patch.file}: is it a checkout of {where}?"
+    if state is State.LINKED:
+        return (
+            f"{patch.file} is reached by a symbolic link to {(root / patch.file).resolve()}, which git apply does not "
+            f"follow: give the root of the checkout that holds the file itself."
+        )
     if state is State.DIRTY:
         return (
             f"{patch.file} has changes of its own that are not committed (or is no file of a git checkout): commit or "

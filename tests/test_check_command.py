@@ -218,6 +218,7 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
         (GOOD_RECORD, "{nonsense", "line 1"),
         (GOOD_RECORD, '{"log_probs": [-1.0]}', "log_probs"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, "low"]}', "train_log_probs.1"),
+        (GOOD_RECORD.replace("3]", f"{2**70}]"), GOOD_LINE, f"response_ids.1: Input should be less than {2**63}"),
         (GOOD_RECORD, "\n", "no sample"),
         (GOOD_RECORD, GOOD_LINE * 2, "1 records and 2 lines"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0], "index": 4}', "no index 0"),

@@ -51,11 +51,22 @@ def test_every_algorithm_gets_the_same_seeds_in_every_setting(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("variants", "seeds", "message"),
-    [([], 2, "algorithms is empty"), (["0"], 0, "seeds is 0"), (["0", "0"], 1, "twice")],
+    [
+        ([], 2, "algorithms is empty"),
+        (["0"], 0, "seeds is 0"),
+        (["0", "0"], 1, "twice"),
+        (["0", "2", "2:token:truncate"], 1, "algorithms 2 and 2:token:truncate are the same run"),
+        (["3", "pg_is"], 1, "algorithms 3 and pg_is are the same run"),
+    ],
 )
 def test_plans_that_mean_nothing(tmp_path: Path, variants: list[str], seeds: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan(tmp_path, variants, seeds, SETTINGS, {})
+
+
+def test_two_settings_that_are_one_run_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="settings control and 0 are the same run: leave one of them out"):
+        plan(tmp_path, ["0"], 1, {"control": {}, "0": {"staleness": 0}}, {})
 
 
 @pytest.mark.parametrize(

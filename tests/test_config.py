@@ -280,6 +280,7 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
         ("use_rs: true", "is in slime's form"),
         ("rollout_is: token", "is in verl's form: read it with mismatch_plugin.compat.from_verl"),
         ("algorithm: {rollout_correction: {}}", "is in verl's form"),
+        ("tis.mode: mask", "setting tis.mode is one key: nest it, tis: {mode: mask}."),
         ("use_tiss: true", "setting 'use_tiss' is unknown: did you mean use_tis"),
         ("preset: tokn_is", "preset 'tokn_is' is unknown"),
     ],
@@ -287,6 +288,13 @@ def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
 def test_errors_of_files(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         mp.MismatchConfig.from_file(_file(tmp_path, text))
+
+
+def test_a_bare_off_of_yaml_is_off(tmp_path: Path) -> None:
+    """YAML 1.1 reads it as false."""
+    assert mp.MismatchConfig.from_file(_file(tmp_path, "metrics: off")).metrics == "off"
+    with pytest.raises(ValueError, match="metrics is True: it should be 'off', 'basic' or 'full'"):
+        mp.MismatchConfig.from_file(_file(tmp_path, "metrics: on"))
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
@@ -360,6 +368,15 @@ def test_an_empty_preset_or_file_is_refused(flag: str) -> None:
     mp.add_arguments(parser)
     with pytest.raises(ValueError, match=f"{flag} is empty"):
         mp.MismatchConfig.from_args(parser.parse_args([flag, ""]))
+
+
+def test_what_is_no_namespace_is_refused() -> None:
+    """Nothing would be found in it, and the run would go uncorrected."""
+    parser = mp.add_arguments(argparse.ArgumentParser())
+    wrong: list[Any] = [vars(parser.parse_args(["--use-tis"])), ["--use-tis"], None]
+    for given in wrong:
+        with pytest.raises(TypeError, match=f"not a {type(given).__name__}: pass the Namespace itself"):
+            mp.MismatchConfig.from_args(given)
 
 
 def test_explain_only_prints_the_block_and_stops(capsys: pytest.CaptureFixture[str]) -> None:

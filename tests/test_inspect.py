@@ -53,6 +53,37 @@ def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_named(tmp_path: Path)
         list(read_steps(tmp_path / "other.jsonl"))
 
 
+@pytest.mark.parametrize("line", ['{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", f'{{"a": 1{"0" * 400}}}'])
+def test_a_line_that_python_cannot_hold_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"rollout_corr/kl": 0.1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is no step"):
+        list(read_steps(path))
+
+
+def test_what_is_no_metrics_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"rollout_corr/kl": 0.1}', encoding="utf-16")
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    for given, reason in ((path, "metrics.jsonl is no metrics.jsonl: "), (tmp_path / "folder", "Is a directory")):
+        result = CliRunner().invoke(app, ["inspect", str(given)], env={"COLUMNS": "400"})
+        assert result.exit_code == 2 and reason in result.output
+    (tmp_path / "settings.json").write_text("[" * 100_000)
+    path.write_text('{"rollout_corr/kl": 0.1}\n')
+    result = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "400"})
+    assert result.exit_code == 2 and "settings.json is not valid" in result.output
+
+
+def test_names_and_numbers_stand_whole_on_80_columns(tmp_path: Path) -> None:
+    write_step(tmp_path, CONFIG, dict.fromkeys(metrics(0.0), 1.2346e-9))
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output
+    lines = output.splitlines()
+    assert any(line.startswith("rollout_is_weight_after_eff_sample_size ") for line in lines)
+    row = next(line for line in lines if line.startswith("rollout_is_std "))
+    assert row.split()[1:] == ["1.235e-9"] * 4
+    assert max(map(len, lines[:20])) <= 80
+
+
 def test_a_sound_run_and_an_unsound_one() -> None:
     sound = inspect_steps([metrics(0.0)] * 12, CONFIG)
     assert sound.sound and sound.verdict.startswith("sound: the two engines agree (|KL| 0 nat a token)")

@@ -170,6 +170,16 @@ def test_from_padded_errors(case: str) -> None:
         mp.PackedSequences.from_padded(**fields)
 
 
+@pytest.mark.parametrize("name", ["loss_masks", "rollout_log_probs", "entropy"])
+@pytest.mark.parametrize("value", [[[1.0] * 3] * 2, {"a": 1}, np.ones((2, 3))])
+def test_from_padded_takes_tensors_only(name: str, value: Any) -> None:
+    fields = {"loss_masks": ONES, "rollout_log_probs": -ONES, name: value}
+    with pytest.raises(
+        TypeError, match=rf"{name} is a {type(value).__name__}: from_padded takes .* tensors; from_lists"
+    ):
+        mp.PackedSequences.from_padded(**fields)
+
+
 def test_constructor_errors() -> None:
     mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"loss_mask has dtype torch\.float32"):

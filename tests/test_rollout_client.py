@@ -385,6 +385,19 @@ def test_a_prompt_log_prob_that_was_asked_for_must_come() -> None:
         call(server, lambda client: client.generate([[5, 6]], THREE, prompt_log_probs=True))
 
 
+@pytest.mark.parametrize("sent", [None, [[[-0.1, 7]], [], [[-0.1, 7]]]])
+def test_top_log_probs_that_were_asked_for_must_come(sent: Any) -> None:
+    def respond(request: Request) -> Reply:
+        reply = honest(request)
+        reply.json["meta_info"]["output_top_logprobs"] = sent
+        return reply
+
+    with FaultyServer(respond) as server:
+        with pytest.raises(GenerateError, match="top_log_probs were asked for and did not come for every token"):
+            call(server, lambda client: client.generate([[5, 6]], THREE, top_log_probs=2))
+        assert len(call(server, lambda client: client.generate([[5, 6]], THREE))) == 1  # not asked for
+
+
 @pytest.mark.parametrize(
     ("bad", "says"),
     [

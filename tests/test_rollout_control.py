@@ -199,6 +199,19 @@ def test_generation_continues_after_an_error_under_a_pause() -> None:
         assert orders(server) == ["/pause_generation", "/continue_generation"]
 
 
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation", "/abort_request"])
+def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
+    async def order(client: SGLangClient) -> None:
+        await client.pause()
+        await client.continue_()
+        await client.abort(all=True)
+
+    trainee = Trainee()
+    trainee.refuse[path] = Reply({"success": False, "message": "busy loading"})
+    with FaultyServer(trainee) as server, pytest.raises(RequestError, match=f"did not do {path}: busy loading"):
+        call(server, order)
+
+
 def test_orders_that_mean_nothing_are_refused() -> None:
     async def both(client: SGLangClient) -> None:
         with pytest.raises(ValueError, match="mode='soft' is unknown"):

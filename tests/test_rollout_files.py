@@ -94,6 +94,8 @@ def test_jsonl_lines_are_strict_json(tmp_path: Path) -> None:
         ({"surprise": 1}, "line 3.*surprise"),
         ({"loss_mask": [1], "sample_id": "s9"}, r"line 3 \(sample s9\).*loss_mask has 1 entries"),
         ({"response_ids": None}, "line 3.*response_ids"),
+        ({"response_ids": [2**70]}, rf"line 3.*response_ids\.0.*less than {2**63} \(value '{2**70}'\)"),
+        ({"prompt_ids": [-1]}, r"line 3.*prompt_ids\.0.*'-1'"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, change: dict[str, Any], says: str) -> None:
@@ -107,6 +109,28 @@ def test_half_a_line_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     path.write_text(json.dumps(RECORD) + "\n" + json.dumps(RECORD)[:30])
     with pytest.raises(ValueError, match=r"records\.jsonl, line 2.*Invalid JSON"):
+        read_records(path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, suffix: str) -> None:
+    for path, reason in ((tmp_path / f"none{suffix}", "o such file"), (tmp_path / f"folder{suffix}", "directory")):
+        if reason == "directory":
+            path.mkdir()
+        with pytest.raises(ValueError, match=rf"{path.name}: .*{reason}.* Give a whole"):
+            read_records(path)
+    path = tmp_path / "utf16.jsonl"
+    path.write_text(json.dumps(RECORD), encoding="utf-16")
+    with pytest.raises(ValueError, match=r"utf16\.jsonl: .*can't decode"):
+        read_records(path)
+
+
+def test_a_damaged_parquet_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
+    path = tmp_path / "records.parquet"
+    write_records(path, [full()] * 50)
+    data = path.read_bytes()
+    path.write_bytes(data[:4] + b"\xff" * 200 + data[204:])
+    with pytest.raises(ValueError, match=r"records\.parquet: .* Give a whole"):
         read_records(path)
 
 

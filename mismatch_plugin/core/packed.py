@@ -34,7 +34,7 @@ class PackedSequences:
     old_log_probs (log π_old) · ref_log_probs · advantages · entropy (nats; may carry gradient) ·
     positions (index of the token in its response, integer; under context parallelism the global one) ·
     weight_versions (integer). rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the
-    data was still on the CPU (DESIGN 3.7).
+    data was still on the CPU.
     """
 
     loss_mask: Tensor
@@ -141,7 +141,7 @@ class PackedSequences:
         """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
 
         advantages may hold one number a sequence. Half precision becomes float32, float64 stays.
-        On CPU data the rollout log-probs are checked here (DESIGN 3.7); what is found stands in `.invalid`.
+        On CPU data the rollout log-probs are checked here; what is found stands in `.invalid`.
         Raises ValueError naming the sample and both lengths where two entries disagree, and for advantages, reference
         log-probs and entropies on the CPU that are not finite where a token trains.
         """
@@ -193,7 +193,16 @@ class PackedSequences:
         **fields: Any,
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
-        long and padding must have loss_mask 0. advantages and rewards may be [B]."""
+        long and padding must have loss_mask 0. advantages and rewards may be [B].
+        Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
+        """
+        given: dict[str, Any] = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, **fields}
+        for name, value in {"loss_masks": loss_masks, **given}.items():
+            if name not in ("sequence_ids", "rewards") and not isinstance(value, (Tensor, type(None))):
+                raise TypeError(
+                    f"{name} is a {type(value).__name__}: from_padded takes [batch, length] tensors; from_lists takes "
+                    f"one list or 1-D tensor a sequence."
+                )
         if loss_masks is None or loss_masks.dim() != 2:
             shape = None if loss_masks is None else tuple(loss_masks.shape)
             raise ValueError(f"loss_masks has shape {shape}: from_padded takes [batch, length] tensors.")
@@ -201,7 +210,6 @@ class PackedSequences:
         keep = [width] * batch if lengths is None else [int(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
-        given: dict[str, Any] = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, **fields}
         rows: dict[str, Any] = {}
         for name, value in given.items():
             if value is None or name in ("sequence_ids", "rewards"):

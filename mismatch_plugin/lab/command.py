@@ -86,10 +86,9 @@ def compare(
         description["lab"] = {**shared, "of_setting": chosen}
         lab.open_folder(output, description, resume)
     except ValidationError as error:
-        sentences = [
-            f"{'.'.join(map(str, fault['loc']))} is {fault['input']!r}: {fault['msg']}" for fault in error.errors()
-        ]
-        raise typer.BadParameter("; ".join(sentences)) from None
+        from mismatch_plugin.fields import plain_error
+
+        raise typer.BadParameter(str(plain_error(error, lab.LabSettings))) from None
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ def plan(
     if len(set(variants)) < len(variants):
         raise ValueError(f"algorithms names one twice ({', '.join(variants)}): give each once.")
     configs = {label: variant_config(label) for label in variants}
+    _refuse_same("algorithms", {label: config.model_dump(exclude={"metrics"}) for label, config in configs.items()})
+    _refuse_same("settings", {name: LabSettings(**{**lab, **changes}) for name, changes in settings.items()})
     jobs = []
     for seed in range(seeds):
         for setting, changes in settings.items():
@@ -117,6 +120,12 @@ def plan(
                 place = folder / setting / label.replace(":", "_") / f"seed{seed}"
                 jobs.append(Job(place, setting, label, LabSettings(**{**lab, **changes, "seed": seed}), config))
     return jobs
+
+
+def _refuse_same(kind: str, runs: Mapping[str, object]) -> None:
+    for (first, one), (second, other) in combinations(runs.items(), 2):
+        if one == other:
+            raise ValueError(f"{kind} {first} and {second} are the same run: leave one of them out.")
 
 
 def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None:

@@ -15,6 +15,7 @@ HOST_FLAG = "--mismatch-host"
 # Nothing else begins like this in any host but the flags that the host itself declares.
 _FAMILIES = ("--tis-", "--rs-", "--mismatch-", "--use-tis", "--use-rs", "--use-rollout-log", "--rollout-log-prob")
 _SIMILAR = 0.88
+_DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")  # what editors and web pages make of one
 _SWITCHED = ("true", "false", "yes", "no", "on", "off")
 _OF_THE_LAUNCHER = (HOST_FLAG, "--mismatch-explain-only")
 
@@ -119,12 +120,16 @@ def _is_flag(token: str) -> bool:
 
 
 def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
-    if not _is_flag(flag) or flag in host_flags:
+    spelled = flag.translate(_DASHES)
+    if not spelled.startswith("-") or flag in host_flags:
         return
     known = sorted(parser._option_string_actions)
-    plain = flag.replace("_", "-")
+    plain = f"--{spelled.lstrip('-')}".replace("_", "-")
+    if not _is_flag(flag) and plain in host_flags and plain not in known:
+        return
     meant = difflib.get_close_matches(plain, known, n=1, cutoff=_SIMILAR)
-    if not meant and not plain.startswith(_FAMILIES):
+    # With other dashes it may be a value, which begins like a flag of ours by chance.
+    if not meant and not (_is_flag(flag) and plain.startswith(_FAMILIES)):
         return
     meant = meant or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
     mend = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."

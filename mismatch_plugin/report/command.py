@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -24,18 +23,19 @@ def inspect(
     Exit status: 0 sound, 1 warnings in the newest steps, 2 nothing to judge.
     """
     from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.fields import read_file
     from mismatch_plugin.report.inspect import inspect_steps
     from mismatch_plugin.report.log import SETTINGS, read_steps, to_json
 
-    folder = path if path.is_dir() else path.parent
     try:
+        folder = path if path.is_dir() else path.parent
         settings = MismatchConfig()
         if config is not None:
             settings = MismatchConfig.from_file(config)
         elif (
             written := folder / SETTINGS
         ).exists():  # checked when the run began; a preset may hold what has no effect
-            settings = MismatchConfig.build(json.loads(written.read_text()))
+            settings = MismatchConfig.build(read_file(written))
         result = inspect_steps(list(read_steps(path)), settings)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None

@@ -96,4 +96,7 @@ def _verdict(
 
 
 def _cell(value: float) -> str:
-    return f"{value + 0.0:.4g}" if math.isfinite(value) else NOTHING  # + 0.0: no minus zero
+    """Four digits, short enough for a terminal of 80 columns beside names that are not broken."""
+    if not math.isfinite(value):
+        return NOTHING
+    return f"{value + 0.0:.4g}".replace("e-0", "e-").replace("e+0", "e+")  # + 0.0: no minus zero

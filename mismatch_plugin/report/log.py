@@ -63,7 +63,10 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
     path = path / METRICS if path.is_dir() else path
     if not path.exists():
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
-    lines = path.read_text().split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -71,13 +74,14 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
             step = json.loads(line)
             if not isinstance(step, dict):
                 raise ValueError("it is no object")
-        except ValueError as error:
+            nested = step.get("metrics")  # where `compare` keeps them
+            step = {**step, **nested} if isinstance(nested, dict) else step
+            numbers = {name: float(value) for name, value in step.items() if _is_number(value)}
+        except (ValueError, OverflowError, RecursionError) as error:
             if line.startswith("{") and not line.endswith("}"):  # its writer was killed
                 continue
             raise ValueError(f"{path}, line {number} is no step: {error}.") from None
-        nested = step.get("metrics")  # where `compare` keeps them
-        step = {**step, **nested} if isinstance(nested, dict) else step
-        yield {name: float(value) for name, value in step.items() if _is_number(value)}
+        yield numbers
 
 
 def _is_number(value: Any) -> bool:

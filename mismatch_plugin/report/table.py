@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 NOTHING = "–"
 """A cell that says: there is none."""
-NARROW = 4
+NARROW = 5
 """A table of at most so many columns has room on a terminal for names that are not broken."""
 
 
@@ -62,7 +62,9 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0))
+        table = RichTable(
+            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False
+        )
         for header in self.headers:
             is_code = header in self.code
             keep_whole = is_code and len(self.headers) <= NARROW

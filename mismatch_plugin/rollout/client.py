@@ -56,7 +56,7 @@ class SGLangClient(ServerControl):
         retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         connect_timeout: seconds to reach the server.
-        rollout_log_prob_policy: with `error` a log-prob that is none (DESIGN 3.7) fails its sample; otherwise it stays
+        rollout_log_prob_policy: with `error` a log-prob that is none fails its sample; otherwise it stays
             in the record, for `to_packed` and the correction to handle.
         headers: sent with every request, such as {"Authorization": "Bearer …"}.
     """
@@ -185,7 +185,7 @@ class SGLangClient(ServerControl):
                 (record,) = parse_generate(
                     answer.json, [prompt], own, samples=[index], require_kept_ids=return_sampling_mask
                 )
-                _check(record, f"{name}-{answer.attempts}", prompt_log_probs, index)
+                _check(record, f"{name}-{answer.attempts}", prompt_log_probs, top_log_probs > 0, index)
             except ReplyError as error:
                 raise RequestError("reply", f"{error.message} ({error.kind})", answer.attempts) from None
             except _MALFORMED as error:
@@ -272,7 +272,7 @@ _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError,
 """What a field of a type that SGLang never sends raises while it is read: that sample's failure, not the batch's."""
 
 
-def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, index: int) -> None:
+def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, top_log_probs: bool, index: int) -> None:
     if record.request_id is not None and record.request_id != request_id:
         raise ReplyError(index, "form", f"request {request_id} was answered as {record.request_id}")
     longest, came = record.sampling.max_new_tokens, len(record.response_ids)
@@ -280,6 +280,8 @@ def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, index
         raise ReplyError(index, "length", f"{came} tokens came, at most {longest} were asked for")
     if prompt_log_probs and record.prompt_log_probs is None:
         raise ReplyError(index, "log_probs_lost", "the prompt's log-probs were asked for and did not come")
+    if top_log_probs and came and not (record.top_log_probs and all(record.top_log_probs)):
+        raise ReplyError(index, "log_probs_lost", "top_log_probs were asked for and did not come for every token")
 
 
 def _values(outcomes: Sequence[Outcome[T]]) -> list[T]:

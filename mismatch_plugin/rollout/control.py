@@ -249,7 +249,11 @@ class ServerControl:
             raise WeightUpdateError(f"{path}: {said.get('message', f'no success was reported, but {answer.json!r}')}")
 
     async def _post(self, path: str, body: dict[str, Any]) -> Answer:
-        return await self._transport.call("POST", path, body, retries=_ONCE)
+        answer = await self._transport.call("POST", path, body, retries=_ONCE)
+        if isinstance(answer.json, dict) and answer.json.get("success") is False:
+            said = answer.json.get("message") or answer.json
+            raise RequestError("refused", f"the server did not do {path}: {said}", answer.attempts)
+        return answer
 
 
 _NOT_LAST: dict[str, Any] = {"flush_cache": False}

@@ -19,14 +19,15 @@ _ROWS = 1024
 
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
-    """All records of a file. Raises ValueError naming file, line (or row), sample and field for one that is none."""
+    """All records of a file. Raises ValueError naming the file where it cannot be read, and line (or row),
+    sample and field for one that is none."""
     return list(iter_records(path))
 
 
 def iter_records(path: str | Path) -> Iterator[RolloutRecord]:
     """The records of a file one by one, so that the file need not fit in memory."""
     path = Path(path)
-    return _read_jsonl(path) if _is_jsonl(path) else _read_parquet(path)
+    return _named(path, _read_jsonl(path) if _is_jsonl(path) else _read_parquet(path))
 
 
 def write_records(path: str | Path, records: Iterable[RolloutRecord]) -> int:
@@ -72,6 +73,15 @@ def _write_jsonl(path: Path, records: Iterable[RolloutRecord]) -> int:
             stream.write(record.model_dump_json(exclude_none=False) + "\n")
             count += 1
     return count
+
+
+def _named(path: Path, records: Iterator[RolloutRecord]) -> Iterator[RolloutRecord]:
+    """The records, and errors of the file as a whole as one sentence with its name."""
+    try:
+        yield from records
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ValueError(f"{path}: {reason}. Give a whole .jsonl or .parquet file that may be read.") from None
 
 
 def _read_jsonl(path: Path) -> Iterator[RolloutRecord]:

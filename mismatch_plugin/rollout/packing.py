@@ -49,7 +49,7 @@ def to_packed(
     Args:
         train_log_probs, old_log_probs, …: one 1-D tensor or list a record, over its response tokens
             (`PackedSequences.from_lists`).
-        config: its `rollout_log_prob_policy` says what happens to faults (DESIGN 3.7). With `error`, the default, they
+        config: its `rollout_log_prob_policy` says what happens to faults. With `error`, the default, they
             are raised here. Otherwise the values go on as they are, and `correct` counts and handles them by kind;
             where lengths or ids disagree, everything from the first disagreement on is "not returned".
         trained_ids: the response ids that the training side sees, to be compared with those sampled. They may be longer
@@ -122,9 +122,11 @@ def sampling_mask(
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
     """A number for each weight version, in the order of training: the integer that its name is or ends with.
 
-    SGLang's own "default" is −1. Raises ValueError for any other name, or if two names get the same number.
+    SGLang's own "default" is −1. Raises ValueError for any other name, if two names get the same number, and where what
+    stands before the number is not the same in all of them: hexadecimal digests end in digits that mean nothing.
     """
     numbers: dict[str, int] = {}
+    stems: dict[str, str] = {}
     for version in dict.fromkeys(versions):
         match = re.search(r"\d+$", version)
         if version != INITIAL_VERSION and match is None:
@@ -136,6 +138,14 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
             if taken == number:
                 raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
         numbers[version] = number
+        if match is not None:
+            stems.setdefault(version[: match.start()], version)
+    if len(stems) > 1:
+        first, second, *_ = stems.values()
+        raise ValueError(
+            f"weight versions {first!r} and {second!r} are not one name with two numbers: name versions by step, or "
+            f"pass version_numbers."
+        )
     return numbers
 
 

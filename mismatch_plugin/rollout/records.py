@@ -1,11 +1,11 @@
-"""The typed record of one sampled response, and what is wrong with its log-probs (DESIGN 3.7)."""
+"""The typed record of one sampled response, and what is wrong with its log-probs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +25,9 @@ __all__ = [
 
 FinishReason = Literal["stop", "length", "abort"]
 FaultKind = Literal["missing", "nan", "positive_infinite", "positive", "floor", "zero_fill", "length", "token_ids"]
+
+TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+"""What an int64 holds: tensors, numpy and Parquet take no other."""
 
 _WHAT = {
     "missing": "is missing",
@@ -70,8 +73,8 @@ class RolloutRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    prompt_ids: list[int]
-    response_ids: list[int]
+    prompt_ids: list[TokenId]
+    response_ids: list[TokenId]
     rollout_log_probs: list[float | None]
     """Of `response_ids`, as SGLang returns them: full vocabulary after temperature and penalties, no filter. None: not
     returned, or no sampled token."""
@@ -81,13 +84,13 @@ class RolloutRecord(BaseModel):
     finish_reason: FinishReason | None = None
     weight_versions: list[WeightSpan] = Field(default_factory=list)
     """In order, without overlap. Empty where the server told none."""
-    kept_ids: list[list[int]] | None = None
+    kept_ids: list[list[TokenId]] | None = None
     """The ids that the filters left to choose from (SGLang's sampling mask). An empty list: unfiltered."""
     behaviour_log_probs: list[float | None] | None = None
     """Renormalised over `kept_ids`: what the token was really drawn from."""
     prompt_log_probs: list[float | None] | None = None
     """Of `prompt_ids`, always at temperature 1; the first is None."""
-    top_log_probs: list[list[tuple[float, int]]] | None = None
+    top_log_probs: list[list[tuple[float, TokenId]]] | None = None
     """The most likely (log-prob, id) pairs at each response token."""
     text: str | None = None
     request_id: str | None = None
@@ -155,7 +158,7 @@ class RolloutRecord(BaseModel):
         trained_ids: Sequence[int] | None = None,
         train_log_probs: Sequence[float] | None = None,
     ) -> list[Fault]:
-        """Everything of DESIGN 3.7 that is wrong with this record, in order of position.
+        """Every log-prob that is wrong in this record, in order of position.
 
         Positions with loss_mask 0 are not looked at, and one position has at most one fault a list. 0.0 fills are seen
         only beside `train_log_probs` (one a response token; the training side's log-probs of the same tokens).

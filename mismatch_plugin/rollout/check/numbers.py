@@ -1,4 +1,4 @@
-"""Values that are no log-probs: null, NaN, infinities, positive ones, floors and 0.0 fills (DESIGN 3.7)."""
+"""Values that are no log-probs: null, NaN, infinities, positive ones, floors and 0.0 fills."""
 
 from __future__ import annotations
 
