@@ -16,10 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from examples.benchmarks.log_prob_cases import CASES, SHARDED, Case, check, check_shards, make, results
+from mismatch_plugin.benchmark.counting import OperationCounter
 from mismatch_plugin.parallel import log_prob_triton
 from mismatch_plugin.parallel.log_prob_torch import Layout, _Blocks, _local_statistics
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
-from tests.counting import DispatchCounter
 from tests.distributed.launch import launch
 from tests.distributed.log_probs_worker import NAMES, forward_backward, in_float32, run_triton
 from tests.distributed.log_probs_worker import make as make_sharded
@@ -233,7 +233,7 @@ def test_launches(monkeypatch: pytest.MonkeyPatch, tokens: int):
     monkeypatch.setattr(log_prob_triton, "kernels", launches)
     logits, targets = torch.randn(tokens, 61, requires_grad=True), torch.zeros(tokens, dtype=torch.int64)
     upstream = (torch.ones(tokens), torch.ones(tokens))
-    with DispatchCounter() as counter:
+    with OperationCounter() as counter:
         result = vocab_parallel_log_probs(logits, targets, entropy="grad", backend="triton")
         torch.autograd.grad([value for value in result if value is not None], logits, upstream)
     assert launches.names == ["statistics_kernel", "finish_kernel", "coefficients_kernel", "gradient_kernel"]

@@ -1,4 +1,4 @@
-"""Gates on the correction stage: kernels, host syncs, memory. Counted, not timed (DESIGN 6)."""
+"""Gates on the correction stage: kernels, host syncs, memory. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from tests.counting import DispatchCounter, MemoryMeter
+from mismatch_plugin.benchmark.counting import OperationCounter, count
 
 SEQUENCE_TRUNCATE = {"use_tis": True, "tis": {"level": "sequence"}}
 GEOMETRIC = "sequence_mean:ratio:0.99:1.01"
@@ -39,12 +39,9 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
     return packed
 
 
-def count(sequences: int, **fields: Any) -> DispatchCounter:
-    config = mp.MismatchConfig(**fields)
-    packed = batch(sequences)
-    with DispatchCounter() as counter:
-        mp.correct(packed, config)
-    return counter
+def correction(sequences: int, **fields: Any) -> OperationCounter:
+    config, packed = mp.MismatchConfig(**fields), batch(sequences)
+    return count(lambda: mp.correct(packed, config))
 
 
 def rejecting(*criteria: str) -> dict[str, Any]:
@@ -52,27 +49,27 @@ def rejecting(*criteria: str) -> dict[str, Any]:
 
 
 def test_kernels_at_basic() -> None:
-    assert count(64, **rejecting()).total <= 100
+    assert correction(64, **rejecting()).total <= 100
 
 
 @pytest.mark.parametrize("criterion", FURTHER)
 def test_kernels_for_a_further_criterion(criterion: str) -> None:
-    assert count(64, **rejecting(criterion)).total <= 110
+    assert correction(64, **rejecting(criterion)).total <= 110
 
 
 def test_kernels_for_all_criteria_together() -> None:
-    assert count(64, **rejecting(*FURTHER)).total <= 100 + 10 * len(FURTHER)
+    assert correction(64, **rejecting(*FURTHER)).total <= 100 + 10 * len(FURTHER)
 
 
 @pytest.mark.parametrize("criteria", [(), ("token:k3:0.5",)])
 def test_kernels_at_full(criteria: tuple[str, ...]) -> None:
-    assert count(64, **rejecting(*criteria), metrics="full").total <= 200
+    assert correction(64, **rejecting(*criteria), metrics="full").total <= 200
 
 
 def test_metrics_off_costs_less() -> None:
     """No work for what is off."""
-    assert count(64, **rejecting(), metrics="off").total <= 60
-    assert count(64, metrics="off").total <= 40
+    assert correction(64, **rejecting(), metrics="off").total <= 60
+    assert correction(64, metrics="off").total <= 40
 
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
@@ -81,7 +78,7 @@ def test_metrics_off_costs_less() -> None:
 def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: str, mode: str) -> None:
     fields = {**rejecting("token:k3:0.5", "sequence_max:k2:1"), "metrics": metrics}
     fields["tis"] = {"level": level, "mode": mode, "batch_normalize": True}
-    few, many = count(8, **fields), count(512, **fields)
+    few, many = correction(8, **fields), correction(512, **fields)
     assert few.kernels == many.kernels
     assert not few.syncs and not many.syncs
 
@@ -98,7 +95,7 @@ def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
     packed = batch(64)
     assert packed.train_log_probs is not None
     log_probs = packed.train_log_probs.clone().requires_grad_()
-    with DispatchCounter() as counter:
+    with OperationCounter() as counter:
         mp.policy_loss(log_probs, packed, config).loss_sum.backward()
     assert not counter.syncs
 
@@ -106,7 +103,7 @@ def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
 def test_the_counter_sees_syncs() -> None:
     """The gate itself must be able to fail."""
     values = torch.ones(4)
-    with DispatchCounter() as counter:
+    with OperationCounter() as counter:
         values[values > 0]
         values.sum().item()
         bool(values.any())
@@ -120,14 +117,7 @@ def test_memory_is_at_most_twelve_floats_a_token(metrics: str, level: str) -> No
     packed = batch(64, longest=4000)
     fields = {**rejecting("token:binary_kl:0.5"), "metrics": metrics, "tis": {"level": level, "mode": "mask"}}
     config = mp.MismatchConfig(**fields)
-    inputs = (
-        packed.loss_mask,
-        packed.rollout_log_probs,
-        packed.train_log_probs,
-        packed.advantages,
-        packed.weight_versions,
-    )
-    with MemoryMeter(*inputs, packed.offsets, packed.sequence_index, packed.response_positions) as meter:
-        result = mp.correct(packed, config)
-    assert result.keep.numel() == packed.loss_mask.numel()
-    assert meter.peak / packed.loss_mask.numel() / 4 <= 12
+    results = []
+    counter = count(lambda: results.append(mp.correct(packed, config)))
+    assert results[0].keep.numel() == packed.loss_mask.numel()
+    assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= 12

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mismatch_plugin.hooks.megatron_batch import Sample
-from tests.distributed.hook_worker import Layout, Outcome, Run, run_layout, run_plainly
+from tests.distributed.hook_worker import Layout, Outcome, Run, micro_batches, model_settings, run_layout, run_plainly
 from tests.distributed.launch import launch
 from tests.test_hook_megatron import data
 
@@ -120,6 +120,34 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
         for name, gradient in expected.items():
             scale = max(float(gradient.abs().max()), 1e-3)
             assert float((ranks[0][0].gradients[name] - gradient).abs().max()) <= 1e-6 * scale, (layout.name, name)
+
+
+def run_as_if(case: tuple[Layout, int]) -> str:
+    """A batch through the model, its losses answered as if it had that many MTP layers: the error, or nothing."""
+    from mismatch_plugin.hooks.megatron_extra_losses import logits_beside_labels, mtp_arguments
+    from mismatch_plugin.lab import model as lab
+    from mismatch_plugin.parallel.groups import ParallelGroups
+
+    layout, layers = case
+    lab.initialize_parallel()
+    settings = model_settings(layout)
+    model = lab.build_model(settings)[0]
+    (batch,) = micro_batches(layout, layout.runs[0], ParallelGroups.from_megatron(), settings, 0, 1)
+    inputs = {"packed_seq_params": batch.padded_seq_params, **mtp_arguments(batch, torch.ones(()))}
+    try:
+        with logits_beside_labels(model, layers):
+            output = model(batch.tokens, batch.position_ids, None, **inputs)
+    except RuntimeError as error:
+        return str(error)
+    assert output.shape[:2] == batch.tokens.shape and output.dim() == 3
+    return ""
+
+
+def test_another_number_of_losses_than_expected_is_refused() -> None:
+    layout = Layout("mtp", settings=MTP, samples=data("rope"), runs=RUNS[:1])
+    fitting, another = [rank[0] for rank in launch(run_as_if, [(layout, 1), (layout, 2)], 1)]
+    assert not fitting
+    assert "megatron computed 2 losses for 2 MTP layers and one head" in another
 
 
 def test_experts_under_tensor_parallelism_need_sequence_parallelism() -> None:

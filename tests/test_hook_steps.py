@@ -130,7 +130,9 @@ PARTS = [Layout("tp2", tp=2), Layout("pp2", pp=2), Layout("cp2", cp=2), Layout("
 
 @cache
 def broken_step() -> list[list[list[Outcome]]]:
-    """A step whose sample s3 has NaN at position 4, then a sound one, then forward only, in each layout."""
+    """A step whose sample s3 has NaN at position 4, then a sound one, then forward only, then one in which half of the
+    samples have no weight versions: those of one micro-batch, or of one rank under data parallelism.
+    """
     samples = data("rope")
     values = list(samples[3].rollout_log_probs or ())
     position = [i for i, trained in enumerate(samples[3].loss_mask or ()) if trained][-1]
@@ -138,7 +140,14 @@ def broken_step() -> list[list[list[Outcome]]]:
     broken = (*samples[:3], replace(samples[3], rollout_log_probs=values), *samples[4:])
     config = {**DECOUPLED, "metrics": "full"}
     steps = (Run(config, 2, samples=broken), Run(config, 2), Run(config, 2, forward_only=True))
-    return launch(run_layout, [replace(x, samples=samples, runs=steps) for x in PARTS], 2)
+
+    def mixed(layout: Layout) -> Run:
+        has = [i % 2 == 0 if layout.name == "dp2" else i < len(samples) // 2 for i in range(len(samples))]
+        versions = [[7] * len(sample.response_ids) if here else None for sample, here in zip(samples, has, strict=True)]
+        rows = zip(samples, versions, strict=True)
+        return Run(config, 2, samples=tuple(replace(sample, weight_versions=value) for sample, value in rows))
+
+    return launch(run_layout, [replace(x, samples=samples, runs=(*steps, mixed(x))) for x in PARTS], 2)
 
 
 @needs_megatron
@@ -151,6 +160,17 @@ def test_an_invalid_log_prob_is_raised_on_every_rank(index: int) -> None:
     assert all(error.startswith("InvalidLogProbError") for error in errors), errors
     assert any(f"position {position}" in error and "s3" in error for error in errors), errors
     assert not any(rank[1].error for rank in ranks)  # and the next step is sound
+
+
+@needs_megatron
+@pytest.mark.parametrize("index", range(len(PARTS)), ids=[layout.name for layout in PARTS])
+def test_batches_with_different_fields_are_refused_on_every_rank(index: int) -> None:
+    errors = [rank[3].error for rank in broken_step()[index]]
+    if PARTS[index].name == "pp2":
+        assert "last pipeline stage cannot be merged" in errors.pop(0)
+    for error in errors:
+        where = "rank 0 has" if PARTS[index].name == "dp2" else "on rank 0 statistics cannot be merged: one has"
+        assert where in error and "version_log_ratio" in error and "weight_versions" in error, errors
 
 
 @needs_megatron

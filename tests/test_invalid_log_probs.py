@@ -1,4 +1,4 @@
-"""Rollout log-probs that are no log-probs: found, named, and treated as the policy says (DESIGN 3.7)."""
+"""Rollout log-probs that are no log-probs: found, named, and treated as the policy says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every metric of the guide against direct loops over raw lists, written from DESIGN 3.8 and the guide's formulas."""
+"""Every metric of the guide against direct loops over raw lists, written from the guide's formulas."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_vanishing_ratios_have_a_sample_size(log_ratio: float, lower: float | No
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_extremes_are_unclamped_below_and_e_to_the_20_above(level: str) -> None:
-    """DESIGN 3.2: extremes are reported as exp(min(·, 20)): what lies below e^-20 is told as it is."""
+    """Extremes are reported as exp(min(·, 20)): what lies below e^-20 is told as it is."""
     metrics = mp.correct(tokens([-30.0], [25.0], [0.5]), config(level, rs={})).statistics.metrics()
     for head in ("rollout_is_", "rollout_is_seq_") if level != "token" else ("rollout_is_",):
         assert metrics[f"{PREFIX}{head}min"] == pytest.approx(math.exp(-30), rel=1e-9), head
@@ -293,9 +293,23 @@ def test_statistics_merge_over_micro_batches_and_ranks(level: str) -> None:
     assert reduced.metrics() == approx(whole)
 
 
+def test_statistics_of_batches_with_different_fields_do_not_merge() -> None:
+    rows = {"rollout_log_probs": [[-1.0, -0.5]], "train_log_probs": [[-1.1, -0.6]], "loss_masks": [[1, 1]]}
+    config = mp.MismatchConfig(metrics="full")
+    more = mp.correct(mp.PackedSequences.from_lists(**rows, weight_versions=[[7, 8]]), config).statistics
+    less = mp.correct(mp.PackedSequences.from_lists(**rows), config).statistics
+    with pytest.raises(ValueError, match=r"one has -version, version, version_log_ratio.*, the other not"):
+        more.merge(less)
+    with pytest.raises(ValueError, match=r"the other has -version, .*, one not.*weight_versions"):
+        less.merge(more)
+    other = mp.correct(mp.PackedSequences.from_lists(**rows), mp.MismatchConfig(use_tis=True)).statistics
+    with pytest.raises(ValueError, match="one has use_tis = False, the other has True"):
+        less.merge(other)
+
+
 @pytest.mark.parametrize("mode", ["truncate", "mask"])
 def test_long_responses_in_float32_keep_their_digits(mode: str) -> None:
-    """Equal tokens, 32768 of them: every mean is the token's own value, in one piece or in sixteen (DESIGN 4: 1e-5).
+    """Equal tokens, 32768 of them: every mean is the token's own value, in one piece or in sixteen: to 1e-5.
 
     Catches sums accumulated in float32: their error grows with the length, and differs from split to split.
     """

@@ -208,7 +208,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
 
 
 def test_the_names_of_the_contract_are_there() -> None:
-    """The names that users know (DESIGN 3.8)."""
+    """The names that users know."""
     expected = """rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
         rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_veto_fraction
         rollout_is_catastrophic_token_fraction rollout_is_masked_fraction rollout_is_seq_masked_fraction

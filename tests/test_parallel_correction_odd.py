@@ -27,7 +27,7 @@ from tests.distributed.correction_cases import (
     one_process,
 )
 from tests.distributed.correction_check import differences, distances, together
-from tests.distributed.correction_worker import Case, Part, run, run_invalid
+from tests.distributed.correction_worker import Case, Part, run, run_different, run_invalid
 from tests.distributed.launch import launch
 
 ODD = (
@@ -162,6 +162,21 @@ def test_invalid_log_probs_under_every_policy(policy: str):
             if policy == "drop-sequence":
                 kept = [row.any().item() for row in actual.keep.split(make("bad_tokens").lengths)]
                 assert not any(kept[number] for number in (0, 2, 4, 5))
+
+
+# Ranks that do not hold the same --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["dp2", "cp2-zigzag"])
+def test_ranks_with_different_fields_or_settings_are_refused_on_all(name: str):
+    """Catches vectors of different lengths in one all-reduce, and a rank that raises alone."""
+    layout = next(layout for layout in LAYOUTS if layout.name == name)
+    batches = ("no versions", "other metrics", "versions once")
+    cases = [Case(batch, layout, 2, SOME[:2]) for batch in batches]
+    expected = ("rank 0 has -version, version, ", "rank 0 has metrics = 'full', rank 1 has 'basic'", "on rank 0 ")
+    for ranks, sentence in zip(launch(run_different, cases, layout.world_size), expected, strict=True):
+        for one, two in zip(*ranks, strict=True):
+            assert one == two and sentence in one and "cannot be merged" in one
 
 
 # Batch normalisation over a micro-batch -------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import typer
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
     from mismatch_plugin.benchmark.results import Section
 
@@ -72,7 +73,7 @@ def bench(
     console = Console(highlight=False, markup=False)
     for part in only or list(Part):
         console.print(f"{part.value} …")
-        section = _measure(part, torch.device(kind), quick, repeats or (2 if quick else 7))
+        section = _measure(part, torch.device(kind), quick, repeats or (2 if quick else 7), console)
         save(section, output)
         for table in tables(section):
             console.print(table.only(*(header for header in table.headers if header in SHORT)).to_rich())
@@ -87,15 +88,18 @@ def bench(
             console.print(f"No page was written: {error}", soft_wrap=True)
 
 
-def _measure(part: Part, device: torch.device, quick: bool, repeats: int) -> Section:
+def _measure(part: Part, device: torch.device, quick: bool, repeats: int, console: Console) -> Section:
+    def tell(what: str) -> None:
+        console.print(f"  {what} …")
+
     if part is Part.log_probs:
         from mismatch_plugin.benchmark.log_probs import log_probs_section
 
-        return log_probs_section(device, quick, repeats)
+        return log_probs_section(device, quick, repeats, tell)
     if part is Part.correction:
         from mismatch_plugin.benchmark.correction import correction_section
 
-        return correction_section(device, quick, repeats)
+        return correction_section(device, quick, repeats, tell)
     if part is Part.communication:
         from mismatch_plugin.benchmark.communication import communication_section
 

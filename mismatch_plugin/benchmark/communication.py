@@ -24,7 +24,8 @@ COLUMNS = ("train", "log_ratio", "tokens", "k3", "chi2", "catastrophic")
 """Whose sums per sequence the settings of the correction need."""
 NOTES = [
     "Payload: what one rank puts into its collectives. tp, a micro-batch: one all-gather of 4 float32 a target. cp, a "
-    f"micro-batch: one SUM of {len(COLUMNS)} float64 a sequence. dp x cp, a step: one SUM of S, one MAX of M float64.",
+    f"micro-batch: one SUM of {len(COLUMNS)} float64 a sequence. dp x cp, a step: one MAX of 3, one SUM of S, "
+    "one MAX of M float64.",
     "Counted: the bytes handed to torch.distributed by real processes over gloo. The others follow the formula.",
     "Peers, from their sources: megatron-core reduces maximum, predicted logit and sum of exponentials one after "
     "another (no entropy); a loop over sequences reduces twice for each, padded to its whole length.",
@@ -52,7 +53,7 @@ def communication_section(device: torch.device, quick: bool) -> Section:
         rows.append(_row("cp: correction", ranks, summed, counted.get(ranks, {}).get("cp")))
         each = [("all-reduce", 4 * whole // sequences)] * (2 * sequences)
         rows.append(_row("cp: a loop over sequences", ranks, each, None))
-        step = [("all-reduce", 8 * sums), ("all-reduce", 8 * maxima)]
+        step = [("all-reduce", 8 * size) for size in (3, sums, maxima)]
         rows.append(_row("dp x cp: a step's statistics", ranks, step, counted.get(ranks, {}).get("dp")))
     facts = {**sizes, "S": sums, "M": maxima}
     return Section("communication", "Communication", rows, facts, NOTES, machine.describe(device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,33 +20,28 @@ _FREE = {
 _COLLECTIVES = ("allreduce_", "_allgather_base_", "allgather_", "reduce_scatter_", "broadcast_", "alltoall_")
 
 
-@dataclass
-class Counts:
-    """kernels: operations dispatched that are no views. syncs: those that wait for a device. tensor_bytes: of all
-    tensors that kernels read and write, whether they come from a cache or from memory. peak: largest sum of bytes made
-    and alive at once. sent: (collective, bytes of its input on this rank), in order.
+class OperationCounter(TorchDispatchMode):
+    """Counts inside a `with` block, backward passes included.
+
+    kernels: operations dispatched that are no views, by name. syncs: those that wait for a device, in order.
+    tensor_bytes: of all tensors that kernels read and write, whether they come from a cache or from memory. peak:
+    largest sum of bytes made and alive at once. largest: elements of the largest tensor returned. sent: (collective,
+    bytes of its input on this rank), in order.
     """
 
-    kernels: int = 0
-    syncs: int = 0
-    tensor_bytes: int = 0
-    peak: int = 0
-    sent: list[tuple[str, int]] = field(default_factory=list)
-
-
-def count(run: Callable[[], object]) -> Counts:
-    """What one call does, its backward passes included."""
-    with _Counter() as counter:
-        run()
-    return counter.counts
-
-
-class _Counter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counts()
-        self.live: Counter[int] = Counter()  # tensors alive by the address of their storage
-        self.bytes = 0
+        self.kernels: Counter[str] = Counter()
+        self.syncs: list[str] = []
+        self.tensor_bytes = self.peak = self.largest = 0
+        self.sent: list[tuple[str, int]] = []
+        self._live: Counter[int] = Counter()  # tensors alive by the address of their storage
+        self._bytes = 0
+
+    @property
+    def total(self) -> int:
+        """All kernels."""
+        return sum(self.kernels.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -56,33 +50,43 @@ class _Counter(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if name in _COLLECTIVES:
             source = args[1] if name == "_allgather_base_" else args[0]
-            self.counts.sent.append((name.strip("_"), sum(t.nbytes for t in _tensors(source))))
+            self.sent.append((name.strip("_"), sum(t.nbytes for t in _tensors(source))))
         elif name not in _FREE:
-            self.counts.kernels += 1
-            self.counts.tensor_bytes += sum(t.nbytes for t in (*_tensors((args, kwargs)), *_tensors(out)))
-        boolean = name in ("index", "index_put", "index_put_") and any(t.dtype == torch.bool for t in _tensors(args[1]))
+            self.kernels[name] += 1
+            self.tensor_bytes += sum(t.nbytes for t in (*_tensors((args, kwargs)), *_tensors(out)))
+        masks = (torch.bool, torch.uint8)
+        boolean = name in ("index", "index_put", "index_put_") and any(t.dtype in masks for t in _tensors(args[1]))
         copies = name == "_to_copy" and args[0].device != kwargs.get("device", args[0].device)
-        self.counts.syncs += name in _SYNCS or boolean or copies
+        if name in _SYNCS or boolean or copies:
+            self.syncs.append(str(func))
         for tensor in _tensors(out):
+            self.largest = max(self.largest, tensor.numel())
             self._follow(tensor, inputs)
         return out
 
     def _follow(self, tensor: Tensor, inputs: set[int]) -> None:
         storage = tensor.untyped_storage()
         address, size = storage.data_ptr(), storage.nbytes()
-        if size == 0 or (address in inputs and address not in self.live):  # what was there before is not counted
+        if size == 0 or (address in inputs and address not in self._live):  # what was there before is not counted
             return
-        if not self.live[address]:
-            self.bytes += size
-            self.counts.peak = max(self.counts.peak, self.bytes)
-        self.live[address] += 1
+        if not self._live[address]:
+            self._bytes += size
+            self.peak = max(self.peak, self._bytes)
+        self._live[address] += 1
         weakref.finalize(tensor, self._release, address, size)
 
     def _release(self, address: int, size: int) -> None:
-        self.live[address] -= 1
-        if not self.live[address]:
-            del self.live[address]
-            self.bytes -= size
+        self._live[address] -= 1
+        if not self._live[address]:
+            del self._live[address]
+            self._bytes -= size
+
+
+def count(run: Callable[[], object]) -> OperationCounter:
+    """What one call does."""
+    with OperationCounter() as counter:
+        run()
+    return counter
 
 
 def _tensors(value: Any) -> list[Tensor]:

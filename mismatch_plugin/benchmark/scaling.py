@@ -37,8 +37,8 @@ NOTES = [
     "By formula, a micro-batch of R targets in N sequences on one rank, V columns over tp ranks, 2-byte logits: "
     "log-probs 3 passes · 2 R V / tp / B_mem; their all-gather (tp − 1)(a + 16 R / b) on NVLink; correction "
     "max(c R / B_mem, k · t_launch), with c bytes a token and k kernels as counted here (eager); its SUM over cp "
-    f"2 (cp − 1)(a + 8 · {len(COLUMNS)} N / (cp b)) on InfiniBand; once a step the statistics over dp · cp on a tree, "
-    "2 log2(dp cp) (a + 8 (S + M) / b).",
+    f"2 (cp − 1)(a + 8 · {len(COLUMNS)} N / (cp b)) on InfiniBand; once a step three reductions over dp · cp on a "
+    "tree, of n = 3, S and M numbers, 2 log2(dp cp) (a + 8 n / b) each.",
     f"B_mem = {MEMORY / 1e12:g} TB/s, t_launch = {LAUNCH * 1e6:g} us, a and b as in communication. Share: of that sum "
     f"plus the model's own 6 P R / (tp · {FLOPS / 1e12:g} TFLOP/s) for P parameters of a pipeline stage, nothing "
     "overlapping. Nothing of these rows is measured.",
@@ -69,10 +69,10 @@ def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
                 rows.append({"name": series, "x": ranks, "status": MEASURED, "ms": ms, "fit": None})
     batch = batches["correction, sequences"][32]
     counts = count(ours(batch))
-    facts = {"kernels": counts.kernels, "bytes a token": counts.tensor_bytes / len(batch.packed.loss_mask)}
+    facts = {"kernels": counts.total, "bytes a token": counts.tensor_bytes / len(batch.packed.loss_mask)}
     statistics = mp.correct(batch.packed, mp.MismatchConfig(**SETTINGS)).statistics
-    size = len(statistics.sum_names) + len(statistics.maximum_names)
-    rows += [_extrapolate(*case, facts["kernels"], facts["bytes a token"], size) for case in JOBS]
+    sizes = len(statistics.sum_names), len(statistics.maximum_names)
+    rows += [_extrapolate(*case, facts["kernels"], facts["bytes a token"], sizes) for case in JOBS]
     return Section("scaling", "Scaling", rows, facts, NOTES, machine.describe(device))
 
 
@@ -135,7 +135,7 @@ JOBS: Sequence[tuple[str, dict[str, int]]] = (
 """Name, and R targets of a rank's micro-batch, N sequences, vocabulary V, parallel sizes, P parameters of a stage."""
 
 
-def _extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: float, statistics: int) -> Row:
+def _extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: float, statistics: tuple[int, int]) -> Row:
     nvlink, infiniband = LINKS[0], LINKS[1]
     targets, tp, cp, ranks = job["R"], job["tp"], job["cp"], job["dp"] * job["cp"]
     terms = {
@@ -143,7 +143,7 @@ def _extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: floa
         "tp all-gather": nvlink.all_gather(16 * targets, tp),
         "correction": max(token_bytes * targets / MEMORY, kernels * LAUNCH),
         "cp SUM": infiniband.all_reduce(8 * len(COLUMNS) * job["N"], cp),
-        "step's statistics": infiniband.tree(8 * statistics, ranks) if ranks > 1 else 0.0,
+        "step's statistics": sum(infiniband.tree(8 * size, ranks) for size in (3, *statistics)) if ranks > 1 else 0.0,
     }
     model = 6 * job["P"] * targets / tp / FLOPS
     row: Row = {"name": name, "status": "by formula", **job, **{f"us, {n}": 1e6 * v for n, v in terms.items()}}

@@ -1,4 +1,4 @@
-"""`correct`: from log-probs to importance weights, accepted tokens and mergeable statistics (DESIGN 3.2 to 3.8)."""
+"""`correct`: from log-probs to importance weights, accepted tokens and mergeable statistics."""
 
 from __future__ import annotations
 

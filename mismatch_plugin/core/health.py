@@ -36,7 +36,7 @@ VANISHING_LOG_WEIGHT = -2.0
 MAX_INVALID_SHARE = 0.01
 """Rollout log-probs that are none, as a share of the response tokens: single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
-"""After batch normalisation a weight above this many times hi (DESIGN 3.3) is a warning."""
+"""After batch normalisation a weight above this many times hi is a warning."""
 
 _SOURCES = "Check that both engines run the same weights, tokens, temperature and filters"
 

@@ -75,7 +75,7 @@ def spread(values_N: Tensor, sequence_index_T: Tensor) -> Tensor:
 
 
 def bounded_exp(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(l, −20, 20)): the safety bound (DESIGN 3.2). Two kernels."""
+    """exp(clamp(l, −20, 20)): the safety bound. Two kernels."""
     return log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp_()
 
 

@@ -1,10 +1,10 @@
-"""`policy_loss`: the correction applied to an objective, aggregated over tokens and sequences (DESIGN 3.1, 3.6)."""
+"""`policy_loss`: the correction applied to an objective, aggregated over tokens and sequences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 
 if TYPE_CHECKING:
-    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config import MismatchConfig, PPOClip
 
 
 TERMS = ("entropy", "kl")
@@ -65,6 +65,7 @@ def policy_loss(
     Aggregations: token-mean Σ_t / Σ m · seq-mean-token-mean mean over sequences of Σ_t / Σ_seq m · seq-mean-token-sum
     mean over sequences of Σ_t (divided by length_norm if set).
     groups, batch_factor, collectives, syncs, errors: as `correct`. Gradient: through log_probs and packed.entropy only.
+    Writes nothing: `report_dir` is for the hooks; a loop of its own calls `report.log.write_step`.
     """
     advantages = refuse_unfit(log_probs, packed, config)
     if log_probs.dtype in (torch.bfloat16, torch.float16):
@@ -88,9 +89,9 @@ def policy_loss(
         if correction.factor is not None and config.tis.batch_normalize_scope != "micro_batch":
             # Like the weights in the statistics, the loss stands before the step's batch normalisation.
             sums_K[names.index("pg_loss")] *= correction.factor
-        units = {"denominator": denominator, "terms_denominator": original}
-        missing = {name: units[name].double().reshape(1) for name in units if name not in names}
-        statistics = statistics.with_vectors((*names, *missing), [sums_K, *missing.values()])
+        if "denominator" not in names:
+            names, sums_K = (*names, "denominator"), torch.cat([sums_K, denominator.double().reshape(1)])
+        statistics = statistics.with_vector(names, sums_K)
     return PolicyLoss(loss_sum, denominator, terms, original, correction, statistics)
 
 
@@ -163,47 +164,67 @@ def _loss_columns(
 
     One at a time, so that few live at once.
     """
-    mask = _selected(packed, correction, config)
-    log_probs = torch.where(mask, log_probs, 0.0)
-    advantages = torch.where(mask, advantages.detach(), 0.0)
-    if config.algorithm == 3:
-        loss_T, log_r = reinforce_loss(log_probs, advantages), None
-    else:
-        # Under bypass the selected rollout log-probs are π_θ itself where a value is no log-prob: ratio 1.
-        anchor = torch.where(mask, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
-        clip = config.ppo
-        loss_T, log_r = ppo_clip_loss(
-            log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
-        )
+    token = token_losses(log_probs, advantages, old, packed, correction, config)
+    mask = token.selected
     share_T = _share_of_unit(packed, correction, config, config.denominator == "original")
     coefficient = correction.weights * correction.keep
-    yield "pg_loss", loss_T * (coefficient if share_T is None else coefficient * share_T)
-    if log_r is not None and config.metrics != "off":
-        yield from _clip_columns(log_r.detach(), advantages, config)
+    yield "pg_loss", token.losses * (coefficient if share_T is None else coefficient * share_T)
+    if token.log_r is not None and config.metrics != "off":
+        yield from clip_columns(token.log_r.detach(), token.advantages, config.ppo)
     if config.aggregation == "token-mean":
         yield "terms_denominator", packed.loss_mask
         if config.denominator != "original":
             yield "denominator", correction.keep
-    yield from _term_columns(log_probs, mask, packed, correction, config)
+    yield from _term_columns(token.log_probs, mask, packed, correction, config)
 
 
-def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
-    """The tokens whose values enter at all: `loss_mask`, less those whose π_train is not finite.
+class TokenLosses(NamedTuple):
+    """[T] each. Values are 0 where `selected` is False; log_probs and losses carry gradient.
+
+    losses: before weight and rejection. log_r: log π_θ − log π_anchor, unclamped; None in algorithm 3.
+    """
+
+    selected: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    losses: Tensor
+    log_r: Tensor | None
+
+
+def token_losses(
+    log_probs: Tensor,
+    advantages: Tensor,
+    old: Tensor,
+    packed: PackedSequences,
+    correction: Correction,
+    config: MismatchConfig,
+    clip: PPOClip | None = None,
+) -> TokenLosses:
+    """The objective of every token that enters: `loss_mask`, less those whose π_train is not finite.
 
     Under the policy `error` these stay, so that the loss shows them even before the step's error is raised.
+    log_probs, advantages, old: [T], anything where nothing trains. clip: instead of the configuration's.
     """
-    code = correction.tokens.code
-    if code is None or config.rollout_log_prob_policy == "error":
-        return packed.loss_mask
-    return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
+    code, selected = correction.tokens.code, packed.loss_mask
+    if code is not None and config.rollout_log_prob_policy != "error":
+        selected = selected.logical_and(code != TRAIN_NOT_FINITE)
+    log_probs = torch.where(selected, log_probs, 0.0)
+    advantages = torch.where(selected, advantages.detach(), 0.0)
+    if config.algorithm == 3:
+        return TokenLosses(selected, log_probs, advantages, reinforce_loss(log_probs, advantages), None)
+    # Under bypass the selected rollout log-probs are π_θ itself where a value is no log-prob: ratio 1.
+    anchor = torch.where(selected, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
+    clip = clip or config.ppo
+    losses, log_r = ppo_clip_loss(log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip)
+    return TokenLosses(selected, log_probs, advantages, losses, log_r)
 
 
-def _clip_columns(log_r: Tensor, advantages: Tensor, config: MismatchConfig) -> Iterator[tuple[str, Tensor]]:
+def clip_columns(log_r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
     """Clipped tokens on either side (where the clip is active for the advantage's sign), and −log r."""
     bounded = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     r = bounded.exp()
-    yield "clip_high", (r > 1.0 + config.ppo.eps_clip_high).logical_and_(advantages > 0)
-    yield "clip_low", (r < 1.0 - config.ppo.eps_clip_low).logical_and_(advantages < 0)
+    yield "clip_high", (r > 1.0 + clip.eps_clip_high).logical_and_(advantages > 0)
+    yield "clip_low", (r < 1.0 - clip.eps_clip_low).logical_and_(advantages < 0)
     yield "ppo_kl", bounded.neg_()
 
 

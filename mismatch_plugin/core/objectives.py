@@ -1,4 +1,4 @@
-"""The policy losses of the four algorithms, per token, and the terms beside them (DESIGN 3.1).
+"""The policy losses of the four algorithms, per token, and the terms beside them.
 
 References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al. 2020 (dual clip); Hilton et al. 2021,
 "Batch size-invariance for policy optimization" (decoupled PPO); Schulman 2020 (k1, k2, k3).

@@ -1,4 +1,4 @@
-"""Rejection: what a criterion measures at each token, and which tokens and sequences it leaves (DESIGN 3.4).
+"""Rejection: what a criterion measures at each token, and which tokens and sequences it leaves.
 
 References: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); arXiv 2602.04879 (tv, binary_kl); KPop 2026
 (binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence).

@@ -1,7 +1,7 @@
 """Mergeable state of a step's diagnostics: sums, counts and maxima that any split of the step adds up to.
 
 Nothing here is a mean, a deviation or a quantile: those are formed last, by `metrics.py`, from the merged state. So
-every figure is the same however the step was cut into micro-batches and ranks (DESIGN 3.8).
+every figure is the same however the step was cut into micro-batches and ranks.
 
 A sum is named `quantity@measure`: the quantity is a mean over the response tokens of a sequence, and the measure weighs
 the sequences: `tokens` by their response tokens, `sequences` by 1.
@@ -9,9 +9,10 @@ the sequences: `tokens` by their response tokens, `sequences` by 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 Locator = Callable[[], tuple[InvalidLogProb, ...]]
+
+
+class Kind(NamedTuple):
+    """Names and configuration of a state, without its figures."""
+
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    settings: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,16 +49,10 @@ class Statistics:
     locators: tuple[Locator, ...] = field(default=(), repr=False)
 
     def merge(self, other: Statistics) -> Statistics:
-        """The state of both together. Raises ValueError where they come from different configurations."""
+        """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
         same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         if not same_names or self.config != other.config:
-            mine, theirs = set(self.sum_names), set(other.sum_names)
-            differing = ", ".join(sorted({name.split("[")[0] for name in mine ^ theirs})[:6])
-            reason = f"one has {differing} and the other not" if differing else "their configurations differ"
-            raise ValueError(
-                f"these statistics cannot be merged ({reason}): merge those of one step, whose batches all have the "
-                f"same fields."
-            )
+            refuse_different({"one": self.kind, "the other": other.kind})
         return Statistics(
             self.sums + other.sums,
             torch.maximum(self.maxima, other.maxima),
@@ -59,17 +62,28 @@ class Statistics:
             self.locators + other.locators,
         )
 
+    @property
+    def kind(self) -> Kind:
+        """What must be equal for states to merge."""
+        settings = self.config.model_dump(exclude={"report_dir"})  # a rank may write elsewhere
+        return Kind(self.sum_names, self.maximum_names, settings)
+
+    @property
+    def digest(self) -> float:
+        """An integer below 2^48 that differs, all but surely, where kinds do."""
+        return float(int.from_bytes(hashlib.blake2b(repr(self.kind).encode(), digest_size=6).digest(), "big"))
+
     def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
         """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
         return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
 
     def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
         """This state with further 0-d sums appended."""
-        return self.with_vectors(tuple(extra), [torch.stack([value.detach().double() for value in extra.values()])])
+        return self.with_vector(tuple(extra), torch.stack([value.detach().double() for value in extra.values()]))
 
-    def with_vectors(self, names: tuple[str, ...], values: Sequence[Tensor]) -> Statistics:
-        """This state with further sums appended: float64 vectors of as many elements together as there are names."""
-        sums, names = torch.cat([self.sums, *values]), (*self.sum_names, *names)
+    def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
+        """This state with further sums appended: a float64 vector of as many elements as there are names."""
+        sums, names = torch.cat([self.sums, values]), (*self.sum_names, *names)
         return Statistics(sums, self.maxima, names, self.maximum_names, self.config, self.locators)
 
     def sum_of(self, name: str) -> Tensor:
@@ -87,15 +101,16 @@ class Statistics:
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
     def metrics(self) -> dict[str, float]:
-        """Every metric of DESIGN 3.8 that this configuration declares. One transfer to the host.
+        """Every metric that this configuration declares. One transfer to the host.
 
         Raises InvalidLogProbError where an invalid rollout log-prob was counted and the policy is `error`.
         """
         from mismatch_plugin.core.metrics import compute_metrics
 
-        sums = dict(zip(self.sum_names, self.sums.tolist(), strict=True))
+        values = torch.cat([self.sums, self.maxima]).tolist()
+        sums = dict(zip(self.sum_names, values, strict=False))
         self._raise_if_invalid(sums)
-        maxima = dict(zip(self.maximum_names, self.maxima.tolist(), strict=True))
+        maxima = dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
         return compute_metrics(sums, maxima, self.config)
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
@@ -109,3 +124,23 @@ class Statistics:
             raise invalid_error(found)
         kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
         raise invalid_error([], f"rollout log-probs on another rank are no log-probs: {kinds}")
+
+
+def refuse_different(kinds: Mapping[str, Kind]) -> None:
+    """Raise ValueError that names the first two, by who holds them, that differ, and in what; nothing if none do."""
+    (first, mine), *others = kinds.items()
+    for name, theirs in others:
+        for key, value in mine.settings.items():
+            if value != theirs.settings[key]:
+                raise ValueError(
+                    f"statistics cannot be merged: {first} has {key} = {value!r}, {name} has "
+                    f"{theirs.settings[key]!r}. Give every rank the same configuration."
+                )
+        more, less = {*mine.sum_names, *mine.maximum_names}, {*theirs.sum_names, *theirs.maximum_names}
+        if more != less:
+            has, lacks, extra = (first, name, more - less) if more - less else (name, first, less - more)
+            what = ", ".join(sorted({key.split("[")[0] for key in extra})[:6])
+            raise ValueError(
+                f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same "
+                f"fields (rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
+            )

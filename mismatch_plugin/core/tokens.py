@@ -37,7 +37,7 @@ class Tokens:
 
 
 def select_tokens(train_T: Tensor, packed: PackedSequences) -> Tokens:
-    """Select the training tokens' log-probs before any arithmetic (DESIGN 2, 3.7).
+    """Select the training tokens' log-probs before any arithmetic.
 
     Host syncs: none. Gradient: none (call it without one).
     """

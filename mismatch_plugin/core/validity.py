@@ -1,4 +1,4 @@
-"""Which rollout log-probs are no log-probs (DESIGN 3.7), found on the device and, for CPU data, named one by one."""
+"""Which rollout log-probs are no log-probs, found on the device and, for CPU data, named one by one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def bound_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """The weight of a mode, and for `mask` which units are outside (None for the other modes).
 
-    truncate: min(ρ, hi) · clip: min(max(ρ, lo), hi) · mask: ρ where lo ≤ ρ ≤ hi, else 0 (DESIGN 3.3).
+    truncate: min(ρ, hi) · clip: min(max(ρ, lo), hi) · mask: ρ where lo ≤ ρ ≤ hi, else 0.
     log_ratio: any shape, unclamped, zero where padded (there nothing is outside). Host syncs: none. Gradient: none
     (call it without one).
     """
@@ -53,7 +53,7 @@ def batch_factor(weight_sum: Tensor, units: Tensor) -> Tensor:
     """Mean weight that batch normalisation divides by; 1 where it is 0 or there is nothing to average.
 
     weight_sum, units: 0-d sums over tokens (token level) or sequences (sequence, geometric): all of them for truncate
-    and clip, those inside the bounds for mask (DESIGN 3.5). Host syncs: none.
+    and clip, those inside the bounds for mask. Host syncs: none.
     """
     mean = weight_sum / units.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))

@@ -214,7 +214,7 @@ class MegatronLoss:
     def metrics(self) -> dict[str, float]:
         """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.
 
-        Collectives: after a training step none; after a forward-only pass one SUM and one MAX over DP × CP. With
+        Collectives: after a training step none; after a forward-only pass those of `ParallelGroups.reduce_step`. With
         `report_dir` one rank appends them to its `metrics.jsonl`.
         """
         if self.finished is None and self.step is not None and self.groups.is_last_stage:
@@ -240,7 +240,7 @@ def _own_terms(config: MismatchConfig) -> list[str]:
 
 
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
-    """Settings that this loop cannot make exact (DESIGN 3.5, 3.6)."""
+    """Settings that this loop cannot make exact."""
     Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
     if "MTP" in extra and not per_token:
         raise ValueError(

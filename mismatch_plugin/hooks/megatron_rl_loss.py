@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.correction import Correction, compute_correction
+from mismatch_plugin.core.correction import compute_correction
 from mismatch_plugin.core.levels import SAFETY_BOUND, segment_sum, spread
-from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
+from mismatch_plugin.core.loss import clip_columns, token_losses
+from mismatch_plugin.core.objectives import kl_to_reference
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 
 WITHOUT_MASK = (
     "Megatron-LM RL passes no loss mask to its loss, and without it only single tokens can be judged: {}. Apply the "
@@ -157,18 +157,14 @@ def grpo_terms(
     correction = compute_correction(
         current if config.use_rollout_log_probs else old, packed, config, None, batch_factor
     )
-    mask = _selected(packed, correction, config)
-    flat = torch.where(mask, flat, 0.0)
-    advantages = torch.where(mask, packed.advantages.detach(), 0.0) if packed.advantages is not None else flat * 0.0
-    anchor = torch.where(mask, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
-    if config.algorithm == 3:
-        loss, log_r = reinforce_loss(flat, advantages), (flat - anchor).detach()
-        low, high = config.tis.lower, config.tis.upper
-    else:
-        dual = config.ppo.dual_clip
-        loss, log_r = ppo_clip_loss(flat, anchor, advantages, clip.eps_lower, clip.eps_upper, dual)
-        low, high = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper
-    policy = loss * (correction.weights * correction.keep)
+    assert packed.advantages is not None  # `pack` gives them
+    ppo = config.ppo.model_copy(update={"eps_clip_low": clip.eps_lower, "eps_clip_high": clip.eps_upper})
+    token = token_losses(flat, packed.advantages, old, packed, correction, config, ppo)
+    mask, flat = token.selected, token.log_probs
+    low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
+    if log_r is None:
+        low, high, log_r = config.tis.lower, config.tis.upper, torch.where(mask, flat - correction.tokens.rollout, 0.0)
+    policy = token.losses * (correction.weights * correction.keep)
     kl = kl_to_reference(flat, torch.where(mask, ref, 0.0), "k3")
     entropy = torch.where(mask, -flat.exp() * flat, 0.0)
     weight = correction.weights if config.terms.kl_importance_weighted else 1.0
@@ -179,10 +175,9 @@ def grpo_terms(
     if config.metrics != "off":
         undo = correction.factor if config.tis.batch_normalize_scope != "micro_batch" else None
         sums = _sums(policy, kl, packed, undo)
-        if config.algorithm != 3:
-            clipped = {"clip_high": (above & (advantages > 0)).sum(), "clip_low": (below & (advantages < 0)).sum()}
-            bounded = log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
-            sums = {**clipped, "ppo_kl": -bounded.double().sum(), **sums}
+        if token.log_r is not None:
+            columns = clip_columns(token.log_r.detach(), token.advantages, ppo)
+            sums |= {name: column.double().sum() for name, column in columns}
         statistics = statistics.with_sums(sums)
     terms = (total, kl, ratios, entropy, above, below)
     return GrpoTerms(*(value.view(shape) for value in terms)), statistics
@@ -208,14 +203,6 @@ def _before(ends: Sequence[int], lengths: Sequence[int], width: int, device: tor
     return (torch.arange(width) < each_end).to(device)
 
 
-def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
-    """The tokens whose values enter at all; under the policy `error` a π_θ that is not finite stays and shows."""
-    code = correction.tokens.code
-    if code is None or config.rollout_log_prob_policy == "error":
-        return packed.loss_mask
-    return packed.loss_mask & (code != TRAIN_NOT_FINITE)
-
-
 def _sums(policy: Tensor, kl: Tensor, packed: PackedSequences, undo: Tensor | float | None) -> dict[str, Tensor]:
     """The loss's own metrics, before the step's batch normalisation as the weights' statistics are."""
     tokens, loss = packed.loss_mask.sum(), policy.detach().double().sum()
@@ -223,7 +210,6 @@ def _sums(policy: Tensor, kl: Tensor, packed: PackedSequences, undo: Tensor | fl
         "pg_loss": loss if undo is None else loss * undo,
         "ref_kl": kl.detach().double().sum(),
         "denominator": tokens,
-        "terms_denominator": tokens,
     }
 
 

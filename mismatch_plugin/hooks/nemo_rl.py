@@ -85,7 +85,7 @@ class MismatchLoss:
 
         next_token_logprobs: [B, S − 1]. data: [B, S] token_mask, advantages, generation_logprobs, prev_logprobs (where
         read), reference_policy_logprobs (with a KL penalty), and [B] sample_mask. Collectives: none.
-        Raises: InvalidLogProbError (DESIGN 3.7); ValueError where a key is missing.
+        Raises: InvalidLogProbError; ValueError where a key is missing.
         """
         mask = self._take(data, "token_mask") * self._take(data, "sample_mask").unsqueeze(-1)
         if next_token_logprobs.shape != mask.shape:

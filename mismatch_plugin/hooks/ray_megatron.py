@@ -21,9 +21,9 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.levels import SAFETY_BOUND
-from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
+from mismatch_plugin.core.loss import clip_columns, token_losses
+from mismatch_plugin.core.objectives import kl_to_reference
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 from mismatch_plugin.hooks.slime_batch import pack_local
 from mismatch_plugin.hooks.slime_settings import check_arguments, check_entry, describe_settings, read_settings
 from mismatch_plugin.hooks.slime_step import StepRun, logger, normalizes_step
@@ -143,8 +143,7 @@ class RayAdapter:
         Collectives: those of `correct` over CP. Raises ValueError as `correct`.
         """
         config = self.config(args)
-        bypass, current = config.use_rollout_log_probs, torch.cat(log_probs)
-        old = None if bypass else batch.get("log_probs")
+        old = None if config.use_rollout_log_probs else batch.get("log_probs")
         packed = pack_local(
             batch["loss_masks"],
             batch["total_lengths"],
@@ -159,35 +158,29 @@ class RayAdapter:
             entropy=entropy,
         )
         correction = self._correct(packed, config, batch["loss_masks"])
-        used = _selected(packed, correction, config)
-        theta = torch.where(used, current, 0.0)
         assert packed.advantages is not None and packed.train_log_probs is not None
-        advantages = torch.where(used, packed.advantages, 0.0)
+        token = token_losses(
+            torch.cat(log_probs), packed.advantages, packed.train_log_probs, packed, correction, config
+        )
         report: dict[str, Tensor] = {}
-        if config.algorithm == 3:
-            loss_T = reinforce_loss(theta, advantages)
-        else:
-            anchor = torch.where(used, correction.tokens.rollout if bypass else packed.train_log_probs, 0.0)
-            clip = config.ppo
-            loss_T, log_r = ppo_clip_loss(
-                theta, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
-            )
-            r = log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
-            high = (r > 1.0 + clip.eps_clip_high).logical_and_(advantages > 0)
-            low = (r < 1.0 - clip.eps_clip_low).logical_and_(advantages < 0)
-            report = {"pg_clipfrac": reduce((high | low).to(r.dtype)), "ppo_kl": reduce(-log_r.detach())}
-        weighted = loss_T * (correction.weights * correction.keep).to(loss_T.dtype)
+        if token.log_r is not None:
+            log_r = token.log_r.detach()
+            clipped = dict(clip_columns(log_r, token.advantages, config.ppo))
+            either = clipped["clip_high"] | clipped["clip_low"]
+            report = {"pg_clipfrac": reduce(either.to(log_r.dtype)), "ppo_kl": reduce(-log_r)}
+        weighted = token.losses * (correction.weights * correction.keep).to(token.losses.dtype)
         pg_loss = reduce(self._guarded(weighted, correction, config))
         loss = pg_loss
         if entropy is not None:
-            entropy_loss = reduce(torch.where(used, torch.cat(entropy), 0.0))
+            entropy_loss = reduce(torch.where(token.selected, torch.cat(entropy), 0.0))
             report["entropy_loss"] = entropy_loss.detach()
             if config.terms.entropy_coef:
                 loss = loss - config.terms.entropy_coef * entropy_loss
         if config.terms.kl_coef:
             if packed.ref_log_probs is None:
                 raise ValueError("ref_log_probs is missing: the KL term needs the reference policy (--ref-load).")
-            kl = kl_to_reference(theta, torch.where(used, packed.ref_log_probs, 0.0), config.terms.kl_type)
+            reference = torch.where(token.selected, packed.ref_log_probs, 0.0)
+            kl = kl_to_reference(token.log_probs, reference, config.terms.kl_type)
             if config.terms.kl_importance_weighted:
                 kl = kl * correction.weights.to(kl.dtype)
             kl_loss = reduce(kl)
@@ -261,14 +254,6 @@ class RayAdapter:
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))
 _PREPARED = ("loss_masks", "total_lengths", "response_lengths", "log_probs", "rollout_log_probs", "max_seq_lens")
-
-
-def _selected(packed: PackedSequences, correction: Correction, config: MismatchConfig) -> Tensor:
-    """[T] bool: `loss_mask`, less tokens whose π_train is not finite (under `error` they stay, and the step fails)."""
-    code = correction.tokens.code
-    if code is None or config.rollout_log_prob_policy == "error":
-        return packed.loss_mask
-    return packed.loss_mask.logical_and(code != TRAIN_NOT_FINITE)
 
 
 def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, Tensor]:

@@ -133,15 +133,13 @@ class StepRun:
         if self.step is None or any(micro_batch is seen for seen in self._seen):
             return
         self._seen.append(micro_batch)
-        merged = self.step.statistics
-        self.step.statistics = statistics if merged is None else merged.merge(statistics)
+        self.step.record(statistics)
 
     def end(self, model: Sequence[Any]) -> None:
         """After the last micro-batch, gradients reduced, before the optimizer steps; on every rank.
 
         Divides gradients by the mean weight where that was deferred; logs the step's metrics.
-        Collectives: one SUM and one MAX over DP × CP on the last stage; with a pipeline one broadcast of two floats.
-        One host sync a step. Raises InvalidLogProbError on every rank.
+        Collectives, host syncs, errors: those of `end_step`.
         """
         begun, step = self._begun, self.step
         self._begun, self.step, self._seen = None, None, []

@@ -48,7 +48,7 @@ def mismatch_loss(
     Aggregated by verl's `agg_loss` with the batch sizes in `config.global_batch_info`; a batch from which everything
     was rejected gives 0, connected to the graph. Returns (0-d loss, metrics that verl averages over micro-batches).
     Collectives: none. Host syncs: one, for the metrics, as in verl's own losses.
-    Raises: ValueError where settings contradict or weights are missing; InvalidLogProbError (DESIGN 3.7).
+    Raises: ValueError where settings contradict or weights are missing; InvalidLogProbError.
     """
     if config is None:
         raise ValueError(f"loss_mode {LOSS_NAME} needs the actor's configuration: call it as verl's ppo_loss does.")

@@ -17,7 +17,7 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     count of tokens too. rollout_is_weights [B, S] is added where there are weights or the mask stays.
     Where everything is rejected the mask stays and all weights are 0: a zero loss instead of a division by 0
     (`rollout_corr/all_rejected` is 1).
-    Raises: InvalidLogProbError naming row, position and value (DESIGN 3.7).
+    Raises: InvalidLogProbError naming row, position and value.
     """
     data = batch.batch
     mask = data["response_mask"]

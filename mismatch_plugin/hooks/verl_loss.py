@@ -28,7 +28,7 @@ def token_loss(
     All inputs [B, S]. Bypass (algorithms 1, 3): old_log_prob is log π_rollout; weights and rejection are made here, and
     the mask is what is left, or the response mask where the denominator is `original`. Otherwise (0, 2): old_log_prob
     is log π_old, and rollout_is_weights and response_mask are what the driver made.
-    Raises: ValueError where weights are needed and missing; InvalidLogProbError (DESIGN 3.7).
+    Raises: ValueError where weights are needed and missing; InvalidLogProbError.
     """
     mask = response_mask.bool()
     log_prob = log_prob.float() if log_prob.dtype in (torch.bfloat16, torch.float16) else log_prob

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
-from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.statistics import Statistics, refuse_different
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +84,32 @@ class ParallelGroups:
         """Sum over DP × CP, in place. One all-reduce."""
         return _all_reduce(values, self.dp_cp, dist.ReduceOp.SUM)
 
-    def reduce_step(self, statistics: Statistics) -> Statistics:
-        """A step's statistics over DP × CP: one SUM and one MAX, whatever this rank holds. Last stage only."""
+    def reduce_step(self, statistics: Statistics, failure: str | None = None) -> Statistics:
+        """A step's statistics over DP × CP, whatever this rank holds. Last stage only.
+
+        failure: why this rank's micro-batches could not be merged.
+        Collectives: one MAX of three floats, which tells whether all ranks hold the same names and configuration (one
+        host sync), one SUM, one MAX. Raises the same ValueError on every rank where they do not, or where one failed.
+        """
+        self._agree(statistics, failure)
         sums = _all_reduce(statistics.sums.clone(), self.dp_cp, dist.ReduceOp.SUM)
         maxima = _all_reduce(statistics.maxima.clone(), self.dp_cp, dist.ReduceOp.MAX)
         return statistics.replace(sums, maxima)
+
+    def _agree(self, statistics: Statistics, failure: str | None) -> None:
+        digest = statistics.digest
+        values = statistics.sums.new_tensor([digest, -digest, float(failure is not None)])
+        largest, smallest, failed = _all_reduce(values, self.dp_cp, dist.ReduceOp.MAX).tolist()
+        if largest == -smallest and not failed:
+            return
+        held: list[Any] = [(statistics.kind, failure)]
+        if self.dp_cp is not None:
+            held = [None] * self.dp_cp.size()
+            dist.all_gather_object(held, (statistics.kind, failure), group=self.dp_cp)
+        for rank, (_, reason) in enumerate(held):
+            if reason is not None:
+                raise ValueError(f"on rank {rank} {reason}")
+        refuse_different({f"rank {rank}": kind for rank, (kind, _) in enumerate(held)})
 
     def from_last_stage(self, values: Tensor) -> Tensor:
         """The last pipeline stage's values on every stage, in place. One broadcast; none without a pipeline."""

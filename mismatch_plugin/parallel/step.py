@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class Step:
         self.config, self.groups = config, groups
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
+        self.failure: str | None = None
         normalizes = config.weighted and config.tis.batch_normalize and not config.dry_run
         self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
 
@@ -113,17 +115,25 @@ class Step:
                 factor = self.totals.batch_factor
         # What data preparation found on one rank is raised at the step's end on all of them.
         result = policy_loss(log_probs, packed.replace(invalid=()), self.config, self.groups, factor)
-        self.statistics = result.statistics if self.statistics is None else self.statistics.merge(result.statistics)
+        self.record(result.statistics)
         return result
+
+    def record(self, statistics: Statistics) -> None:
+        """Merge a micro-batch's statistics into the step's. What does not merge is raised by `finish`, on all ranks."""
+        try:
+            self.statistics = statistics if self.statistics is None else self.statistics.merge(statistics)
+        except ValueError as error:
+            self.failure = self.failure or str(error)
 
     def finish(self) -> tuple[Statistics | None, Tensor]:
         """(statistics over the whole step, [2] float64: weight mean to divide gradients by, invalid log-probs counted).
 
-        Collectives: one SUM and one MAX over DP × CP.
+        Collectives: those of `ParallelGroups.reduce_step`. Raises ValueError, on every rank, where micro-batches or
+        ranks hold different statistics.
         """
         if self.statistics is None:
             return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
-        reduced = self.groups.reduce_step(self.statistics)
+        reduced = self.groups.reduce_step(self.statistics, self.failure)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
         counted = [reduced.sum_of(f"invalid_{kind}") for kind in DEFECTS if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
@@ -139,15 +149,23 @@ def end_step(
     known only now. step: None where no loss ran. model: megatron's chunks. Returns the step's statistics on the last
     pipeline stage, None elsewhere.
 
-    Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync.
-    Raises: InvalidLogProbError on every rank, with sample and position where a rank holds them.
+    Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync,
+    and one in `Step.finish`.
+    Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; ValueError where
+    ranks cannot merge their statistics.
     """
-    finished = None
+    finished, unmerged = None, ValueError("the statistics of the last pipeline stage cannot be merged: see its ranks.")
     verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=next(model[0].parameters()).device)
     if step is not None and groups.is_last_stage:
-        finished, outcome = step.finish()
-        verdict = outcome.to(verdict.device)
+        try:
+            finished, outcome = step.finish()
+            verdict = outcome.to(verdict.device)
+        except ValueError as error:  # the other stages wait for this one
+            unmerged = error
+            verdict.fill_(torch.nan)
     factor, invalid = groups.from_last_stage(verdict).tolist()
+    if math.isnan(factor) and math.isnan(invalid):
+        raise unmerged
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it

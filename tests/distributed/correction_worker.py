@@ -145,6 +145,25 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
     return outcomes
 
 
+def run_different(case: Case) -> list[str]:
+    """What `finish` raises where rank 1 differs as the batch's name says."""
+    groups, rank = groups_of(case.layout), dist.get_rank()
+    whole, outcomes = make("product"), []
+    for settings in case.settings:
+        changes = {"metrics": "basic" if rank == 1 and case.batch == "other metrics" else "full"}
+        step = Step(settings.config(**changes), groups)
+        for number, (packed, places) in enumerate(whole.micro_batches(case.layout, case.micro_batches, rank)):
+            if (rank == 1 and case.batch == "no versions") or (number and case.batch == "versions once"):
+                packed = packed.replace(weight_versions=None)
+            step.loss(whole.log_probs[places], packed)
+        try:
+            step.finish()
+            outcomes.append("")
+        except ValueError as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
 @dataclass(frozen=True)
 class Call:
     """One all-reduce: reduction, ranks it runs over, shape and type of its tensor."""

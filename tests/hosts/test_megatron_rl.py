@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.benchmark.counting import OperationCounter
 from mismatch_plugin.hooks import megatron_rl
 from mismatch_plugin.hooks.megatron_rl_loss import GrpoTerms, bin_lengths
-from tests.counting import DispatchCounter
 from tests.hosts.contracts.megatron_rl_batches import (
     ALGORITHMS,
     CLIP,
@@ -31,24 +31,18 @@ from tests.hosts.contracts.megatron_rl_batches import (
     random_tensors,
     rows,
     run_loss,
+    whole_sequences,
 )
 
 CONTRACT = json.loads((Path(__file__).parent / "contracts" / "megatron_rl.json").read_text())
 # Against our own reference --------------------------------------------------------------------------------------------
 
 
-def _whole_sequences(data: dict[str, Tensor], place: dict[str, Any]) -> list[tuple[int, slice]]:
-    if place["seq_starts"] is None:
-        return [(row, slice(None)) for row in range(data["old"].shape[0])]
-    pairs = zip(place["seq_starts"], place["seq_lengths"], strict=True)
-    return [(0, slice(start, start + length - 1)) for start, length in pairs]
-
-
 def _reference(
     config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any]
 ) -> tuple[Tensor, Tensor, mp.PolicyLoss]:
     """Policy term and KL term as `policy_loss` sums them over sequences cut out one by one."""
-    where = _whole_sequences(data, place)
+    where = whole_sequences(data, place)
     current = data["current"].clone().requires_grad_()
 
     def cut(values: Tensor) -> list[Tensor]:
@@ -81,7 +75,7 @@ def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: st
         level, mode = "token", "truncate"
     settings: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"], "veto_threshold": 0.2}}
     if weighted:
-        settings["tis"] = {"level": level, "mode": mode, "upper_bound": 1.3}
+        settings["tis"] = {"level": level, "mode": mode, "upper_bound": 1.3, "batch_normalize": mode == "clip"}
     config = make_config(**ALGORITHMS[algorithm], **settings)
     data, place = LAYOUTS[layout]()
     terms, gradient, statistics = run_loss(config, data, place)
@@ -286,7 +280,7 @@ def test_no_host_sync_in_rows() -> None:
     data, place = rows(torch.float32)
     config = make_config(use_tis=True, tis={"level": "sequence"}, rs={"criteria": ["sequence_mean:ratio:1.1"]})
     run_loss(config, data, place)  # constants are made once
-    with DispatchCounter() as counter:
+    with OperationCounter() as counter:
         run_loss(config, data, place)
     assert counter.syncs == []
 

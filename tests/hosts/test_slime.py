@@ -19,7 +19,7 @@ import torch
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime_batch import owned_ranges, pack_local
 from tests.distributed.launch import launch
-from tests.hosts.contracts.slime_cases import TERMS, custom, hooked, ours, product, weights
+from tests.hosts.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hosts.contracts.slime_compare import HAND_LAYOUTS, compare
 from tests.hosts.contracts.slime_data import owned, samples
 from tests.hosts.contracts.slime_worker import Case, Outcome, run_by_hand
@@ -44,6 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
     "no old log-probs, normalised": {"changes": {**hooked("slime"), **ours(2, _NORMALISED)}, "old": False},
     # The TIS hook alone, as a user sets it who adds one flag.
     "no hooks around the step": {"changes": {**hooked("slime"), **ours(2, weights("token", "mask"))}, "hooks": False},
+    "KL with importance weights": {
+        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS},
+    },
     "dry run": {"changes": {**custom("slime"), **ours(3, weights("token", "mask"), dry_run=True)}},
     "dual clip": {"changes": {**custom("slime"), **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},
     "metrics off": {"changes": {**hooked("slime"), **ours(2, weights("token", "clip"), metrics="off")}, "hooks": False},

@@ -124,4 +124,5 @@ def both(layout: str) -> list[list[list[Outcome]]]:
 def test_slime_s_own_loss_means_the_same(layout: str, name: str):
     number = 2 * list(PAIRS).index(name)
     mine, theirs = both(layout)[number : number + 2]
-    same(mine, theirs)
+    # With mis.py slime averages its metrics over the masks that are left.
+    same(mine, theirs, "all" if name.startswith("mis.py") else "")

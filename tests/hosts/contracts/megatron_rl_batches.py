@@ -64,6 +64,14 @@ def one_bin(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict
 LAYOUTS = {"rows": rows, "bin": one_bin}
 
 
+def whole_sequences(data: dict[str, Tensor], place: dict[str, Any]) -> list[tuple[int, slice]]:
+    """Where each sequence lies: its row, and its log-probs in it."""
+    if place["seq_starts"] is None:
+        return [(row, slice(None)) for row in range(data["old"].shape[0])]
+    pairs = zip(place["seq_starts"], place["seq_lengths"], strict=True)
+    return [(0, slice(start, start + length - 1)) for start, length in pairs]
+
+
 def run_loss(
     config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any], masked: bool = True
 ) -> tuple[GrpoTerms, Tensor, Statistics]:

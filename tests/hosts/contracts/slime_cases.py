@@ -9,6 +9,7 @@ LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
 BOUNDS = {"token": (0.7, 1.4), "sequence": (0.3, 2.5), "geometric": (0.9, 1.1)}
 CRITERIA = ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"]
 TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+WEIGHTED_KL = {"terms": {"kl_importance_weighted": True}}
 
 
 def custom(host: str) -> dict[str, Any]:
