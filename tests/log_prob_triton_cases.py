@@ -179,6 +179,17 @@ def test_inplace_gradient_lies_in_the_logits_and_allows_one_backward():
         torch.autograd.grad(loss, logits)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_who_else_saved_the_logits_learns_that_they_were_overwritten(backend: Any):
+    leaf, targets, _, _ = make(Case("plain", 61), "cpu")
+    logits = leaf.requires_grad_() * 1.0
+    squares = logits.pow(2).sum()  # its gradient is 2 · logits
+    result = vocab_parallel_log_probs(logits, targets, inplace_gradient=True, backend=backend)
+    torch.autograd.grad(result.log_probs.sum(), logits)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(squares, leaf)
+
+
 def test_logits_are_not_changed():
     for what in ("plain", "mask", "ragged", "rows ragged temperatures padded ignored"):
         logits, targets, upstream, options = make(Case(what, 61, "bf16"), "cpu")

@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,17 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from mismatch_plugin.benchmark import machine
 from mismatch_plugin.benchmark.command import Part, bench
 from mismatch_plugin.benchmark.correction import CONTENDERS
 from mismatch_plugin.benchmark.correction_cases import Batch, ours
 from mismatch_plugin.benchmark.counting import count
 from mismatch_plugin.benchmark.links import Link, sent_bytes
-from mismatch_plugin.benchmark.log_prob_cases import contenders
-from mismatch_plugin.benchmark.machine import Case, measure, memory_in_use, peak_since
+from mismatch_plugin.benchmark.log_prob_cases import contenders, sharded
+from mismatch_plugin.benchmark.log_probs import Problem, extra_peaks, speed
+from mismatch_plugin.benchmark.machine import Case, Timing, measure, memory_in_use, peak_since, version
 from mismatch_plugin.benchmark.results import Section, load, save
+from mismatch_plugin.benchmark.scaling import extrapolate
 from mismatch_plugin.benchmark.tables import findings, tables
 from mismatch_plugin.benchmark.workers import in_processes
 from mismatch_plugin.report.table import NOTHING
@@ -66,17 +68,14 @@ def test_every_part_has_its_machine_and_finite_figures(sections: dict[str, Secti
 
 def test_every_contender_has_a_row(sections: dict[str, Section]) -> None:
     section = sections["log_probs"]
-    assert [(row["name"], row["entropy"]) for row in section.rows] == [(c.name, c.entropy) for c in contenders()]
-    for contender, row in zip(contenders(), section.rows, strict=True):
-        here = contender.package is None or find_spec(
-            contender.package.replace("-", "_").replace("megatron_core", "megatron")
-        )
-        if contender.cuda_only:
-            assert row["status"] in ("needs CUDA", "not installed")
-        elif contender.package is None:
-            assert row["status"] == "measured"
-        elif not here:
+    whole, halves = rows(section, tp=1), rows(section, tp=2)
+    assert [(row["name"], row["entropy"]) for row in whole] == [(c.name, c.entropy) for c in contenders()]
+    assert [(row["name"], row["entropy"]) for row in halves] == [(c.name, c.entropy) for c in sharded(None)]
+    for contender, row in zip((*contenders(), *sharded(None)), (*whole, *halves), strict=True):
+        if contender.package is not None and version(contender.package) is None:
             assert row["status"] == "not installed"
+        else:
+            assert row["status"] == ("needs CUDA" if contender.cuda_only else "measured"), row
     correction = sections["correction"]
     assert len(correction.rows) == 2 * len(CONTENDERS)
     for sequences in (8, 32):
@@ -86,7 +85,7 @@ def test_every_contender_has_a_row(sections: dict[str, Section]) -> None:
 
 
 def test_all_compute_the_same(sections: dict[str, Section]) -> None:
-    for row in sections["log_probs"].measured():
+    for row in rows(sections["log_probs"], tp=1, status="measured"):
         limit = 5e-3 if row["name"] == "megatron-core fused" else 1e-5  # it casts the gradient to bfloat16
         assert row["error"] < limit, row
     for row in sections["correction"].measured():
@@ -130,13 +129,54 @@ def test_the_counter_sees_the_peak() -> None:
     assert count(run).peak == 12000 + 4
 
 
-def test_log_probs_never_sync_and_extra_memory_is_the_gradient(sections: dict[str, Section]) -> None:
+def test_log_probs_never_sync(sections: dict[str, Section]) -> None:
     for entropy in (True, False):
-        (row,) = rows(sections["log_probs"], name="mismatch_plugin", entropy=entropy)
+        (row,) = rows(sections["log_probs"], name="mismatch_plugin", entropy=entropy, tp=1)
         assert row["syncs"] == 0
-        assert row["times_torch"] > 0
         (torch_row,) = rows(sections["log_probs"], name="torch log_softmax + gather", entropy=entropy)
-        assert torch_row["times_torch"] == 1.0
+        assert row["times_torch"] == row["ms"] / torch_row["ms"] and torch_row["times_torch"] == 1.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux can start the peak anew")
+def test_extra_memory_of_log_probs_is_the_gradient() -> None:
+    problem = Problem(2048, 32768)
+    names = [("mismatch_plugin", True), ("torch log_softmax + gather", True)]
+    ours, autograd = (
+        peak / (4 * problem.tokens * problem.vocab) for peak in in_processes(extra_peaks, 1, names, problem, "cpu")[0]
+    )
+    assert 0.95 < ours < 1.1 and autograd > 3
+
+
+def test_speed_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy reads and writes; a gradient needs two reads and a write."""
+    monkeypatch.setattr(machine, "measure", lambda cases, *_: {cases[0].name: Timing(0.5, 9.0)})
+    assert machine.copy_bandwidth(CPU, 1, 3) == pytest.approx(2 * 2**20 / 0.5e-3 / 1e9)
+    found = speed(Timing(2.0, 3.0), nbytes=10**6, bandwidth=6.0)
+    assert found == {"ms": 2.0, "wall_ms": 3.0, "gb_s": pytest.approx(1.5), "copy_share": pytest.approx(0.25)}
+
+
+def test_the_share_of_a_loss_is_what_it_adds(sections: dict[str, Section]) -> None:
+    pytest.importorskip("megatron", reason="a train step needs megatron-core")
+    times = {row["name"]: row["ms"] for row in sections["hook_share"].rows}
+    shares = {row["name"]: row["share"] for row in sections["hook_share"].rows}
+    hook, nothing = times["mismatch_plugin hook"], times["no loss: sum of the logits"]
+    assert shares["mismatch_plugin hook"] == pytest.approx((hook - nothing) / hook)
+    assert shares["correction alone"] == pytest.approx(times["correction alone"] / hook)
+    assert shares["no loss: sum of the logits"] == 0.0
+
+
+def test_the_formula_of_scaling_by_hand() -> None:
+    job = {"R": 1000, "N": 10, "V": 8000, "tp": 4, "cp": 2, "dp": 4, "P": 10**9}
+    row = extrapolate("by hand", job, kernels=100, token_bytes=50.0, statistics=(20, 5))
+    assert row["us, log-probs"] == pytest.approx(3 * 2 * 1000 * 2000 / 4.08e12 * 1e6)
+    assert row["us, tp all-gather"] == pytest.approx(3 * (3 + 16000 / 360e9 * 1e6))
+    assert row["us, correction"] == pytest.approx(500)  # launches: 50 bytes a token take 0.01 us
+    assert row["us, cp SUM"] == pytest.approx(2 * (8 + 8 * 6 * 10 / 2 / 45e9 * 1e6))
+    assert row["us, step's statistics"] == pytest.approx(3 * 6 * 8 + 6 * 8 * (3 + 20 + 5) / 45e9 * 1e6)
+    model = 6 * 10**9 * 1000 / 4 / 4e14 * 1e6
+    assert row["share"] == pytest.approx(row["us, all"] / (row["us, all"] + model))
+    many = extrapolate("by hand", {**job, "R": 10**8}, kernels=100, token_bytes=50.0, statistics=(20, 5))
+    assert many["us, correction"] == pytest.approx(50 * 10**8 / 4.08e12 * 1e6)
 
 
 def test_communication_counted_equals_the_formula(sections: dict[str, Section]) -> None:
@@ -242,6 +282,21 @@ def test_errors_of_processes_are_told() -> None:
         in_processes(_raise, 1)
     with pytest.raises(RuntimeError, match="rank 0 of a benchmark died"):
         in_processes(_die, 1)
+
+
+def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails_first(function: Any, size: int, name: str, *arguments: Any, **options: Any) -> list[Any]:
+        if name == "log_probs":
+            raise RuntimeError("rank 0 of a benchmark died")
+        return [Section(name, name, [])]
+
+    monkeypatch.setattr("mismatch_plugin.benchmark.workers.in_processes", fails_first)
+    app = typer.Typer()
+    app.command()(bench)
+    options = ["--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu"]
+    result = CliRunner().invoke(app, [*options, "--output", str(tmp_path)])
+    assert result.exit_code == 1 and "log_probs failed: rank 0 of a benchmark died" in result.output
+    assert [section.name for section in load(tmp_path)] == ["communication"]
 
 
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path) -> None:

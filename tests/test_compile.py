@@ -263,7 +263,7 @@ def test_fused_kernels() -> None:
     packed = batch(512, 400)
     loss = compile_policy_loss(mp.MismatchConfig(**SEQUENCE), backend=plan.backend)
     _check_plan(plan, loss, packed)
-    assert plan.kernels <= 20
+    assert 10 <= plan.kernels <= 20  # none at all would mean that they are called otherwise
 
 
 def _check_plan(plan: FusionPlan, loss: CompiledPolicyLoss, packed: mp.PackedSequences) -> None:

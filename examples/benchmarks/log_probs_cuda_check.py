@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from examples.benchmarks.log_prob_cases import CASES, SHARDED, check, check_shards, compare, results
+from mismatch_plugin.benchmark.counting import launches
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 
 
@@ -153,14 +154,6 @@ def extra_bytes(function: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def kernels(function: Callable[[], Any]) -> int:
-    """GPU kernels, copies and fills of one call."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        function()
-        torch.cuda.synchronize()
-    return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
-
-
 def copy_bandwidth(logits: Tensor) -> float:
     """GB/s of copying the logits, bytes read and written."""
     copy = torch.empty_like(logits)
@@ -216,7 +209,7 @@ def measure_backend(
             "of_copy": speed / bandwidth,
             "bytes_a_logit": time_ms * 1e6 * bandwidth / count,  # what the copy would have moved meanwhile
             "extra_bytes_a_logit": extra_bytes(function) / count,
-            "kernels": kernels(function),
+            "kernels": launches(function),
         }
         rows.append(row)
         print(
@@ -233,6 +226,8 @@ def sweep(logits: Tensor, targets: Tensor, upstream: Tensor) -> list[dict[str, A
     before = twin.FORWARD_BLOCK, twin.BACKWARD_BLOCK, twin.MOST_WARPS
     found = []
     for block, warps in itertools.product((2048, 4096, 8192, 16384), (2, 4, 8, 16)):
+        if warps > block // 512:  # a program has no more of them
+            continue
         twin.FORWARD_BLOCK, twin.BACKWARD_BLOCK, twin.MOST_WARPS = block, block, warps
         forward_ms = milliseconds(partial(vocab_parallel_log_probs, logits.detach(), targets, entropy="detached"))
         outputs = [value for value in vocab_parallel_log_probs(logits, targets, entropy="grad") if value is not None]

@@ -3,7 +3,11 @@
     torchrun --nproc-per-node 2 examples/megatron_core/train.py --tp 2 --use-tis --tis-level sequence
 
 The "rollout engine" here draws tokens uniformly, so its log-probs are exactly −ln V, and the reward is the share of
-even tokens: the policy learns to write even tokens from data that it did not sample itself.
+even tokens: the policy learns to write even tokens from data that it did not sample itself. So it moves away from them:
+the KL printed beside the loss must grow here (beyond half a nat a token), and `mismatch-plugin inspect` would warn of it.
+
+Samples have no `old_log_probs`: with one optimizer step a rollout batch π_old is π_θ before the step, which the hook
+takes for it. With several, give what a forward pass before the first one returned.
 """
 
 from __future__ import annotations
@@ -52,6 +56,7 @@ def main() -> None:
     parser.add_argument("--pp", type=int, default=1)
     mp.add_arguments(parser)
     args = parser.parse_args()
+    config = mp.MismatchConfig.from_args(args)  # ours: before anything starts, so that a mistake costs no time
 
     torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     parallel_state.initialize_model_parallel(args.tp, args.pp)
@@ -82,8 +87,7 @@ def main() -> None:
     model[0].broadcast_params()
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, clip_grad=1.0), model)
 
-    # Ours: the configuration from the flags, and the hook.
-    config = mp.MismatchConfig.from_args(args)
+    # Ours: the hook.
     hook = MegatronLoss(config, model_config, ParallelGroups.from_megatron(), vocab_size=VOCAB)
     rank, size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     for step in range(STEPS):

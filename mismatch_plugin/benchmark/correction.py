@@ -8,7 +8,7 @@ import torch
 
 from mismatch_plugin.benchmark import machine
 from mismatch_plugin.benchmark.correction_cases import Batch, Run, loop, ours, ours_compiled, verl
-from mismatch_plugin.benchmark.counting import count
+from mismatch_plugin.benchmark.counting import count, launches
 from mismatch_plugin.benchmark.log_prob_cases import NotHereError
 from mismatch_plugin.benchmark.machine import Case, measure
 from mismatch_plugin.benchmark.results import MEASURED, Row, Section
@@ -17,10 +17,11 @@ NOTES = [
     "Sequence-level truncated weights, one geometric criterion, metrics of level basic formed on the host; ours also "
     "the veto, which verl's helper does not have. Each contender gets the data in its own form: packed, padded, one "
     "tensor a sequence. Making that form is outside the clock.",
-    "Time: on CPU the process's own CPU time on one thread, medians of calls in turns; on CUDA that of events.",
-    "Kernels: operations dispatched that are no views. Syncs: those for which the host waits while it still has work "
-    "to give out; the one transfer of finished sums to the host is none. Neither is counted inside a "
-    "compiled graph; what that saves is launches, which cost little on a CPU.",
+    "Time: on CPU the process's own user CPU time (with several threads the wall time), medians of calls in turns; on "
+    "CUDA that of events.",
+    "Kernels: operations dispatched that are no views; on CUDA what the device was made to do. Syncs: operations for "
+    "which the host waits; the transfer of the finished sums at the end counts as one on CUDA and is none on CPU. "
+    "Neither is counted inside a compiled graph on CPU; what that saves is launches, which cost little there.",
     "Memory: the most bytes of tensors made and alive at once, a response token.",
     "Deviation: largest difference of a weight from ours; tokens on whose acceptance the two differ.",
 ]
@@ -83,4 +84,6 @@ def _rows(batch: Batch, device: torch.device, quick: bool, repeats: int) -> list
         if name != "mismatch_plugin, compiled":
             counts = count(runs[name])
             row |= {"kernels": counts.total, "syncs": len(counts.syncs), "bytes_a_token": counts.peak / tokens}
+        if device.type == "cuda":
+            row["kernels"] = launches(runs[name])
     return rows

@@ -89,6 +89,15 @@ def count(run: Callable[[], object]) -> OperationCounter:
     return counter
 
 
+def launches(run: Callable[[], object]) -> int:
+    """Kernels, copies and fills that one call makes a CUDA device do, whoever launches them: Triton's are no operations
+    of torch's dispatcher."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.device_type.name == "CUDA" for event in profiler.events() or ())
+
+
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]

@@ -35,13 +35,13 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
         return Section("hook_share", title, [row], {}, NOTES, machine.describe(device))
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from mismatch_plugin.benchmark.workers import megatron_alone
+    from mismatch_plugin.benchmark.workers import megatron_groups
     from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
     from mismatch_plugin.lab.model import ModelSettings, build_model, run_step
     from mismatch_plugin.parallel.groups import ParallelGroups
 
-    megatron_alone()
+    megatron_groups()
     small = {"layers": 1, "hidden": 32, "heads": 2, "kv_groups": 1, "ffn": 64, "vocab": 128}
     large = {"layers": 4, "hidden": 512, "heads": 8, "kv_groups": 4, "ffn": 1536, "vocab": 16384}
     settings = ModelSettings(**(small if quick else large))  # type: ignore[arg-type]

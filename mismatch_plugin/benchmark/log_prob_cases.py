@@ -78,9 +78,9 @@ def _torch(entropy: bool) -> Contender:
 
 def _megatron(entropy: bool, fused: bool) -> Contender:
     def make() -> Compute:
-        from mismatch_plugin.benchmark.workers import megatron_alone
+        from mismatch_plugin.benchmark.workers import megatron_groups
 
-        megatron_alone()
+        megatron_groups()
         cross_entropy: Callable[..., Tensor]
         if fused:
             from megatron.core import parallel_state
@@ -140,6 +140,16 @@ def _trl(entropy: bool) -> Contender:
         return compute
 
     return Contender("TRL selective_log_softmax", entropy, make, "trl")
+
+
+def sharded(group: dist.ProcessGroup | None) -> tuple[Contender, ...]:
+    """Those that work on a shard of the vocabulary on CPU. megatron-core has no entropy of one."""
+    return (
+        ours(True, group=group),
+        ours(False, group=group),
+        _megatron(False, fused=False),
+        _megatron(False, fused=True),
+    )
 
 
 def contenders() -> tuple[Contender, ...]:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.counting import count
-from mismatch_plugin.benchmark.log_prob_cases import Compute, Contender, NotHereError, contenders
-from mismatch_plugin.benchmark.machine import Case, copy_bandwidth, measure
+from mismatch_plugin.benchmark.counting import count, launches
+from mismatch_plugin.benchmark.log_prob_cases import Compute, Contender, NotHereError, contenders, sharded
+from mismatch_plugin.benchmark.machine import Case, Timing, copy_bandwidth, measure
 from mismatch_plugin.benchmark.results import MEASURED, Row, Section
 from mismatch_plugin.benchmark.workers import in_processes
 
@@ -22,15 +21,18 @@ PASSES = 3
 """Over the logits, at least: read for the sums, read for the probabilities, write the gradient."""
 NOTES = [
     "Forward and backward with a random gradient for every token; logits are drawn with deviation 3. Time: on CPU the "
-    "process's own CPU time on one thread, medians of calls in turns; on CUDA that of events.",
+    "process's own user CPU time (with several threads the wall time), medians of calls in turns; on CUDA that of "
+    "events.",
     "GB/s: three passes over the logits (read, read, write the gradient), which is the least that a backward pass with "
     "vocabulary parallelism needs, divided by the time; and as a share of the bandwidth of a copy in the same run.",
-    "Tensor bytes: of all tensors that kernels read and write, a logit. Blocks that stay in a cache count here too.",
+    "Tensor bytes: of all tensors that kernels read and write, a logit; on CPU only. Blocks that stay in a cache count "
+    "here too. Kernels: operations dispatched that are no views; on CUDA what the device was made to do.",
     "Extra peak: the most memory beyond the logits, divided by the size of the gradient, which must exist unless it "
     "overwrites the logits. Measured in a process of its own (CPU: resident memory).",
     "Error: largest deviation of the gradient from that of float64, divided by the largest gradient.",
     "Contenders that overwrite the logits get fresh ones before every call, outside the clock. What has no entropy "
     "has it added by autograd in the rows with entropy.",
+    "tp 2: what one of two processes connected by gloo takes, each with half of the vocabulary; on CPU only.",
 ]
 
 
@@ -41,6 +43,10 @@ class Problem:
     tokens: int
     vocab: int
     dtype: str = "float32"
+
+    def row(self, tp: int = 1) -> Row:
+        """How rows name it."""
+        return {"tokens": self.tokens, "vocab": self.vocab, "dtype": self.dtype, "tp": tp}
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [T, V], targets [T], and the gradients of log-prob and entropy [T]."""
@@ -69,6 +75,8 @@ def log_probs_section(device: torch.device, quick: bool, repeats: int, tell: Cal
     for problem in problems(device, quick):
         tell(f"{problem.tokens} tokens, vocabulary {problem.vocab}, {problem.dtype}")
         rows += _rows(problem, device, repeats, bandwidth)
+        if device.type == "cpu":
+            rows += _sharded_rows(problem, repeats, bandwidth)
     facts = {"copy GB/s": bandwidth}
     return Section("log_probs", "Log-probs and entropy from logits", rows, facts, NOTES, machine.describe(device))
 
@@ -82,9 +90,7 @@ def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float
         row: Row = {
             "name": contender.name,
             "entropy": contender.entropy,
-            "tokens": problem.tokens,
-            "vocab": problem.vocab,
-            "dtype": problem.dtype,
+            **problem.row(),
             "status": MEASURED,
         }
         rows.append(row)
@@ -104,26 +110,70 @@ def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float
         if row["status"] != MEASURED:
             continue
         case, timing = cases[_key(row)], timings[_key(row)]
-        counts = count(partial(case.run, case.prepare()))
-        floor = PASSES * source.nbytes / timing.ms / 1e6
-        row |= {
-            "ms": timing.ms,
-            "wall_ms": timing.wall_ms,
-            "gb_s": floor,
-            "copy_share": floor / bandwidth,
-            "kernels": counts.total,
-            "syncs": len(counts.syncs),
-            "bytes_a_logit": counts.tensor_bytes / source.numel(),
-        }
+        run = partial(case.run, case.prepare())
+        counts = count(run)
+        row |= {**speed(timing, source.nbytes, bandwidth), "syncs": len(counts.syncs), "kernels": counts.total}
+        if device.type == "cuda":
+            row["kernels"] = launches(partial(case.run, case.prepare()))
+        else:
+            row["bytes_a_logit"] = counts.tensor_bytes / source.numel()
     here = [row for row in rows if row["status"] == MEASURED]
-    peaks = in_processes(extra_peaks, 1, [(row["name"], row["entropy"]) for row in here], problem, str(device))[0]
+    peaks = _peaks([(row["name"], row["entropy"]) for row in here], problem, device)
     for row, peak in zip(here, peaks, strict=True):
-        row["extra_peak"] = peak / source.nbytes
+        row |= {"status": f"time only: {peak}"} if isinstance(peak, str) else {"extra_peak": peak / source.nbytes}
     for row in rows:
         if row["status"] == MEASURED:
             key = _key({"name": "torch log_softmax + gather", "entropy": row["entropy"]})
             row["times_torch"] = row["ms"] / timings[key].ms
     return rows
+
+
+def speed(timing: Timing, nbytes: int, bandwidth: float) -> Row:
+    """Figures of a row whose logits have `nbytes`; bandwidth: GB/s of a copy."""
+    floor = PASSES * nbytes / timing.ms / 1e6
+    return {"ms": timing.ms, "wall_ms": timing.wall_ms, "gb_s": floor, "copy_share": floor / bandwidth}
+
+
+def _peaks(names: list[tuple[str, bool]], problem: Problem, device: torch.device) -> list[int | str]:
+    """`extra_peaks` in one process; where that fails (too little memory, most likely) each in its own, or why not."""
+    try:
+        return in_processes(extra_peaks, 1, names, problem, str(device))[0]
+    except RuntimeError as error:
+        if len(names) == 1:
+            return [str(error)]
+        return [peak for name in names for peak in _peaks([name], problem, device)]
+
+
+def _sharded_rows(problem: Problem, repeats: int, bandwidth: float) -> list[Row]:
+    """Two processes with half of the vocabulary each."""
+    rows = [{"name": c.name, "entropy": c.entropy, **problem.row(tp=2)} for c in sharded(None)]
+    try:
+        timings = in_processes(timings_of_shard, 2, problem, repeats)[0]
+    except RuntimeError as error:
+        return [{**row, "status": str(error)} for row in rows]
+    half = problem.tokens * problem.vocab // 2 * getattr(torch, problem.dtype).itemsize
+    for row, found in zip(rows, timings, strict=True):
+        row |= {"status": found} if isinstance(found, str) else {"status": MEASURED, **speed(found, half, bandwidth)}
+    return rows
+
+
+def timings_of_shard(problem: Problem, repeats: int) -> list[Timing | str]:
+    """Of each of `sharded`, or why there is none. For one of two processes."""
+    device, half = torch.device("cpu"), replace(problem, vocab=problem.vocab // 2)
+    source, _, g, h = half.tensors(device)
+    _, targets, _, _ = problem.tensors(device)
+    logits = source.clone().requires_grad_()
+    found: list[Timing | str] = []
+    for contender in sharded(dist.group.WORLD):
+        try:
+            compute = contender.compute(device)
+        except NotHereError as missing:
+            found.append(str(missing))
+            continue
+        fresh = partial(_restore, logits, source) if contender.destroys else lambda: None
+        case = Case(contender.name, partial(step_of, compute, logits, targets, g, h), fresh)
+        found.append(measure([case], device, repeats, calls=1)[contender.name])
+    return found
 
 
 def _key(row: Row) -> str:
@@ -165,7 +215,7 @@ def _float64(contender: Contender) -> Compute:
     return compute
 
 
-def extra_peaks(names: Sequence[tuple[str, bool]], problem: Problem, device_name: str) -> list[int]:
+def extra_peaks(names: list[tuple[str, bool]], problem: Problem, device_name: str) -> list[int]:
     """Bytes beyond the logits that one forward and backward of each takes at most. For a process of its own."""
     device = torch.device(device_name)
     logits, targets, g, h = problem.tensors(device)
@@ -179,14 +229,3 @@ def extra_peaks(names: Sequence[tuple[str, bool]], problem: Problem, device_name
         step_of(compute, logits, targets, g, h)
         peaks.append(max(0, machine.peak_since(device) - before))
     return peaks
-
-
-def find(rows: Sequence[Row], **values: Any) -> Row | None:
-    """The first measured row with these values."""
-    found = (row for row in rows if row["status"] == MEASURED and all(row.get(k) == v for k, v in values.items()))
-    return next(found, None)
-
-
-def ratio(first: Row | None, second: Row | None, what: str) -> float:
-    """first / second, NaN where either is missing."""
-    return math.nan if first is None or second is None else first[what] / second[what]

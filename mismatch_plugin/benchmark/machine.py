@@ -36,7 +36,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians over the repetitions, milliseconds a call: time on the device (CPU: user CPU time), and wall time."""
+    """Medians over the repetitions, milliseconds a call: time on the device, and wall time.
+
+    On the device: events on CUDA; on CPU the user CPU time, or with several threads the wall time.
+    """
 
     ms: float
     wall_ms: float
@@ -45,8 +48,7 @@ class Timing:
 def measure(cases: Sequence[Case], device: torch.device, repeats: int, calls: int | None = None) -> dict[str, Timing]:
     """Time the cases in turns (one call of each, and again), so that a busy machine slows all of them alike.
 
-    On CPU the clock is the process's user CPU time: other jobs do not enter it, nor do page faults. On CUDA it is that
-    of events. Two calls of each before warm up.
+    User CPU time is not entered by other jobs, nor by page faults. Two calls of each before warm up.
     calls: of a case in one repetition; None: as many as fill 50 ms on CPU, one on CUDA.
     """
     fill = {case.name: _calls(case, device) if calls is None else calls for case in cases}
@@ -84,7 +86,8 @@ def _once(case: Case, device: torch.device) -> tuple[float, float]:
     user, start = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
     case.run(state)
     wall = time.perf_counter() - start
-    return 1e3 * (resource.getrusage(resource.RUSAGE_SELF).ru_utime - user), 1e3 * wall
+    spent = resource.getrusage(resource.RUSAGE_SELF).ru_utime - user
+    return 1e3 * (spent if torch.get_num_threads() == 1 else wall), 1e3 * wall
 
 
 def _wait(device: torch.device) -> None:

@@ -21,7 +21,7 @@ def pictures(section: Section) -> list[Picture]:
         return []
     if section.name == "log_probs":
         first = [row for row in rows if (row["tokens"], row["vocab"]) == (rows[0]["tokens"], rows[0]["vocab"])]
-        with_entropy = [row for row in first if row["entropy"]]
+        with_entropy = [row for row in first if row["entropy"] and row["tp"] == 1]
         size = f"{rows[0]['tokens']} tokens, vocabulary {rows[0]['vocab']}, forward and backward, with entropy."
         return [
             _bars("log_probs_ms", "Log-probs: time", "milliseconds", with_entropy, "ms", size),
@@ -45,7 +45,7 @@ def _bars(name: str, title: str, label: str, rows: Sequence[Row], key: str, capt
         axis = figure.subplots()
         colours = [_OURS if row["name"].startswith("mismatch_plugin") else _OTHERS for row in rows]
         bars = axis.barh(range(len(rows)), [row[key] for row in rows], color=colours, height=0.65)
-        axis.bar_label(bars, fmt=lambda value: f"{value:.3g}", padding=3, fontsize=8)
+        axis.bar_label(bars, fmt=lambda v: f"{v:,.0f}" if v >= 100 else f"{v:.3g}", padding=3, fontsize=8)
         axis.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axis.invert_yaxis()
         axis.margins(x=0.18)

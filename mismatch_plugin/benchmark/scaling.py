@@ -24,7 +24,7 @@ from mismatch_plugin.benchmark.workers import in_processes
 from mismatch_plugin.parallel.context import shard
 from mismatch_plugin.parallel.groups import ParallelGroups
 
-MEMORY = 4.0e12
+MEMORY = 4.08e12
 """Bytes a second that a kernel gets of an H200's memory (85 % of 4.8 TB/s): an assumption of the extrapolation."""
 LAUNCH = 5e-6
 """Seconds that one eager kernel keeps the host busy: an assumption too."""
@@ -36,12 +36,13 @@ NOTES = [
     "one series.",
     "By formula, a micro-batch of R targets in N sequences on one rank, V columns over tp ranks, 2-byte logits: "
     "log-probs 3 passes · 2 R V / tp / B_mem; their all-gather (tp − 1)(a + 16 R / b) on NVLink; correction "
-    "max(c R / B_mem, k · t_launch), with c bytes a token and k kernels as counted here (eager); its SUM over cp "
+    "max(c R / B_mem, k · t_launch), with c bytes a token and k kernels as counted here of `policy_loss` forward and "
+    "backward (eager; a pass over the data before the step, where a setting needs one, is left out); its SUM over cp "
     f"2 (cp − 1)(a + 8 · {len(COLUMNS)} N / (cp b)) on InfiniBand; once a step three reductions over dp · cp on a "
     "tree, of n = 3, S and M numbers, 2 log2(dp cp) (a + 8 n / b) each.",
     f"B_mem = {MEMORY / 1e12:g} TB/s, t_launch = {LAUNCH * 1e6:g} us, a and b as in communication. Share: of that sum "
-    f"plus the model's own 6 P R / (tp · {FLOPS / 1e12:g} TFLOP/s) for P parameters of a pipeline stage, nothing "
-    "overlapping. Nothing of these rows is measured.",
+    f"plus the model's own 6 P R / (tp · {FLOPS / 1e12:g} TFLOP/s) for P parameters of a pipeline stage, "
+    "attention left out, nothing overlapping. Nothing of these rows is measured.",
 ]
 
 
@@ -68,11 +69,15 @@ def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
             for series, ms in in_processes(ms_of_rank, ranks, tokens, vocab, longest, repeats)[0].items():
                 rows.append({"name": series, "x": ranks, "status": MEASURED, "ms": ms, "fit": None})
     batch = batches["correction, sequences"][32]
-    counts = count(ours(batch))
-    facts = {"kernels": counts.total, "bytes a token": counts.tensor_bytes / len(batch.packed.loss_mask)}
-    statistics = mp.correct(batch.packed, mp.MismatchConfig(**SETTINGS)).statistics
+    packed, config = batch.packed, mp.MismatchConfig(**SETTINGS)
+    assert packed.train_log_probs is not None
+    log_probs = packed.train_log_probs.clone().requires_grad_()
+    packed = packed.replace(advantages=torch.randn_like(packed.train_log_probs))
+    counts = count(lambda: mp.policy_loss(log_probs, packed, config).loss_sum.backward())
+    facts = {"kernels": counts.total, "bytes a token": counts.tensor_bytes / len(packed.loss_mask)}
+    statistics = mp.policy_loss(log_probs, packed, config).statistics
     sizes = len(statistics.sum_names), len(statistics.maximum_names)
-    rows += [_extrapolate(*case, facts["kernels"], facts["bytes a token"], sizes) for case in JOBS]
+    rows += [extrapolate(*case, facts["kernels"], facts["bytes a token"], sizes) for case in JOBS]
     return Section("scaling", "Scaling", rows, facts, NOTES, machine.describe(device))
 
 
@@ -135,7 +140,8 @@ JOBS: Sequence[tuple[str, dict[str, int]]] = (
 """Name, and R targets of a rank's micro-batch, N sequences, vocabulary V, parallel sizes, P parameters of a stage."""
 
 
-def _extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: float, statistics: tuple[int, int]) -> Row:
+def extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: float, statistics: tuple[int, int]) -> Row:
+    """The formula of the notes for one of `JOBS`; statistics: S and M."""
     nvlink, infiniband = LINKS[0], LINKS[1]
     targets, tp, cp, ranks = job["R"], job["tp"], job["cp"], job["dp"] * job["cp"]
     terms = {

@@ -26,6 +26,8 @@ def whole(value: float) -> str:
 
 def power(value: float) -> str:
     """Two digits and the power of ten."""
+    if not value:
+        return "0"
     return f"{value:.1e}".replace("e-0", "e-").replace("e+0", "e+")
 
 
@@ -88,12 +90,10 @@ def tables(section: Section) -> list[Table]:
     """The section's tables, its notes below the last one."""
     made: list[Table] = []
     if section.name == "log_probs":
-        for tokens, vocab, dtype in dict.fromkeys((r["tokens"], r["vocab"], r["dtype"]) for r in section.rows):
-            for entropy in (True, False):
-                wanted = {"tokens": tokens, "vocab": vocab, "entropy": entropy}
-                rows = [row for row in section.rows if all(row[key] == value for key, value in wanted.items())]
-                title = f"{tokens} tokens, vocabulary {vocab}, {dtype}, {'with' if entropy else 'without'} entropy"
-                made.append(_table(title, rows, _LOG_PROBS))
+        keys = ("tokens", "vocab", "dtype", "tp", "entropy")
+        for values in dict.fromkeys(tuple(row[key] for key in keys) for row in section.rows):
+            rows = [row for row in section.rows if tuple(row[key] for key in keys) == values]
+            made.append(_table(_title(*values), rows, _LOG_PROBS))
     elif section.name == "scaling":
         made.append(_table("Measured", section.measured(), _SERIES))
         made.append(_table("By formula", [row for row in section.rows if row["status"] != MEASURED], _FORMULA))
@@ -104,6 +104,11 @@ def tables(section: Section) -> list[Table]:
     notes = (*([f"{facts[0].upper()}{facts[1:]}."] if facts else []), *section.notes)
     made[-1] = Table(made[-1].title, made[-1].headers, made[-1].rows, notes=notes)
     return made
+
+
+def _title(tokens: int, vocab: int, dtype: str, tp: int, entropy: bool) -> str:
+    over = "" if tp == 1 else f" over tp {tp}"
+    return f"{tokens} tokens, vocabulary {vocab}{over}, {dtype}, {'with' if entropy else 'without'} entropy"
 
 
 def _text(value: object) -> str:
@@ -136,9 +141,9 @@ def findings(section: Section) -> list[str]:
             return []
         hook, own = rows["mismatch_plugin hook"], rows["megatron-core cross entropy"]
         return [
-            f"The hook takes {100 * hook['share']:.1f} % of a step of this small model; megatron-core's own cross "
-            f"entropy would take {100 * own['share']:.1f} %, and the correction alone "
-            f"{100 * rows['correction alone']['share']:.1f} %."
+            f"The hook takes {100 * hook['share']:.2g} % of a step of this small model; megatron-core's own cross "
+            f"entropy would take {100 * own['share']:.2g} %, and the correction alone "
+            f"{100 * rows['correction alone']['share']:.2g} %."
         ]
     if section.name == "communication":
         wrong = [row for row in section.measured() if row["counted"] != row["payload"]]
@@ -149,18 +154,19 @@ def findings(section: Section) -> list[str]:
 
 def _log_prob_findings(section: Section) -> list[str]:
     first = section.rows[0]
-    here = [r for r in section.measured() if (r["tokens"], r["vocab"]) == (first["tokens"], first["vocab"])]
-    rows = {(row["name"], row["entropy"]): row for row in here}
+    keys = ("tokens", "vocab", "dtype")
+    here = [row for row in section.measured() if all(row[key] == first[key] for key in keys)]
     sentences = []
-    for entropy, words in ((True, "With entropy"), (False, "Without entropy")):
-        ours = rows.get(("mismatch_plugin", entropy))
-        if ours is None:
+    for tp, entropy in dict.fromkeys((row["tp"], row["entropy"]) for row in here):
+        rows = {row["name"]: row for row in here if (row["tp"], row["entropy"]) == (tp, entropy)}
+        ours = rows.get("mismatch_plugin")
+        others = [row for name, row in rows.items() if not name.startswith("mismatch_plugin")]
+        if ours is None or not others:
             continue
-        others = [row for (name, has), row in rows.items() if has == entropy and not name.startswith("mismatch_plugin")]
         shares = ", ".join(f"{ours['ms'] / row['ms']:.2f} of {row['name']}" for row in others)
+        peak = f"; the extra peak memory {ours['extra_peak']:.2f} of the gradient" if "extra_peak" in ours else ""
         sentences.append(
-            f"{words}, {first['tokens']} tokens, vocabulary {first['vocab']}: the time is {shares}; the extra peak "
-            f"memory {ours['extra_peak']:.2f} of the gradient."
+            f"{_title(first['tokens'], first['vocab'], first['dtype'], tp, entropy)}: time {shares}{peak}."
         )
     return sentences
 

@@ -19,17 +19,19 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 _TIMEOUT_S = 600
 
 
-def in_processes(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """What function(*arguments) returns in each of `size` new processes of one thread, in rank order.
+def in_processes(
+    function: Callable[..., Any], size: int, *arguments: Any, threads: int = 1, timeout_s: float | None = _TIMEOUT_S
+) -> list[Any]:
+    """What function(*arguments) returns in each of `size` new processes, in rank order.
 
     The function stands at the top of a module. With more than one process torch.distributed is initialised over gloo.
-    Raises RuntimeError where a rank raises or dies.
+    threads: of torch, in each. Raises RuntimeError where a rank raises, dies, or does not answer in time.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pairs = [context.Pipe(duplex=False) for _ in range(size)]
         processes = [
-            context.Process(target=_work, args=(function, rank, size, folder, pairs[rank][1], arguments), daemon=True)
+            context.Process(target=_work, args=(function, rank, size, threads, folder, pairs[rank][1], arguments))
             for rank in range(size)
         ]
         for process in processes:
@@ -37,17 +39,17 @@ def in_processes(function: Callable[..., Any], size: int, *arguments: Any) -> li
         for _, sender in pairs:
             sender.close()
         try:
-            return [_receive(receiver, rank) for rank, (receiver, _) in enumerate(pairs)]
+            return [_receive(receiver, rank, timeout_s) for rank, (receiver, _) in enumerate(pairs)]
         finally:
             for process in processes:
                 process.join(timeout=5)
                 process.kill()
 
 
-def _receive(receiver: Connection, rank: int) -> Any:
+def _receive(receiver: Connection, rank: int, timeout_s: float | None) -> Any:
     try:
-        if not receiver.poll(_TIMEOUT_S):
-            raise RuntimeError(f"rank {rank} of a benchmark did not answer in {_TIMEOUT_S} s.")
+        if not receiver.poll(timeout_s):
+            raise RuntimeError(f"rank {rank} of a benchmark did not answer in {timeout_s:g} s.")
         error, value = receiver.recv()
     except EOFError:
         raise RuntimeError(f"rank {rank} of a benchmark died: there may be too little memory.") from None
@@ -57,9 +59,15 @@ def _receive(receiver: Connection, rank: int) -> Any:
 
 
 def _work(
-    function: Callable[..., Any], rank: int, size: int, folder: str, sender: Connection, arguments: tuple[Any, ...]
+    function: Callable[..., Any],
+    rank: int,
+    size: int,
+    threads: int,
+    folder: str,
+    sender: Connection,
+    arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
         store = FileStore(str(Path(folder) / "store"), size)
@@ -68,17 +76,22 @@ def _work(
         answer = (None, function(*arguments))
     except Exception as error:
         answer = (f"{type(error).__name__}: {error}", None)
+    except KeyboardInterrupt:  # the one that started this process says so
+        os._exit(130)
     sender.send(answer)
     if size > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
-def megatron_alone() -> None:
-    """megatron-core's parallel state for this process alone, on CPU with the lab's stand-ins for CUDA."""
+def megatron_groups() -> None:
+    """megatron-core's parallel state, tensor parallel over all processes, on CPU with the lab's stand-ins for CUDA.
+
+    These slow down every call of torch in this process a little.
+    """
     from megatron.core import parallel_state
 
     from mismatch_plugin.lab.model import initialize_parallel
 
     if not parallel_state.is_initialized():
-        initialize_parallel()
+        initialize_parallel(tp=dist.get_world_size() if dist.is_initialized() else 1)

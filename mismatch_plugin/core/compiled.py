@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.collect import locators
 from mismatch_plugin.core.correction import Correction, SequenceGroups, correct, refuse_missing, training_side
 from mismatch_plugin.core.loss import TERMS, PolicyLoss, anchors, policy_loss, refuse_unfit
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.stage import locators
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.tokens import Tokens
 

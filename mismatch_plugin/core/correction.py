@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.collect import Stage, any_of, collect_statistics, token_columns
+from mismatch_plugin.core.collect import collect_statistics, token_columns
 from mismatch_plugin.core.levels import segment_maxima, segment_sums, spread
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
+from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.validity import invalid_error
@@ -74,7 +75,7 @@ def correct(
         None takes the mean over this batch. Unused without batch normalisation.
     Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
-    Raises: ValueError where log-probs are missing; InvalidLogProbError where the packed data were found to hold
+    Raises: TypeError where config is none; ValueError where log-probs are missing; InvalidLogProbError where the packed data were found to hold
         rollout log-probs that are none and the policy is `error` (data on a device are reported by `metrics()`).
     """
     return compute_correction(training_side(packed), packed, config, groups, batch_factor)
@@ -148,6 +149,7 @@ def compute_correction(
 
 def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise what `correct` raises where the batch lacks what the configuration needs."""
+    refuse_no_config(config)
     if packed.rollout_log_probs is None and (config.algorithm != 0 or config.rejects):
         raise ValueError(
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
@@ -155,6 +157,15 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
         )
     if packed.invalid and config.rollout_log_prob_policy == "error":
         raise invalid_error(packed.invalid)
+
+
+def refuse_no_config(config: object) -> None:
+    """Raise TypeError for what has no algorithm, such as a preset's name or a dict of settings."""
+    if not hasattr(config, "algorithm"):
+        raise TypeError(
+            f"config is {config!r}, a {type(config).__name__}: pass a MismatchConfig, such as "
+            f'mismatch_plugin.preset("token_is") or MismatchConfig(use_tis=True).'
+        )
 
 
 def _reduce_sums(

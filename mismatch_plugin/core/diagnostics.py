@@ -15,7 +15,7 @@ from mismatch_plugin.core.levels import SAFETY_BOUND
 from mismatch_plugin.core.validity import bucket
 
 if TYPE_CHECKING:
-    from mismatch_plugin.core.collect import Stage
+    from mismatch_plugin.core.stage import Stage
 
 HISTOGRAM_BINS = 2048
 HISTOGRAM_SCALE = 1e-4

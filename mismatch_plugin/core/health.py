@@ -38,6 +38,8 @@ MAX_INVALID_SHARE = 0.01
 MAX_NORMALIZED_WEIGHT = 10.0
 """After batch normalisation a weight above this many times hi is a warning."""
 
+_CHOOSE = "Choose a correction: token weights bound the ratio, or reject outliers."
+"""Instead of advice on bounds where none acts."""
 _SOURCES = "Check that both engines run the same weights, tokens, temperature and filters"
 
 
@@ -53,6 +55,9 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
         return found
     weight = "rollout_is_weight_after_" if f"{PREFIX}rollout_is_weight_after_mean" in metrics else "rollout_is_"
 
+    corrected = config.weighted or config.rejects
+    narrow = "Lower the upper bound, or go from sequence to geometric or token level." if config.weighted else _CHOOSE
+
     def judge(name: str, wrong: bool, meaning: str, advice: str) -> None:
         if wrong:
             found.append(HealthWarning(PREFIX + name, metrics[PREFIX + name], meaning, advice))
@@ -66,7 +71,8 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
             f"{weight}mean",
             not MEAN_RANGE[0] <= mean <= MEAN_RANGE[1],
             "the mean weight is far from 1",
-            f"A systematic shift, not noise: {_SOURCES.lower()}; until then batch_normalize keeps the step size.",
+            f"A systematic shift, not noise: {_SOURCES.lower()}"
+            + ("; until then batch_normalize keeps the step size." if config.weighted else "."),
         )
     size = value(f"{weight}eff_sample_size")
     if size is not None:
@@ -74,7 +80,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
             f"{weight}eff_sample_size",
             size < MIN_EFFECTIVE_SAMPLE_SIZE,
             "few tokens carry the gradient",
-            "Lower the upper bound, or go from sequence to geometric or token level.",
+            narrow,
         )
     veto = value("rollout_is_veto_fraction")
     if veto is not None:
@@ -90,7 +96,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
             f"{weight}std",
             std > MAX_STD,
             "weights spread widely",
-            "Lower the upper bound, or go from sequence to geometric or token level.",
+            narrow,
         )
     kl = value("kl")
     if kl is not None:
@@ -107,7 +113,9 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
                 name,
                 chi2 > MAX_CHI2,
                 "the ratio's second moment is large, so its mean is unreliable",
-                "Lower the upper bound or reject outliers (a geometric or sequence_max criterion).",
+                "Lower the upper bound or reject outliers (a geometric or sequence_max criterion)."
+                if corrected
+                else _CHOOSE,
             )
     tokens, invalid = value("tokens"), _invalid(metrics)
     if tokens and invalid and sum(invalid.values()) > MAX_INVALID_SHARE * tokens:

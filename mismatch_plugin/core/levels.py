@@ -13,6 +13,9 @@ from torch import Tensor
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to ±20 before `exp`: e^20 ≈ 4.9e8 is finite in every dtype used here."""
 
+MAX_CENTERED = 100.0
+"""Upper bound up to which clamped ratios are carried as ρ − 1; beyond it 1 + (ρ − 1) would cancel for small ρ."""
+
 
 def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:
     """Σ over each sequence: [T] → [N]. Two kernels, deterministic; an empty sequence gives 0.

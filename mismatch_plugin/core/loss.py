@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction
+from mismatch_plugin.core.correction import Correction, SequenceGroups, compute_correction, refuse_no_config
 from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
@@ -97,6 +97,7 @@ def policy_loss(
 
 def refuse_unfit(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> Tensor:
     """Raise where the batch lacks what the loss needs. Returns its advantages."""
+    refuse_no_config(config)
     tokens = packed.loss_mask.shape
     if log_probs.shape != tokens:
         raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, the packed batch {tuple(tokens)}.")

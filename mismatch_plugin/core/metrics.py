@@ -13,8 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mismatch_plugin.core import diagnostics as full
-from mismatch_plugin.core.collect import MAX_CENTERED
-from mismatch_plugin.core.levels import SAFETY_BOUND
+from mismatch_plugin.core.levels import MAX_CENTERED, SAFETY_BOUND
 from mismatch_plugin.core.validity import DEFECTS
 
 if TYPE_CHECKING:

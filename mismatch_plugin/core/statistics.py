@@ -10,20 +10,18 @@ the sequences: `tokens` by their response tokens, `sequences` by 1.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.validity import DEFECTS, InvalidLogProb, invalid_error
+from mismatch_plugin.core.validity import DEFECTS, Locator, invalid_error
 from mismatch_plugin.core.weights import batch_factor
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
-
-Locator = Callable[[], tuple[InvalidLogProb, ...]]
 
 
 class Kind(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 
@@ -48,6 +48,9 @@ class InvalidLogProb:
             f"rollout log-prob of sequence {self.sequence}, position {self.position} {_EXPLANATION[self.kind]} "
             f"(value {self.value:g}, kind {self.kind})"
         )
+
+
+Locator = Callable[[], tuple[InvalidLogProb, ...]]
 
 
 def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor, train_not_finite_T: Tensor) -> Tensor:

@@ -123,6 +123,8 @@ class TritonLogProbs(torch.autograd.Function):
         if entropy_R is None:
             grad_entropy_R = None
         gradient_TV = gradient(inputs, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
+        if ctx.layout.inplace_gradient:  # which autograd does not see; others that saved the logits must learn of it
+            torch.autograd.graph.increment_version(logits_TV)
         return gradient_TV, None, None, None, None, None
 
 
