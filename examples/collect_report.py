@@ -21,7 +21,8 @@ def collect(output: Path) -> Path:
     runs = sorted(path.parent for path in output.glob(f"*/*/seed*/{METRICS}"))
     if not runs:
         raise ValueError(
-            f"no {METRICS} below {output}: did the runs get --mismatch-report-dir, and can nodes write there?"
+            f"no {METRICS} below {output}: did the runs get --mismatch-report-dir, and can nodes write there? "
+            f"(Delete a run's done.json to run it again.)"
         )
     for run in runs:
         settings = json.loads((run / SETTINGS).read_text(encoding="utf-8")) if (run / SETTINGS).exists() else {}
@@ -31,4 +32,9 @@ def collect(output: Path) -> Path:
 
 
 if __name__ == "__main__":
-    print(f"report: {collect(Path(sys.argv[1]))}")
+    if len(sys.argv) != 2:
+        sys.exit(f"usage: python {sys.argv[0]} OUTPUT")
+    try:
+        print(f"report: {collect(Path(sys.argv[1]))}")
+    except ValueError as error:
+        sys.exit(f"collect_report: {error}")

@@ -62,7 +62,8 @@ def options(
 
     The engine that samples responses and the one that trains on them give
     the same token different probabilities. These commands show what the
-    corrections do, and which presets there are.
+    corrections do and which presets there are, check an engine's log-probs,
+    judge a run and compare the algorithms, patch a host, and measure costs.
     """
 
 
@@ -130,7 +131,7 @@ def _show(table: Table, markdown: bool) -> None:
     console = Console(highlight=False, markup=False)
     console.print(table.to_rich())
     for note in table.notes:
-        console.print(note, soft_wrap=True)  # a line that one may want to copy stays one line
+        console.print(note, soft_wrap=" --" in note)  # flags, which one may want to copy, stay on one line
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ A setting's metadata (flag, unit, source, the peers' names for it) stands beside
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -104,7 +105,7 @@ class ImportanceSampling(Section):
 
     @property
     def lower(self) -> float:
-        """lo with its default filled in: 1/hi, clamped to e^-20."""
+        """lo with its default filled in: 1/hi, clamped to e^-20; under truncate at most hi."""
         return min(1.0 / self.upper, self.upper) if self.lower_bound is None else self.lower_bound
 
     @property
@@ -115,11 +116,17 @@ class ImportanceSampling(Section):
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
         if self.lower > self.upper:
-            whose = f"{self.lower:g}" if self.lower_bound is not None else f"{self.lower:g} (1/hi, its default)"
             template = (
-                f"<tis.lower_bound> {whose} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the other."
+                f"<tis.lower_bound> {self.lower:g} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the "
+                f"other."
             )
             raise ValueError(spell(template, info, "tis.upper_bound", "tis.lower_bound"))
+        if self.mode != "truncate" and self.lower_bound is None and self.upper < 1.0:
+            template = (
+                f"<tis.upper_bound> {self.upper:g} is below the lower bound that <tis.mode> {self.mode} has by "
+                f"default, 1/hi = {1.0 / self.upper:g}: give <tis.lower_bound>, or raise the upper one."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound"))
         return self
 
 
@@ -353,7 +360,10 @@ class MismatchConfig(Section):
 
     @classmethod
     def from_args(cls, namespace: Namespace) -> MismatchConfig:
-        """Build from a parsed argparse namespace (see `add_arguments`): flag over file over preset."""
+        """Build from a parsed argparse namespace (see `add_arguments`): flag over file over preset.
+
+        With --mismatch-explain-only the first rank prints `describe()`, and every rank exits with status 0.
+        """
         from mismatch_plugin.flags import given_flags
 
         if not hasattr(namespace, "__dict__"):  # every flag would count as not given
@@ -368,7 +378,8 @@ class MismatchConfig(Section):
                 raise ValueError(f"{flag} is empty: give it a value, or leave it out (is a shell variable unset?).")
         config = cls._layered(name, read_file(file) if file else {}, flags)
         if getattr(namespace, "mismatch_explain_only", None):
-            print(config.describe())
+            if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+                print(config.describe())
             raise SystemExit(0)
         return config
 

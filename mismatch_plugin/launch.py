@@ -8,7 +8,8 @@ python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-rollout-log-
 
 It takes our flags off the line and refuses what is misspelt or contradictory, sets the host's own arguments for them,
 prints one block that says what will run, and runs the script as `python SCRIPT` would. `--mismatch-explain-only` stops
-after the block. The host is found by what the script imports, or named by `--mismatch-host`.
+after the block, and `--help` in place of a script lists our flags. The host is found by what the script imports, or
+named by `--mismatch-host`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 
 from mismatch_plugin.fields import unknown
 from mismatch_plugin.launching import patched
-from mismatch_plugin.launching.command_line import HOST_FLAG, Given, named_host, script_position
+from mismatch_plugin.launching.command_line import HOST_FLAG, Given, help_text, named_host, script_position
 from mismatch_plugin.launching.plan import Host, Plan, imported_packages, make_plan, start_block
 
 HOSTS = {
@@ -34,7 +35,14 @@ HOSTS = {
     "verl": "verl",
     "nemo-rl": "nemo_rl",
 }
-_USAGE = "usage: python -m mismatch_plugin.launch [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
+_COMMAND = "python -m mismatch_plugin.launch"
+_LINE = f"{_COMMAND} [--mismatch-host NAME] TRAIN_SCRIPT ARGS…   (or -m MODULE ARGS…)"
+_USAGE = f"usage: {_LINE}"
+_DESCRIPTION = (
+    "Runs a training script with the flags below taken off its command line, checked, and set in the host's own way; "
+    "every other flag is the host's. The host is found by what the script imports, or named by --mismatch-host: "
+    f"{', '.join(HOSTS)}."
+)
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Entry point. Exits 2 with one sentence where the command line cannot mean anything."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        if arguments[script_position(arguments) :][:1] in (["-h"], ["--help"]):
+            print(help_text(_LINE, _DESCRIPTION))
+            return
         target, host, given, plan = prepare(arguments)
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
             print(start_block(host.name, plan), flush=True)
@@ -98,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 f"on PYTHONPATH."
             ) from None
     except ValueError as error:
-        print(f"mismatch_plugin: {error}", file=sys.stderr)
+        more = f" (The plugin's own flags: {_COMMAND} --help)" if {"-h", "--help"}.intersection(arguments) else ""
+        print(f"mismatch_plugin: {error}{more}", file=sys.stderr)
         raise SystemExit(2) from None
     target.run(plan.argv)
 
@@ -107,7 +119,7 @@ def _target(argv: Sequence[str]) -> tuple[Target, list[str]]:
     """The script or module, and every other token."""
     at = script_position(argv)
     before, rest = list(argv[:at]), list(argv[at:])
-    if not rest or rest[0] in ("-h", "--help"):
+    if not rest:
         raise ValueError(f"no training script is given. {_USAGE}")
     if rest[0] == "-m":
         if len(rest) < 2:

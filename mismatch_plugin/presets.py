@@ -36,6 +36,11 @@ class Preset:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
         for name in overrides:
             if name not in self.parameters:
+                if name in MismatchConfig.model_fields:
+                    raise ValueError(
+                        f"{name} is a setting, no parameter of preset {self.name}. To change it: "
+                        f"MismatchConfig.build(preset(…).model_dump() | {{{name!r}: …}})."
+                    )
                 if not self.parameters:
                     raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
                 raise unknown(f"parameter of preset {self.name}", name, self.parameters)
@@ -51,6 +56,7 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
     """The configuration of a named preset, with its own parameters overridden: `preset("token_is", threshold=3.0)`.
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
+    With other settings beside it: `MismatchConfig.build(preset("disabled").model_dump() | {"metrics": "full"})`.
     Raises: ValueError naming an unknown preset or parameter and what there is, or a value that is none.
     Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
     """

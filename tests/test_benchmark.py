@@ -284,6 +284,21 @@ def test_errors_of_processes_are_told() -> None:
         in_processes(_die, 1)
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", '[{"name": "a"}]', None])
+def test_a_folder_that_cannot_be_used_is_refused_before_measuring(tmp_path: Path, content: str | None) -> None:
+    folder = tmp_path / "bench"
+    if content is None:
+        folder.write_text("a file")
+    else:
+        folder.mkdir()
+        (folder / "results.json").write_text(content)
+    app = typer.Typer()
+    app.command()(bench)
+    result = CliRunner().invoke(app, ["--quick", "--device", "cpu", "--output", str(folder)])
+    said = re.sub(r"[\s│]+", " ", result.output)
+    assert result.exit_code == 2 and "Give another folder" in said and "…" not in said
+
+
 def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails_first(function: Any, size: int, name: str, *arguments: Any, **options: Any) -> list[Any]:
         if name == "log_probs":

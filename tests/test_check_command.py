@@ -17,6 +17,7 @@ from typer.testing import CliRunner, Result
 from mismatch_plugin.rollout.check.command import check
 from mismatch_plugin.rollout.check.findings import FAULTS, CheckResult
 from mismatch_plugin.rollout.files import write_records
+from mismatch_plugin.rollout.records import RolloutRecord
 from tests.fixtures.sglang_check.policies import FOLDER, policy, recorded, score, training
 
 CLEAN = "bfloat16_temperature_1.0"
@@ -90,11 +91,21 @@ def test_help_tells_the_training_files_form():
         assert part in text
 
 
+def test_help_shows_a_record_and_names_its_fields():
+    text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    (line,) = (line for line in text.splitlines() if line.strip().startswith('{"prompt_ids"'))
+    required = {name for name, field in RolloutRecord.model_fields.items() if field.is_required()}
+    assert RolloutRecord.model_validate_json(line).model_fields_set - {"loss_mask"} == required
+    assert [name for name in RolloutRecord.model_fields if f'"{name}"' not in text] == []
+
+
 def test_clean_files_pass_with_one_line_as_verdict(tmp_path: Path):
     result = _run(FOLDER / f"{CLEAN}.jsonl", _training_file(tmp_path))
     assert result.exit_code == 0, result.output
     assert result.output.splitlines()[-1].startswith("No fault in 40 samples, 1195 tokens: k3 ")
     assert "KL(rollout" in result.output and "effective sample size" in result.output
+    lines = [line.strip() for line in result.output.splitlines()]
+    assert lines[lines.index("mismatch of the two sides") + 1].split() == ["figure", "as", "given"]
 
 
 def test_a_fault_fails_and_is_explained_with_place_and_mend(tmp_path: Path):
@@ -130,12 +141,20 @@ def test_samples_are_matched_by_name_or_index_in_any_order(tmp_path: Path):
 
 
 def test_records_alone_and_accepted_faults():
-    alone = _run(FOLDER / f"{CLEAN}.jsonl")
+    alone = _run(FOLDER / f"{CLEAN}.jsonl", "--records-only")
     assert alone.exit_code == 0 and "without a comparison of the two sides" in alone.output
     mixed = FOLDER / "float32_updated_in_flight.jsonl"
-    assert _run(mixed).exit_code == 1
-    accepted = _run(mixed, "--accept", "mixed_versions")
+    assert _run(mixed, "--records-only").exit_code == 1
+    accepted = _run(mixed, "--records-only", "--accept", "mixed_versions")
     assert accepted.exit_code == 0 and "Accepted: mixed_versions" in accepted.output
+
+
+def test_a_training_side_left_out_by_mistake_is_no_pass(tmp_path: Path):
+    alone = _run(FOLDER / f"{CLEAN}.jsonl")
+    assert alone.exit_code == 2 and "give TRAINING, --checkpoint or --url, or --records-only" in alone.output
+    for given in ([_training_file(tmp_path)], ["--checkpoint", tmp_path], ["--url", "http://127.0.0.1:9"]):
+        both = _run(FOLDER / f"{CLEAN}.jsonl", *given, "--records-only")
+        assert both.exit_code == 2 and "--records-only compares nothing: leave it out" in both.output
 
 
 def test_staleness_counts_from_the_version_given(tmp_path: Path):
@@ -193,6 +212,16 @@ def test_other_tokenizer_than_the_checkpoints(checkpoint: Path, tmp_path: Path):
     assert result.exit_code == 2 and "99999" in result.output and "vocabulary ends at 159" in result.output
 
 
+def test_evidence_is_wrapped_at_words_and_paths_stay_whole(tmp_path: Path):
+    folder = tmp_path / ("long-" * 20)
+    folder.mkdir()
+    path = _training_file(folder, train_log_probs=lambda index, line: [-1.0, *line["train_log_probs"][:-1]])
+    arguments = [str(FOLDER / f"{CLEAN}.jsonl"), str(path)]
+    lines = CliRunner().invoke(app, arguments, env={"COLUMNS": "80", "TERM": "dumb"}).output.splitlines()
+    assert f"training side: {path}" in lines
+    assert all(len(line) <= 80 for line in lines if not line.endswith(".jsonl"))
+
+
 def _bad(folder: Path, records: str | None, training: str | None) -> list[object]:
     paths: list[object] = []
     for name, text in (("records.jsonl", records), ("training.jsonl", training)):
@@ -214,7 +243,7 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
         (GOOD_RECORD, None, "training.jsonl"),
         ("", GOOD_LINE, "no response"),
         ("{nonsense", GOOD_LINE, "records.jsonl"),
-        (GOOD_RECORD.replace("prompt_ids", "prompts"), GOOD_LINE, "prompt_ids"),
+        (GOOD_RECORD.replace("prompt_ids", "prompts"), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
         (GOOD_RECORD, "{nonsense", "line 1"),
         (GOOD_RECORD, '{"log_probs": [-1.0]}', "log_probs"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, "low"]}', "train_log_probs.1"),

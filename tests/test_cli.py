@@ -31,6 +31,8 @@ def test_help_names_the_commands():
     result = _run("--help")
     assert result.exit_code == 0
     assert all(name in result.output for name in ("explain", "presets", "compare", "inspect", "check", "patch"))
+    said = result.output.partition("Options")[0]
+    assert all(word in said for word in ("presets", "check", "judge a run", "compare", "patch", "costs"))
 
 
 def test_module_and_script_are_the_same():
@@ -69,6 +71,16 @@ def test_explain_on_a_terminal_shows_rows_and_notes():
     assert "sequence: mask" in output
     assert "2.12" in output
     assert explain_table().notes[0] in output
+
+
+def test_footnotes_are_wrapped_at_words_and_flags_stay_on_one_line():
+    narrow = {"COLUMNS": "80", "TERM": "dumb"}
+    output = CliRunner().invoke(app, ["explain"], env=narrow).output
+    assert max(map(len, output.splitlines())) <= 80
+    assert all(note in " ".join(output.split()) for note in explain_table().notes)
+    flags = preset_table("decoupled_token_icepop").notes[-1]
+    assert len(flags) > 80
+    assert flags in CliRunner().invoke(app, ["presets", "decoupled_token_icepop"], env=narrow).output
 
 
 def test_explain_refuses_an_unknown_mode():

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
+from mismatch_plugin.lab.command import DEFAULT_ALGORITHMS
 from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
 
 
@@ -135,7 +136,7 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds a run already: add --resume"):
         open_folder(folder, description, resume=False)
     open_folder(folder, description, resume=True)
-    with pytest.raises(ValueError, match="holds a run with other seeds"):
+    with pytest.raises(ValueError, match="run holds a run with --seeds 1, now 2: resume it with the same"):
         open_folder(folder, {**description, "seeds": 2}, resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
@@ -143,3 +144,28 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
         open_folder(tmp_path / "other", description, resume=False)
     with pytest.raises(ValueError, match="is a file"):
         open_folder(tmp_path / "other" / "notes.txt", description, resume=False)
+
+
+@pytest.mark.parametrize(
+    ("now", "said"),
+    [
+        ({"lab": {"steps": 8, "rollout_dtype": "bfloat16"}}, r"--steps 6, now 8; --rollout-dtype None, now bfloat16: "),
+        ({"variants": ["0"]}, "--algorithms 0,2:token:truncate, now 0: "),
+        ({"settings": ["control"], "lab": {"steps": 6, "of_setting": {"control": {}}}}, "--settings .*, now control: "),
+        ({"lab": {"steps": 6, "of_setting": {"control": {}, "4": {"staleness": 8}}}}, "--staleness 4, now 8: "),
+    ],
+)
+def test_resuming_with_other_options_names_them(tmp_path: Path, now: dict[str, Any], said: str) -> None:
+    before: dict[str, Any] = {"settings": ["control", "4"], "variants": ["0", "2:token:truncate"]}
+    settings = {"control": {}, "4": {"staleness": 4}}
+    before["lab"] = {"steps": 6, "of_setting": settings}
+    open_folder(tmp_path / "run", before, resume=False)
+    now = {**before, **now, "lab": {"of_setting": settings, **now.get("lab", before["lab"])}}
+    with pytest.raises(ValueError, match=f"holds a run with {said}resume it"):
+        open_folder(tmp_path / "run", now, resume=True)
+
+
+def test_the_default_algorithms_stand_whole_in_the_help() -> None:
+    output = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    words = output.replace("│", " ").split()
+    assert all(f"{name}" in " ".join(words) for name in DEFAULT_ALGORITHMS.split(",")) and "…" not in output

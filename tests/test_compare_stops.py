@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
 from mismatch_plugin.lab import command
+from tests.test_report import write_folder
 
 needs_lab = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("megatron", "transformers", "matplotlib")), reason="needs [lab]"
@@ -90,6 +91,27 @@ def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
     assert [outcome["status"] for outcome in outcomes] == ["finished", "finished"]
     assert [outcome["step"] for outcome in outcomes] == [40, 40]
     assert [len(path.read_text().splitlines()) for path in sorted(folder.rglob("metrics.jsonl"))] == [41, 41]
+
+
+@needs_lab
+def test_the_end_shows_the_final_values_on_80_columns(tmp_path: Path) -> None:
+    """The report's table of final values; every run of the folder has finished, so nothing is trained."""
+    folder = write_folder(tmp_path)
+    lab: dict[str, object] = {"engine": "transformers", "steps": 12, "task": "reverse", "tp": 1, "pp": 1, "cp": 1}
+    lab["of_setting"] = {"control": {}, "stale16": {"staleness": 16}}
+    (folder / "run.json").write_text(json.dumps({**json.loads((folder / "run.json").read_text()), "lab": lab}))
+    options = ["--algorithms", "0,1,2:token:truncate", "--settings", "control,stale16", "--steps", "12", "--no-exact"]
+    result = CliRunner().invoke(
+        app, ["compare", "--resume", "--output", str(folder), *options], env={"COLUMNS": "80", "TERM": "dumb"}
+    )
+    assert result.exit_code == 0, result.output
+    said = result.output[result.output.index("Final exact match") :].splitlines()
+    rows = {line.split("  ")[0].strip(): line.split() for line in said}
+    # Seeds end at 0.40, 0.42, 0.44, 0.46: mean 0.43, error √(0.002/3)/2 = 0.013.
+    assert rows["0 PPO"][-3:] == ["0.43", "±", "0.01"]
+    assert rows["2 decoupled PPO, token truncate"][-1] == "▲"
+    table = said[: next(index for index, line in enumerate(said) if line.startswith("report: "))]
+    assert max(map(len, table)) <= 80 and "one standard error over seeds" in " ".join(" ".join(table).split())
 
 
 @pytest.mark.parametrize(

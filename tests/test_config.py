@@ -185,6 +185,14 @@ _BOTH = "use_tis: true, use_rollout_log_probs: true"
         ("terms: {kl_coef: 0.1, kl_importance_weighted: true}", "needs importance weights: add use_tis"),
         ("dry_run: true", "dry_run has nothing to try: add use_tis, a criterion or a veto"),
         ("use_tis: true, tis: {mode: clip, lower_bound: 3}", "tis.lower_bound 3 is above tis.upper_bound 2: lower it,"),
+        (
+            "use_tis: true, tis: {mode: mask, upper_bound: 0.5}",
+            "tis.upper_bound 0.5 is below the lower bound that tis.mo",
+        ),
+        (
+            "use_tis: true, tis: {mode: clip, upper_bound: 0.5}",
+            "1/hi = 2: give tis.lower_bound, or raise the upper one",
+        ),
         ("rs: {criteria: ['token:ratio']}", "rs criterion token_ratio has no upper bound and there is no TIS bound"),
         (f"{_BOTH}, tis: {{level: none}}, rs: {{criteria: ['token:ratio']}}", "there is no TIS bound to inherit"),
         ("use_tis: true, rs: {criteria: ['token:k2']}", "rs criterion token_k2 has no upper bound: give one"),
@@ -345,10 +353,16 @@ def test_numbers_bounds_and_switches() -> None:
             number(wrong, "x")
 
 
-def test_an_upper_bound_below_one_needs_no_lower_bound() -> None:
-    """1/hi would be above hi: the default lower bound is hi itself there."""
+def test_an_upper_bound_below_one_needs_no_lower_bound_under_truncate() -> None:
+    """1/hi would be above hi: the default lower bound, which bounds no weight there, is hi itself."""
     tis = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"upper_bound": 0.5}}).tis
     assert (tis.lower, tis.upper) == (0.5, 0.5)
+    for given in ({"upper_bound": 0.5, "lower_bound": 0.1}, {"upper_bound": 0.5, "lower_bound": 0}, {"upper_bound": 1}):
+        assert mp.MismatchConfig.build({"use_tis": True, "tis": {"mode": "mask", **given}}).tis.lower <= 1.0
+    line = ["--use-tis", "--tis-mode", "mask", "--tis-upper-bound", "0.5"]
+    typed = mp.add_arguments(argparse.ArgumentParser()).parse_args(line)
+    with pytest.raises(ValueError, match=r"^--tis-upper-bound 0.5 is below .* --tis-mode mask .*: give --tis-lower"):
+        mp.MismatchConfig.from_args(typed)
 
 
 def test_a_preset_can_be_saved_as_a_file_and_read_again(tmp_path: Path) -> None:
@@ -379,13 +393,19 @@ def test_what_is_no_namespace_is_refused() -> None:
             mp.MismatchConfig.from_args(given)
 
 
-def test_explain_only_prints_the_block_and_stops(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_only_prints_the_block_once_and_stops_every_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     parser = argparse.ArgumentParser()
     mp.add_arguments(parser)
-    with pytest.raises(SystemExit) as stop:
-        mp.MismatchConfig.from_args(parser.parse_args(["--use-tis", "--mismatch-explain-only"]))
-    assert stop.value.code == 0
-    assert "algorithm 2: decoupled PPO" in capsys.readouterr().out
+    for rank in (None, "0", "1"):
+        monkeypatch.delenv("RANK", raising=False)
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as stop:
+            mp.MismatchConfig.from_args(parser.parse_args(["--use-tis", "--mismatch-explain-only"]))
+        assert stop.value.code == 0
+        assert ("algorithm 2: decoupled PPO" in capsys.readouterr().out) == (rank != "1")
 
 
 @pytest.mark.parametrize("value", ["1_2", True, "two"])

@@ -116,6 +116,23 @@ def test_weights_really_used_are_judged_where_there_are_any() -> None:
     assert mp.check_health({PREFIX + name: value for name, value in metrics.items()}, config) == []
 
 
+@pytest.mark.parametrize("metric", ["chi2_token", "rollout_is_eff_sample_size", "rollout_is_std"])
+def test_advice_fits_the_configuration(metric: str) -> None:
+    """Without a correction no bound acts, and there is none to lower."""
+    ill = {PREFIX + metric: 0.01 if "size" in metric else 9.0}
+    (uncorrected,) = mp.check_health(ill, mp.preset("disabled"))
+    assert "bound, " not in uncorrected.advice and uncorrected.advice.startswith("Choose a correction")
+    (corrected,) = mp.check_health(ill, mp.preset("token_is"))
+    assert corrected.advice.startswith("Lower the upper bound")
+
+
+def test_batch_normalisation_is_advised_where_there_are_weights() -> None:
+    ill = {f"{PREFIX}rollout_is_mean": 9.0}
+    for name, advised in (("disabled", False), ("token_is", True)):
+        (warning,) = mp.check_health(ill, mp.preset(name))
+        assert ("batch_normalize" in warning.advice) is advised
+
+
 def test_normalised_weight_of_ten_times_hi() -> None:
     config = mp.MismatchConfig.model_validate(weighted(upper_bound=3.0, batch_normalize=True))
     name = f"{PREFIX}rollout_is_weight_after_max"

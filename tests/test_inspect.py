@@ -86,14 +86,49 @@ def test_names_and_numbers_stand_whole_on_80_columns(tmp_path: Path) -> None:
 
 def test_a_sound_run_and_an_unsound_one() -> None:
     sound = inspect_steps([metrics(0.0)] * 12, CONFIG)
-    assert sound.sound and sound.verdict.startswith("sound: the two engines agree (|KL| 0 nat a token)")
+    assert sound.sound and sound.verdict.startswith(
+        "sound: the two engines agree (|mean kl| 0 nat a token over the last 10 steps)"
+    )
     unsound = inspect_steps([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, CONFIG)
-    assert not unsound.sound and "kl" in unsound.verdict and unsound.steps == 24
+    assert not unsound.sound and "after_mean, kl)" in unsound.verdict and unsound.steps == 24
     assert {warning.metric: count for warning, count in unsound.warnings}["rollout_corr/kl"] == 10
     rows = {row[0]: row[1:] for row in unsound.table.rows}
     assert rows["kl"] == ("0.9", "0.9", "0", "0.9")
     moderate = inspect_steps([metrics(0.05)] * 12, CONFIG)
-    assert moderate.verdict == "sound: |KL| 0.05 nat a token, and the correction holds."
+    assert moderate.verdict == "sound: |mean kl| 0.05 nat a token over the last 10 steps, and the correction holds."
+
+
+def test_the_verdict_and_the_table_tell_one_figure() -> None:
+    """Noise of both signs is no mismatch; a step without the metric does not count."""
+    steps = [{"rollout_corr/kl": kl} for kl in (*[9.0] * 3, *[0.06, -0.02] * 5)]
+    found = inspect_steps(steps, CONFIG)
+    assert found.verdict.startswith("sound: |mean kl| 0.02 nat a token over the last 10 steps")
+    assert found.table.column("mean of the last 10") == ["0.02"] and found.table.title.endswith("by the last 10")
+
+
+def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
+    full = dict.fromkeys(
+        ("rollout_is_ratio_p99_9", "log_ratio_abs_by_probability_0.001_to_0.01", "log_ratio_by_version_lag_2"),
+        -1.2346e-9,
+    )
+    step = {**metrics(0.0), "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
+    assert inspect_steps([step], CONFIG).full is None
+    write_step(tmp_path, CONFIG, {**step, **{f"rollout_corr/{name}": value for name, value in full.items()}})
+    lines = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output.splitlines()
+    shown = lines[lines.index(next(line for line in lines if line.startswith("full metrics"))) + 3 :][: len(full)]
+    assert [line.split() for line in shown] == [[name, "-1.235e-9", "-1.235e-9"] for name in full]
+    assert max(map(len, lines)) <= 80 and lines[0].startswith("1 step, ")
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).output)
+    assert [row["metric"] for row in body["metrics"]][-3:] == list(full)
+
+
+def test_advice_is_wrapped_at_words(tmp_path: Path) -> None:
+    write_step(tmp_path, CONFIG, metrics(-0.9))
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output
+    assert max(map(len, output.splitlines())) <= 80
+    words = output.split()
+    (warning, _), *_ = inspect_steps([metrics(-0.9)], CONFIG).warnings
+    assert " ".join(str(warning).split()) + " (1 step)" in " ".join(words)
 
 
 def test_a_dry_run_corrects_nothing() -> None:
@@ -105,11 +140,14 @@ def test_the_window_grows_with_the_run() -> None:
     assert not inspect_steps([metrics(0.0)] * 180 + [metrics(-0.9)] * 2 + [metrics(0.0)] * 15, CONFIG).sound
 
 
-def test_settings_that_changed_are_written_again(tmp_path: Path) -> None:
+def test_steps_of_other_settings_are_refused(tmp_path: Path) -> None:
     write_step(tmp_path, CONFIG, metrics(0.0))
-    other = mp.preset("seq_is")
-    write_step(tmp_path, other, metrics(0.0))
-    assert mp.MismatchConfig.from_file(tmp_path / "settings.json") == other
+    with pytest.raises(ValueError, match=rf"{tmp_path.name} holds .* with tis.level token, now sequence: .* folder"):
+        write_step(tmp_path, mp.preset("seq_is"), metrics(0.0))
+    assert len(list(read_steps(tmp_path))) == 1
+    assert mp.MismatchConfig.from_file(tmp_path / "settings.json") == CONFIG
+    write_step(tmp_path, CONFIG.model_copy(update={"report_dir": "elsewhere"}), metrics(0.0))  # the same folder
+    assert len(list(read_steps(tmp_path))) == 2
 
 
 def test_an_early_trouble_long_past_is_no_alarm() -> None:

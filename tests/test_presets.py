@@ -176,7 +176,8 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
             "parameter of preset decoupled_token_is 'treshold' is unknown: did you mean threshold?",
         ),
         ("token_is", {"veto_threshold": 1e-4}, "parameter of preset decoupled_token_is 'veto_threshold' is unknown"),
-        ("token_is", {"use_tis": False}, "'use_tis' is unknown: there is threshold."),
+        ("token_is", {"use_tis": False}, "use_tis is a setting, no parameter of preset decoupled_token_is. To change"),
+        ("disabled", {"metrics": "full"}, "MismatchConfig.build(preset(…).model_dump() | {'metrics': …})."),
         ("disabled", {"threshold": 2}, "preset disabled has no parameter 'threshold': leave it out, it takes none."),
         ("token_is", {"threshold": "high"}, "threshold is 'high', which is not a number"),
         ("token_is", {"threshold": True}, "threshold is True, which is not a number"),
@@ -192,6 +193,17 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
 def test_errors(name: str, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         mp.preset(name, **parameters)
+
+
+def test_a_preset_with_another_setting() -> None:
+    """As the error and the docstring say, and validated."""
+    for name in preset_names():
+        base, expected = _noted(mp.preset, name)
+        config, notes = _noted(mp.MismatchConfig.build, base.model_dump() | {"metrics": "full"})
+        assert config.model_dump() == base.model_dump() | {"metrics": "full"}
+        assert notes == expected
+    with pytest.raises(ValueError, match="metrics is 'ful': it should be"):
+        mp.MismatchConfig.build(mp.preset("disabled").model_dump() | {"metrics": "ful"})
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------

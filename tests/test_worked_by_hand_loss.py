@@ -333,3 +333,9 @@ def test_missing_inputs_are_named() -> None:
         mp.policy_loss(torch.zeros(3), packed, config())
     with pytest.raises(ValueError, match="train_log_probs is missing"):
         mp.correct(mp.PackedSequences.from_lists(None, [[-1.0]], [[1]]), config())
+    for wrong in ("token_is", {"use_tis": True}, None):
+        given: Any = wrong
+        with pytest.raises(TypeError, match="pass a MismatchConfig, such as"):
+            mp.policy_loss(log_probs, packed, given)
+        with pytest.raises(TypeError, match=f"a {type(wrong).__name__}: pass a MismatchConfig"):
+            mp.correct(packed, given)

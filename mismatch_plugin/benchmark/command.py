@@ -61,14 +61,18 @@ def bench(
     import torch
     from rich.console import Console
 
-    from mismatch_plugin.benchmark.results import save
+    from mismatch_plugin.benchmark.results import load, save
     from mismatch_plugin.benchmark.tables import SHORT, findings, tables
     from mismatch_plugin.benchmark.workers import in_processes
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: choose cpu or auto.", param_hint="--device")
     kind = "cuda" if device is Device.cuda or (device is Device.auto and torch.cuda.is_available()) else "cpu"
-    output.mkdir(parents=True, exist_ok=True)
+    try:  # before anything is measured
+        output.mkdir(parents=True, exist_ok=True)
+        load(output)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{error}. Give another folder.", param_hint="--output") from None
     console = Console(highlight=False, markup=False)
     failed = False
     for part in only or list(Part):

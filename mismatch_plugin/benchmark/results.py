@@ -41,6 +41,9 @@ def save(section: Section, folder: Path) -> None:
 
 
 def load(folder: Path) -> list[Section]:
-    """The sections there are; none where nothing was saved."""
+    """The sections there are; none where nothing was saved. Raises ValueError where the file holds something else."""
     path = folder / FILE
-    return [Section(**item) for item in json.loads(path.read_text())] if path.exists() else []
+    try:
+        return [Section(**item) for item in json.loads(path.read_text())] if path.exists() else []
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} holds no results of this benchmark ({error})") from None

@@ -75,8 +75,9 @@ def correct(
         None takes the mean over this batch. Unused without batch normalisation.
     Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
-    Raises: TypeError where config is none; ValueError where log-probs are missing; InvalidLogProbError where the packed data were found to hold
-        rollout log-probs that are none and the policy is `error` (data on a device are reported by `metrics()`).
+    Raises: TypeError where config is none; ValueError where log-probs are missing; InvalidLogProbError where the packed
+        data were found to hold rollout log-probs that are none and the policy is `error` (data on a device are
+        reported by `metrics()`).
     """
     return compute_correction(training_side(packed), packed, config, groups, batch_factor)
 

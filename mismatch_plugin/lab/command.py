@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 _NEEDED = ("megatron", "transformers", "matplotlib", "jinja2", "tensorboard")
 DEFAULT_ALGORITHMS = "0,1,2:token:truncate,3:sequence:truncate"
+_DEFAULT_SHOWN = DEFAULT_ALGORITHMS.replace(",", ", ")  # help is broken at spaces; they may be typed, too
 
 
 def compare(
     algorithms: Annotated[
-        str, typer.Option(help="0 to 3, ALGORITHM:LEVEL:MODE, or presets; separated by commas.")
+        str,
+        typer.Option(
+            help=f"0 to 3, ALGORITHM:LEVEL:MODE, or presets; separated by commas. Default: {_DEFAULT_SHOWN}.",
+            show_default=False,
+        ),
     ] = DEFAULT_ALGORITHMS,
     seeds: Annotated[int, typer.Option(help="Seeds 0 to N - 1, the same for every algorithm.")] = 4,
     settings: Annotated[
@@ -112,8 +117,17 @@ def compare(
         typer.echo(f"failed: {sentence}", err=True)
     lab.write_events(jobs)
     if any(job.steps_done for job in jobs):
-        from mismatch_plugin.report.page import build_report
+        from rich.console import Console
 
+        from mismatch_plugin.report.data import read_run_folder
+        from mismatch_plugin.report.page import build_report, final_table
+        from mismatch_plugin.report.statistics import summarise
+
+        final = final_table(summarise(read_run_folder(output)))
+        console = Console(highlight=False, markup=False)
+        console.print(final.to_rich())
+        for note in final.notes:
+            console.print(note)
         typer.echo(f"report: {build_report(output, exact=exact and not stopped)}")
     if stopped:
         typer.echo(f"go on with: mismatch-plugin compare --resume --output {output} and the same options")

@@ -24,6 +24,7 @@ from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.lab.run import DONE, METRICS, run_one
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.presets import preset, preset_names
+from mismatch_plugin.report.log import differences
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "control": {},
@@ -137,11 +138,14 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
         before = json.loads(record.read_text())
         if not resume:
             raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or choose another --output")
-        changed = [name for name, value in description.items() if before.get(name) != value]
-        if changed:
+        before = {name: value for name, value in before.items() if name in description}
+        found = list(differences(before, description))
+        # What a setting means differs, too, where other settings were chosen.
+        found = [entry for entry in found if not entry[0].startswith("lab.of_setting")] or found
+        if found:
+            changed = [f"{_option(name)} {_show(old)}, now {_show(new)}" for name, old, new in found]
             raise ValueError(
-                f"{folder} holds a run with other {', '.join(changed)}: resume it with the same ones, or choose "
-                f"another --output."
+                f"{folder} holds a run with {'; '.join(changed)}: resume it with the same, or choose another --output."
             )
         return
     if folder.exists() and any(folder.iterdir()):
@@ -150,6 +154,16 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     record.write_text(json.dumps({**description, "versions": versions, "started": started}, indent=2) + "\n")
+
+
+def _option(name: str) -> str:
+    """The option that a name in `run.json` comes from."""
+    last = name.split(".")[-1]
+    return "--" + {"variants": "algorithms"}.get(last, last).replace("_", "-")
+
+
+def _show(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, (list, dict)) else str(value)
 
 
 def run_all(

@@ -57,6 +57,13 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
     return Given(config, config.model_dump(mode="json", exclude_unset=True), flags, host, explain_only, tuple(theirs))
 
 
+def help_text(usage: str, description: str) -> str:
+    """What --help prints: usage, description, and every flag of ours."""
+    parser = _parser()
+    parser.usage, parser.description = usage, description
+    return parser.format_help()
+
+
 def script_position(argv: Sequence[str]) -> int:
     """Index of the first token that is no flag of ours nor its value: the training script, or -m."""
     return len(argv) - len(_divide(_parser(), argv, stop=True)[1])
@@ -85,7 +92,7 @@ def peek(argv: Sequence[str], table: dict[str, dict[str, Any]]) -> tuple[Namespa
 def _parser() -> _Parser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
-    parser.add_argument(HOST_FLAG, metavar="NAME", default=None)
+    parser.add_argument(HOST_FLAG, metavar="NAME", default=None, help="host that the script starts, named by hand")
     return parser
 
 

@@ -20,11 +20,13 @@ def inspect(
 ) -> None:
     """Judge a run's mismatch by the metrics that it wrote.
 
+    Judged are the newest steps: the last tenth of the run, at least ten.
+
     Exit status: 0 sound, 1 warnings in the newest steps, 2 nothing to judge.
     """
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.fields import read_file
-    from mismatch_plugin.report.inspect import inspect_steps
+    from mismatch_plugin.report.inspect import counted, inspect_steps
     from mismatch_plugin.report.log import SETTINGS, read_steps, to_json
 
     try:
@@ -40,7 +42,8 @@ def inspect(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None
     if as_json:
-        rows = [dict(zip(result.table.headers, row, strict=True)) for row in result.table.rows]
+        tables = [result.table] if result.full is None else [result.table, result.full]
+        rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
         warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
         body = {"steps": result.steps, "sound": result.sound, "verdict": result.verdict, "warnings": warnings}
         typer.echo(to_json({**body, "metrics": rows}, indent=2))
@@ -49,7 +52,9 @@ def inspect(
 
         console = Console(highlight=False, markup=False)
         console.print(result.table.to_rich())
+        if result.full is not None:  # three columns: their names are longer
+            console.print(result.full.only(*result.full.headers[:3]).to_rich())
         for warning, count in result.warnings:
-            console.print(f"{warning} ({count} steps)", soft_wrap=True)
-        console.print(result.verdict, soft_wrap=True)
+            console.print(f"{warning} ({counted(count)})")
+        console.print(result.verdict)
     raise typer.Exit(0 if result.sound else 1)

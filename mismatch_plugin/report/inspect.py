@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
-from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.core.metrics import METRICS, PREFIX
 from mismatch_plugin.report.table import NOTHING, Table
 
 ROWS = (
@@ -32,16 +32,21 @@ ROWS = (
     "pg_clipfrac",
     "ppo_kl",
 )
+_BASIC = frozenset(metric.name for metric in METRICS if metric.level == "basic")
+_FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level == "full")
+"""How the names of full metrics begin."""
 QUIET_KL = 1e-3
 """Below this many nats a token two engines of one precision usually are."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """steps: how many. warnings: of each kind the newest, with the number of steps that gave it."""
+    """steps: how many. full: the full metrics, None where the run wrote none. warnings: of each kind the newest, with
+    the number of steps that gave it."""
 
     steps: int
     table: Table
+    full: Table | None
     warnings: tuple[tuple[HealthWarning, int], ...]
     verdict: str
 
@@ -68,28 +73,47 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
         for warning in check_health(step, config):
             counts[warning.metric] += 1
             newest[warning.metric] = warning
+    table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
+    seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
+    names = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    full = _table("full metrics", names, steps, recent) if names else None
+    warnings = tuple((newest[name], count) for name, count in counts.most_common())
+    return Inspection(len(steps), table, full, warnings, _verdict(recent, warnings, config))
+
+
+def counted(steps: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{steps} step{'s' * (steps != 1)}"
+
+
+def _table(
+    title: str, names: Iterable[str], steps: Sequence[Mapping[str, float]], recent: Sequence[Mapping[str, float]]
+) -> Table:
     rows = []
-    for name in ROWS:
+    for name in names:
         values = [step[PREFIX + name] for step in steps if PREFIX + name in step]
         if finite := [value for value in values if math.isfinite(value)]:
-            late = [step[PREFIX + name] for step in recent if PREFIX + name in step]
-            mean = sum(late) / len(late) if late else math.nan
-            rows.append((name, _cell(values[-1]), _cell(mean), _cell(min(finite)), _cell(max(finite))))
+            rows.append((name, *map(_cell, (values[-1], _mean(recent, name), min(finite), max(finite)))))
     headers = ("metric", "last step", f"mean of the last {len(recent)}", "smallest", "largest")
-    table = Table(f"{len(steps)} steps", headers, tuple(rows), code=frozenset({"metric"}))
-    warnings = tuple((newest[name], count) for name, count in counts.most_common())
-    return Inspection(len(steps), table, warnings, _verdict(recent, warnings, config))
+    return Table(title, headers, tuple(rows), code=frozenset({"metric"}))
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    """Over the steps where the metric is finite; NaN where there is none."""
+    values = [value for step in steps if math.isfinite(value := step.get(PREFIX + name, math.nan))]
+    return sum(values) / len(values) if values else math.nan
 
 
 def _verdict(
     recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], config: MismatchConfig
 ) -> str:
-    kl = [abs(step[f"{PREFIX}kl"]) for step in recent if math.isfinite(step.get(f"{PREFIX}kl", math.nan))]
-    level = f"|KL| {sum(kl) / len(kl):.2g} nat a token" if kl else "KL not recorded"
+    kl = abs(_mean(recent, "kl"))
+    level = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
+    level += f" over the last {counted(len(recent))}"
     if warnings:
         names = ", ".join(warning.metric.removeprefix(PREFIX) for warning, _ in warnings)
-        return f"unsound: {len(warnings)} warning{'s' * (len(warnings) > 1)} in the newest steps ({names}); {level}."
-    if kl and sum(kl) / len(kl) < QUIET_KL:
+        return f"unsound: {level}, {len(warnings)} warning{'s' * (len(warnings) > 1)} in them ({names})."
+    if kl < QUIET_KL:
         return f"sound: the two engines agree ({level}); a correction changes little."
     applied = (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
     return f"sound: {level}, {'and the correction holds' if applied else 'and nothing is corrected'}."

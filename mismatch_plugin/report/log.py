@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.fields import read_file
 
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"
 
@@ -39,13 +40,32 @@ def write_whole(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(name, value before, value now) of each leaf that differs between two JSON objects; dots join nested names."""
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for key in (*before, *(key for key in now if key not in before)):
+            yield from differences(before.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif before != now:
+        yield name, before, now
+
+
 def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
-    """Append a step; one process of a run calls it. The first call of a process writes the settings, too."""
+    """Append a step; one process of a run calls it. The first call writes the settings, too.
+
+    A run that goes on with the same settings appends. Raises ValueError where the folder holds steps of other ones
+    (`report_dir` may differ: the same folder has several names).
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = to_json(config.model_dump(mode="json"), indent=2) + "\n"
-    if not (folder / SETTINGS).exists() or (folder / SETTINGS).read_text() != settings:
+    if not (folder / SETTINGS).exists():
         write_whole(folder / SETTINGS, settings)
+    elif (folder / SETTINGS).read_text() != settings:
+        for name, before, now in differences(read_file(folder / SETTINGS), json.loads(settings)):
+            if name != "report_dir":
+                raise ValueError(
+                    f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
+                )
     with (folder / METRICS).open("ab+") as lines:
         if lines.tell():  # appending: at the end
             lines.seek(-1, os.SEEK_END)

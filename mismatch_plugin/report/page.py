@@ -98,7 +98,7 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         parts=parts,
         intro=_introduction(folder),
         first=first,
-        overview=_overview(summaries),
+        overview=final_table(summaries),
         exact_tables=cached_tables(folder.root) if exact else [],
         settings_tables=settings_tables(folder),
         skipped=_skipped(folder, parts),
@@ -176,7 +176,7 @@ def _plus_minus(m: Mean, digits: int = 3) -> str:
     return number(m.mean, digits) + (f" ± {number(m.error, digits)}" if m.n > 1 else "")
 
 
-def _overview(summaries: list[SettingSummary]) -> Table:
+def final_table(summaries: list[SettingSummary]) -> Table:
     """Final values, one row a variant and one column a setting."""
     measure = _MEASURES[summaries[0].measure] if summaries else "exact match"
     rows: dict[str, list[str]] = {}

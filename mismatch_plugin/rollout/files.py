@@ -102,7 +102,10 @@ def _unreadable(place: str, error: ValidationError) -> ValueError:
     sample = given.get("sample_id") if isinstance(given, Mapping) else None
     called = f" (sample {sample})" if sample is not None else ""
     value = "" if isinstance(given, (Mapping, list)) else f" (value {str(given)[:60]!r})"
-    return ValueError(f"{place}{called}: {field or 'record'}: {fault['msg']}{value}. It is no rollout record.")
+    return ValueError(
+        f"{place}{called}: {field or 'record'}: {fault['msg']}{value}. It is no rollout record: "
+        f"`mismatch-plugin check --help` shows one."
+    )
 
 
 def _pyarrow() -> tuple[Any, Any]:

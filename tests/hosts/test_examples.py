@@ -253,6 +253,8 @@ def test_nemo_rl_s_own_class_keeps_the_block() -> None:
 _RAY = """
 import json, os, pathlib, sys
 words = sys.argv[1:]
+if "--mismatch-explain-only" in words:
+    raise SystemExit(0)
 folder = pathlib.Path(words[words.index("--mismatch-report-dir") + 1])
 if folder.parent.name == os.environ.get("FAIL"):
     raise SystemExit(1)
@@ -288,10 +290,32 @@ def test_compare_four_on_a_cluster(tmp_path: Path) -> None:
     assert len(list(output.glob("cluster/*/seed0/config.json"))) == 4
 
 
+@pytest.mark.parametrize("where", ["ARGS", "MORE"])
+def test_explaining_four_runs_leaves_no_trace(where: str, tmp_path: Path) -> None:
+    """Four jobs are explained, also behind a finished run, and nothing says afterwards that one has run."""
+    output = tmp_path / "output"
+    finished = _folder(output / "cluster" / "1" / "seed0") / "done.json"
+    finished.write_text("{}")
+    arguments = ["train.py", *(["--mismatch-explain-only"] if where == "ARGS" else [])]
+    environment = {"OUTPUT": str(output)} | ({"MORE": "--mismatch-explain-only"} if where == "MORE" else {})
+    path = EXAMPLES / "compare_four_on_a_cluster.sh"
+    jobs = _run(path, tmp_path, environment, ["ray"], *arguments, body=_RAY, real=["python3"])
+    assert [Path(job[job.index("--mismatch-report-dir") + 1]).parent.name for job in jobs] == ["0", "1", "2", "3"]
+    assert [path for path in output.rglob("*") if path.is_file()] == [finished]
+    assert not (output / "cluster" / "0").exists()
+
+
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
     with pytest.raises(ValueError, match="did the runs get --mismatch-report-dir"):
         collect(tmp_path)
+    command = [sys.executable, str(EXAMPLES / "collect_report.py"), str(tmp_path)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("collect_report: no metrics.jsonl below")
+    assert len(done.stderr.splitlines()) == 1
 
 
 # Running a script with stand-ins --------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mismatch_plugin.flags import add_arguments
 from mismatch_plugin.launch import HOSTS, Target, find_host, main, prepare
 from mismatch_plugin.launching.command_line import Given, peek, read_command_line, script_position
 from mismatch_plugin.launching.plan import MINIMUM_MEGATRON, megatron_core_version
@@ -165,6 +167,31 @@ def test_no_script(line: str, message: str, capsys: pytest.CaptureFixture[str]) 
         main(line.split())
     assert caught.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["--help", "-h", "--use-tis --help"])
+def test_help_before_a_script_is_named(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # no word is broken at a hyphen
+    main(line.split())
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert printed.out.startswith("usage: python -m mismatch_plugin.launch [--mismatch-host NAME] TRAIN_SCRIPT ARGS…")
+    page = " ".join(printed.out.split())
+    assert "found by what the script imports" in page
+    assert all(name in page for name in HOSTS)
+    for action in add_arguments(ArgumentParser(add_help=False))._actions:
+        assert all(f"{flag} " in page or f"{flag}," in page for flag in action.option_strings)
+        assert " ".join((action.help or "").replace("%%", "%").split()) in page
+
+
+def test_help_behind_a_script_that_cannot_start_names_ours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import slime\n")
+    done = launch(tmp_path / "train.py", "--use-tis --help")
+    assert done.status == 2
+    assert done.errors.endswith("(The plugin's own flags: python -m mismatch_plugin.launch --help)\n")
+    assert "own flags" not in launch(tmp_path / "train.py", "--use-tis").errors
 
 
 # Megatron's version ---------------------------------------------------------------------------------------------------

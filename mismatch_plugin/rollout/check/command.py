@@ -34,6 +34,9 @@ def check(
     ] = None,
     max_staleness: Annotated[int, typer.Option(min=0, help="Steps that rollout weights may be behind.")] = 1,
     eos_id: Annotated[list[int] | None, typer.Option(help="Id that ends a response. May be repeated.")] = None,
+    records_only: Annotated[
+        bool, typer.Option("--records-only", help="Check RECORDS alone; nothing is compared with a training side.")
+    ] = False,
     accept: Annotated[
         list[str] | None,
         typer.Option(metavar="FAULT", help="A fault that is meant: reported, not counted. Repeatable."),
@@ -48,6 +51,19 @@ def check(
     mixed and stale weights, lost digits. Ordinary mismatch (other kernels,
     bf16, quantised or slightly stale weights) is no fault; its size is printed.
 
+    RECORDS has one JSON object a line (or a row of Parquet), at least:
+
+    {"prompt_ids":[1,5],"response_ids":[7,2],"rollout_log_probs":[-1.2,-0.3]}
+
+    with a natural log-prob, or null, for each response token. Optional, one
+    a response token: "loss_mask" (1 trained, 0 not; default 1), "kept_ids" (ids
+    that the filter left), "behaviour_log_probs" (renormalised over those),
+    "top_log_probs" (pairs of log-prob and id); one a prompt token:
+    "prompt_log_probs"; of the whole: "sampling" (an object: temperature,
+    top_p, top_k, penalties and so on), "weight_versions" (a list of {"version",
+    "start", "end"}, spans of response tokens), "finish_reason" (stop, length
+    or abort), "sample_id", "request_id", "text", "reward".
+
     TRAINING has one JSON object a line, {"train_log_probs": [...], ...}: the
     natural log-probs of the response tokens at the sampling temperature, null
     where there is none. "sample_id" or "index" (place of the record, from 0)
@@ -55,7 +71,8 @@ def check(
     "token_ids" and "prompt_ids" (response and prompt as the trainer sees them),
     "loss_mask", "weight_version", "temperature".
 
-    Exit status: 0 no fault, 1 faults found, 2 cannot check.
+    Exit status: 0 no fault, 1 faults found, 2 cannot check, for example because
+    there is neither TRAINING nor --checkpoint, --url or --records-only.
     """
     from mismatch_plugin.rollout.check.inputs import check_files
     from mismatch_plugin.rollout.check.training import InputError
@@ -69,6 +86,7 @@ def check(
             weight_version=weight_version,
             max_staleness=max_staleness,
             eos_ids=eos_id or (),
+            records_only=records_only,
             accept=accept or (),
         )
     except InputError as error:

@@ -27,9 +27,12 @@ def check_files(
     weight_version: str | None = None,
     max_staleness: int = DEFAULT_MAX_STALENESS,
     eos_ids: Sequence[int] = (),
+    records_only: bool = False,
     accept: Sequence[str] = (),
 ) -> CheckResult:
     """What the command does. The training side is the file, else the checkpoint, else the server.
+
+    records_only: there is none, and that is meant.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
@@ -38,6 +41,13 @@ def check_files(
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
     if url is not None and training_path is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
+    sources = (training_path, checkpoint, url)
+    if records_only == any(source is not None for source in sources):
+        raise InputError(
+            "--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url."
+            if records_only
+            else "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
+        )
     records = _records(records_path)
     notes = [f"{len(records)} records of {records_path}"]
     samples: list[TrainingSample] | None = None

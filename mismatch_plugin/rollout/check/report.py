@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 _ROWS = (
     ("tokens compared", "tokens"),
-    ("KL(rollout ‖ training), k1", "kl"),
+    ("KL(rollout ‖ training), k1, nat a token", "kl"),
     ("the same, k3", "k3_kl"),
-    ("|gap| mean", "abs_mean"),
-    ("|gap| p50", "abs_p50"),
-    ("|gap| p90", "abs_p90"),
-    ("|gap| p99", "abs_p99"),
-    ("|gap| largest", "abs_max"),
+    ("|gap| mean, nat", "abs_mean"),
+    ("|gap| p50, nat", "abs_p50"),
+    ("|gap| p90, nat", "abs_p90"),
+    ("|gap| p99, nat", "abs_p99"),
+    ("|gap| largest, nat", "abs_max"),
     ("correlation", "correlation"),
     ("effective sample size", "effective_sample_size"),
 )
@@ -44,15 +44,15 @@ def mismatch_table(result: CheckResult) -> Table | None:
     if result.mismatch is None:
         return None
     columns = [result.mismatch] + ([result.mended] if result.mended is not None else [])
-    headers = ("mismatch, in nats", "as given", "once mended")[: len(columns) + 1]
+    headers = ("figure", "as given", "once mended")[: len(columns) + 1]
     rows = tuple((title, *(_number(column, name) for column in columns)) for title, name in _ROWS)
-    return Table("mismatch", headers, rows)
+    return Table("mismatch of the two sides", headers, rows)
 
 
 def show(result: CheckResult, console: Console) -> None:
     """Print everything, the verdict last."""
     for note in result.notes:
-        console.print(note, soft_wrap=True)
+        console.print(note, soft_wrap=True)  # a path or an address stays whole
     level = mismatch_table(result)
     if level is not None:
         console.print(level.to_rich())
@@ -61,13 +61,13 @@ def show(result: CheckResult, console: Console) -> None:
         for number, item in enumerate(result.findings, start=1):
             _explain(number, item, console)
     for item in result.undecided:
-        console.print(f"not decided: {', '.join(item.faults)}: {item.reason}.", soft_wrap=True)
-    console.print(result.verdict, soft_wrap=True)
+        console.print(f"not decided: {', '.join(item.faults)}: {item.reason}.")
+    console.print(result.verdict)
 
 
 def _explain(number: int, item: Finding, console: Console) -> None:
-    console.print(f"{number}. {item.fault}: {item.evidence}", soft_wrap=True)
-    console.print(f"   Mend: {item.mend}", soft_wrap=True)
+    console.print(f"{number}. {item.fault}: {item.evidence}")
+    console.print(f"   Mend: {item.mend}")
 
 
 def _number(level: Mismatch, name: str) -> str:
