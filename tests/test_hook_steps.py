@@ -19,7 +19,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.report.log import read_steps
+from mismatch_plugin.report.log import read_steps, write_step
 from tests.distributed.hook_worker import Layout, Outcome, Run, run_layout, run_plainly
 from tests.distributed.launch import launch
 from tests.test_hook_megatron import compare, data
@@ -211,6 +211,13 @@ def test_one_rank_writes_the_metrics_of_a_step(tmp_path: Path) -> None:
         steps = list(read_steps(tmp_path / layout.name))
         assert len(steps) == 2, layout.name
         assert steps[0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+
+
+def test_a_folder_with_other_settings_is_refused_before_training(tmp_path: Path) -> None:
+    write_step(tmp_path, mp.MismatchConfig(), {"loss": 1.0})
+    config = mp.MismatchConfig(use_tis=True, report_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="with use_tis False, now True: give this run another folder"):
+        MegatronLoss(config, SimpleNamespace(**MODEL), ParallelGroups())
 
 
 MODEL = {"calculate_per_token_loss": True, "finalize_model_grads_func": None}

@@ -28,7 +28,7 @@ from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_bes
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step, end_step
-from mismatch_plugin.report.log import write_step
+from mismatch_plugin.report.log import refuse_other_settings, write_step
 
 
 class MegatronLoss:
@@ -75,6 +75,8 @@ class MegatronLoss:
             raise ValueError("experts under tensor parallelism need sequence_parallel: switch it on in the model.")
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
+        if config.report_dir is not None:
+            refuse_other_settings(config.report_dir, config)
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None

@@ -49,6 +49,22 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
         yield name, before, now
 
 
+def refuse_other_settings(folder: str | Path, config: MismatchConfig) -> None:
+    """Raise ValueError where the folder holds steps of a run with other settings. A host asks before it trains."""
+    path, settings = Path(folder) / SETTINGS, _settings(config)
+    if not path.exists() or path.read_text() == settings:
+        return
+    for name, before, now in differences(read_file(path), json.loads(settings)):
+        if name != "report_dir":
+            raise ValueError(
+                f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
+            )
+
+
+def _settings(config: MismatchConfig) -> str:
+    return to_json(config.model_dump(mode="json"), indent=2) + "\n"
+
+
 def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
     """Append a step; one process of a run calls it. The first call writes the settings, too.
 
@@ -56,16 +72,10 @@ def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str,
     (`report_dir` may differ: the same folder has several names).
     """
     folder = Path(folder)
+    refuse_other_settings(folder, config)
     folder.mkdir(parents=True, exist_ok=True)
-    settings = to_json(config.model_dump(mode="json"), indent=2) + "\n"
     if not (folder / SETTINGS).exists():
-        write_whole(folder / SETTINGS, settings)
-    elif (folder / SETTINGS).read_text() != settings:
-        for name, before, now in differences(read_file(folder / SETTINGS), json.loads(settings)):
-            if name != "report_dir":
-                raise ValueError(
-                    f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
-                )
+        write_whole(folder / SETTINGS, _settings(config))
     with (folder / METRICS).open("ab+") as lines:
         if lines.tell():  # appending: at the end
             lines.seek(-1, os.SEEK_END)
