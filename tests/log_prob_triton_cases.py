@@ -179,6 +179,15 @@ def test_inplace_gradient_lies_in_the_logits_and_allows_one_backward():
         torch.autograd.grad(loss, logits)
 
 
+@pytest.mark.parametrize("row", [-1, 7])
+def test_rows_beyond_the_logits_are_refused_before_they_are_read(row: int):
+    logits, targets, _, _ = make(Case("plain", 61), "cpu")
+    assert len(logits) <= 7
+    rows = torch.tensor([row, *range(1, len(targets))])
+    with pytest.raises(RuntimeError, match=r"rows must lie in \[0, T\)"):
+        vocab_parallel_log_probs(logits, targets, rows=rows, backend="triton")
+
+
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_who_else_saved_the_logits_learns_that_they_were_overwritten(backend: Any):
     leaf, targets, _, _ = make(Case("plain", 61), "cpu")

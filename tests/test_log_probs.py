@@ -319,6 +319,19 @@ def test_inplace_gradient_is_the_same_and_overwrites_the_logits(dtype: torch.dty
         torch.autograd.grad(loss, logits)
 
 
+def test_inplace_gradient_of_rows_that_share_storage_is_refused():
+    logits = torch.randn(1, 9, requires_grad=True).expand(4, 9)
+    with pytest.raises(ValueError, match="logits is expanded: rows share their storage"):
+        vocab_parallel_log_probs(logits, torch.zeros(4, dtype=torch.int64), inplace_gradient=True)
+
+
+@pytest.mark.parametrize("temperature", [None, "1"])
+def test_a_temperature_that_is_no_number_is_refused(temperature: Any):
+    logits, targets, _ = make()
+    with pytest.raises(TypeError, match=r"temperature is a (NoneType|str): pass a float"):
+        vocab_parallel_log_probs(logits, targets, temperature=temperature)
+
+
 def test_a_second_backward_without_inplace_gradient_is_fine():
     logits, targets, upstream = make()
     loss = (vocab_parallel_log_probs(logits, targets).log_probs * upstream).sum()

@@ -177,6 +177,10 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_mask": ragged(dtype=torch.float32)}, "sampling_mask.token_ids is torch.float32"),
     ({"sampling_mask": ragged(offsets=torch.arange(T))}, r"offsets has shape \[40\]: \[41\] is needed"),
     ({"sampling_mask": ragged(offsets=torch.zeros(T + 1, device=META))}, "keep it int64 on the CPU"),
+    (
+        {"sampling_mask": ragged(3, torch.tensor([0, 2, 1, *[3] * (T - 2)]))},
+        "offsets falls from 2 to 1 at target 1: it must ascend",
+    ),
     ({"sampling_mask": ragged(3)}, "offsets runs from 0 to 0: it must run from 0 to the 3 token_ids"),
     ({"backend": "megatron", "entropy": "grad"}, "backend='megatron' cannot do entropy='grad': use backend='torch'"),
     ({"backend": "megatron", "sampling_mask": ragged()}, "backend='megatron' cannot do a sampling_mask"),

@@ -58,6 +58,8 @@ def bench(
     a train step, and scaling. Other libraries take part where they are
     installed. Results go to results.json, and to a page of plots.
     """
+    import tempfile
+
     import torch
     from rich.console import Console
 
@@ -70,7 +72,8 @@ def bench(
     kind = "cuda" if device is Device.cuda or (device is Device.auto and torch.cuda.is_available()) else "cpu"
     try:  # before anything is measured
         output.mkdir(parents=True, exist_ok=True)
-        load(output)
+        with tempfile.TemporaryFile(dir=output):
+            load(output)
     except (OSError, ValueError) as error:
         raise typer.BadParameter(f"{error}. Give another folder.", param_hint="--output") from None
     console = Console(highlight=False, markup=False)

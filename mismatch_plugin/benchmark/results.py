@@ -35,7 +35,7 @@ def save(section: Section, folder: Path) -> None:
     """Put a section into the folder's results, in place of an older one of that name. Other sections stay."""
     sections = [item for item in load(folder) if item.name != section.name]
     path = folder / FILE
-    partial = path.with_suffix(".part")
+    partial = path.with_suffix(f".{os.getpid()}.part")
     partial.write_text(json.dumps([asdict(item) for item in [*sections, section]], indent=1, ensure_ascii=False))
     os.replace(partial, path)
 

@@ -134,11 +134,12 @@ def refuse_different(kinds: Mapping[str, Kind]) -> None:
                     f"statistics cannot be merged: {first} has {key} = {value!r}, {name} has "
                     f"{theirs.settings[key]!r}. Give every rank the same configuration."
                 )
+        if mine[:2] == theirs[:2]:
+            continue
         more, less = {*mine.sum_names, *mine.maximum_names}, {*theirs.sum_names, *theirs.maximum_names}
-        if more != less:
-            has, lacks, extra = (first, name, more - less) if more - less else (name, first, less - more)
-            what = ", ".join(sorted({key.split("[")[0] for key in extra})[:6])
-            raise ValueError(
-                f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same "
-                f"fields (rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
-            )
+        has, lacks, extra = (first, name, more - less) if more - less else (name, first, less - more)
+        what = ", ".join(sorted({key.split("[")[0] for key in extra})[:6]) or "another order of names"
+        raise ValueError(
+            f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same "
+            f"fields (rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
+        )

@@ -91,25 +91,35 @@ class ParallelGroups:
         Collectives: one MAX of three floats, which tells whether all ranks hold the same names and configuration (one
         host sync), one SUM, one MAX. Raises the same ValueError on every rank where they do not, or where one failed.
         """
-        self._agree(statistics, failure)
+        self.agree(statistics, failure)
         sums = _all_reduce(statistics.sums.clone(), self.dp_cp, dist.ReduceOp.SUM)
         maxima = _all_reduce(statistics.maxima.clone(), self.dp_cp, dist.ReduceOp.MAX)
         return statistics.replace(sums, maxima)
 
-    def _agree(self, statistics: Statistics, failure: str | None) -> None:
-        digest = statistics.digest
-        values = statistics.sums.new_tensor([digest, -digest, float(failure is not None)])
+    def agree(self, statistics: Statistics | None, failure: str | None = None) -> None:
+        """The part of `reduce_step` before its sums, for a rank without statistics, too."""
+        digest = 0.0 if statistics is None else statistics.digest
+        values = torch.tensor([digest, -digest, float(failure is not None)], dtype=torch.float64)
+        if statistics is not None:
+            values = values.to(statistics.sums.device)
+        elif self.dp_cp is not None and "nccl" in dist.get_backend(self.dp_cp):
+            values = values.cuda()
         largest, smallest, failed = _all_reduce(values, self.dp_cp, dist.ReduceOp.MAX).tolist()
         if largest == -smallest and not failed:
             return
-        held: list[Any] = [(statistics.kind, failure)]
+        mine = (None if statistics is None else statistics.kind, failure)
+        held: list[Any] = [mine]
         if self.dp_cp is not None:
             held = [None] * self.dp_cp.size()
-            dist.all_gather_object(held, (statistics.kind, failure), group=self.dp_cp)
-        for rank, (_, reason) in enumerate(held):
+            dist.all_gather_object(held, mine, group=self.dp_cp)
+        kinds = {}
+        for rank, (kind, reason) in enumerate(held):
             if reason is not None:
                 raise ValueError(f"on rank {rank} {reason}")
-        refuse_different({f"rank {rank}": kind for rank, (kind, _) in enumerate(held)})
+            if kind is None:
+                raise ValueError(f"rank {rank} ran no micro-batch in this step: pass it an empty one.")
+            kinds[f"rank {rank}"] = kind
+        refuse_different(kinds)
 
     def from_last_stage(self, values: Tensor) -> Tensor:
         """The last pipeline stage's values on every stage, in place. One broadcast; none without a pipeline."""

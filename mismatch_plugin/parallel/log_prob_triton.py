@@ -147,7 +147,10 @@ def prepare(
         kept_K, offsets_R1 = _kept_columns(sampling_mask, layout)
     elif sampling_mask is not None:
         mask_RV = sampling_mask.view(torch.uint8)
-    rows_R = None if rows_R is None else rows_R.contiguous()
+    if rows_R is not None:  # asserted on the device: a load beyond the logits would go unnoticed
+        rows_R = rows_R.contiguous()
+        inside = ((rows_R >= 0) & (rows_R < len(logits_TV))).all()
+        torch._assert_async(inside, "rows must lie in [0, T)")  # pyright: ignore[reportPrivateImportUsage]
     return Inputs(logits_TV, targets_R.contiguous(), rows_R, unit, units_R, mask_RV, kept_K, offsets_R1, layout)
 
 

@@ -97,6 +97,8 @@ def vocab_parallel_log_probs(
     temperature = _checked_temperature(temperature, targets)
     start, columns = _shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
     _check_sampling_mask(sampling_mask, logits, targets)
+    if inplace_gradient and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
+        raise ValueError("logits is expanded: rows share their storage, which inplace_gradient=True would overwrite.")
     if block_rows is not None and block_rows < 1:
         raise ValueError(f"block_rows={block_rows} must be at least 1: leave it out for the default.")
 
@@ -181,6 +183,10 @@ def _check_tensors(logits: Tensor, targets: Tensor, rows: Tensor | None) -> None
 
 def _checked_temperature(temperature: float | Tensor, targets: Tensor) -> float | Tensor:
     if not isinstance(temperature, Tensor):
+        if not isinstance(temperature, (int, float)):
+            raise TypeError(
+                f"temperature is a {type(temperature).__name__}: pass a float, or one float for each target."
+            )
         if not 0.0 < temperature < math.inf:
             raise ValueError(f"temperature={temperature} must be positive and finite: pass 1.0 for greedy sampling.")
         return float(temperature)
@@ -246,3 +252,7 @@ def _check_sampling_mask(mask: Tensor | RaggedSamplingMask | None, logits: Tenso
         raise ValueError(
             f"sampling_mask.offsets runs from {first} to {last}: it must run from 0 to the {ids} token_ids there are."
         )
+    if len(targets) and mask.offsets.diff().amin().reshape(1).tolist()[0] < 0:
+        i = int(mask.offsets.diff().argmin())
+        pair = mask.offsets[i : i + 2].tolist()
+        raise ValueError(f"sampling_mask.offsets falls from {pair[0]} to {pair[1]} at target {i}: it must ascend.")

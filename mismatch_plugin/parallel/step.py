@@ -132,6 +132,7 @@ class Step:
         ranks hold different statistics.
         """
         if self.statistics is None:
+            self.groups.agree(None, self.failure)
             return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
         reduced = self.groups.reduce_step(self.statistics, self.failure)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
