@@ -145,6 +145,21 @@ def test_many_configurations_do_not_exhaust_the_compiler() -> None:
                     mp.policy_loss(current(packed), packed, config))  # fmt: skip
 
 
+def test_dtypes_and_gradients_are_graphs_of_their_own() -> None:
+    """Else torch would refuse the next one after so many, as its recompilations."""
+    config, packed, counter = mp.MismatchConfig(metrics="off"), batch(4, 9), counting("eager")
+    compiled = compile_policy_loss(config, backend=counter)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for _ in range(2):
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                first, second = (current(packed).detach().to(dtype).requires_grad_() for _ in range(2))
+                compare(compiled(first, packed), mp.policy_loss(second, packed, config))
+            with torch.no_grad():
+                leaf = current(packed)
+                equal([compiled(leaf, packed).loss_sum], [mp.policy_loss(leaf, packed, config).loss_sum], 1e-6)
+    assert counter.frame_count == 4
+
+
 @pytest.mark.parametrize("scope", ["step", "micro_batch"])
 def test_a_factor_of_the_step(scope: str) -> None:
     fields = {"use_tis": True, "tis": {"batch_normalize": True, "batch_normalize_scope": scope}}

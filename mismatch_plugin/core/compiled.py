@@ -39,6 +39,9 @@ _PER_TOKEN = ("mask", "padding", "train", "rollout", "log_ratio", "code")
 _Names = dict[str, tuple[str, ...]]
 """Of a graph's statistics: sums, maxima, and the sums of the loss."""
 
+_Key = tuple[bool | tuple[str, torch.dtype, bool], ...]
+"""Whether gradients are enabled; name, dtype and requires_grad of every tensor."""
+
 
 def compile_policy_loss(
     config: MismatchConfig, groups: SequenceGroups | None = None, **options: Any
@@ -50,7 +53,8 @@ def compile_policy_loss(
     options: of torch.compile, over dynamic=True and fullgraph=True: backend, mode, … With mode="reduce-overhead" (CUDA
     graphs) torch records once for each pair of sizes, so pad micro-batches to few of them; and a result is overwritten
     by the next call, so clone what you keep, statistics among it.
-    Errors, host syncs (none) and gradients: as `policy_loss`.
+    Errors, host syncs (none) and gradients: as `policy_loss`; but one backward pass, since the graph gives its memory
+    away in the first (no retain_graph).
     """
     return CompiledPolicyLoss(config, groups, options)
 
@@ -112,7 +116,10 @@ class CompiledCorrect:
 
 
 class _Graphs:
-    """A Python function of named tensors as compiled graphs, one for every set of names."""
+    """A Python function of named tensors as compiled graphs, one for every `_Key`.
+
+    torch would compile for each of these again by itself, up to a number at which it refuses.
+    """
 
     def __init__(
         self,
@@ -121,22 +128,23 @@ class _Graphs:
     ) -> None:
         self.function = function
         self.options = {"dynamic": True, "fullgraph": True, **options}
-        self.compiled: dict[tuple[str, ...], Callable[..., tuple[Tensor, ...]]] = {}
-        self.traced: dict[tuple[str, ...], tuple[tuple[str, ...], _Names]] = {}
+        self.compiled: dict[_Key, Callable[..., tuple[Tensor, ...]]] = {}
+        self.traced: dict[_Key, tuple[tuple[str, ...], _Names]] = {}
 
     def __call__(self, inputs: dict[str, Tensor]) -> tuple[dict[str, Tensor], _Names]:
-        given = tuple(inputs)
-        if given not in self.compiled:
-            self.compiled[given] = self._compile(given)
-        values = self.compiled[given](*inputs.values())
-        outputs, names = self.traced[given]
+        kinds = ((name, value.dtype, value.requires_grad) for name, value in inputs.items())
+        key = (torch.is_grad_enabled(), *kinds)
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(key, tuple(inputs))
+        values = self.compiled[key](*inputs.values())
+        outputs, names = self.traced[key]
         return dict(zip(outputs, values, strict=True)), names
 
-    def _compile(self, given: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    def _compile(self, key: _Key, given: tuple[str, ...]) -> Callable[..., tuple[Tensor, ...]]:
         def stage(*tensors: Tensor) -> tuple[Tensor, ...]:
             outputs, names = self.function(dict(zip(given, tensors, strict=True)))
             present = {name: value for name, value in outputs.items() if value is not None}
-            self.traced[given] = tuple(present), names
+            self.traced[key] = tuple(present), names
             return tuple(present.values())
 
         # Its Python (dataclasses, pydantic) is run once per trace, not read as bytecode: only its tensors matter.
