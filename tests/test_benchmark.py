@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench")
     arguments = ["--quick", "--device", "cpu", "--output", str(path)]
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMMAND, *arguments], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return path
 
 
