@@ -88,8 +88,9 @@ class ParallelGroups:
         """A step's statistics over DP × CP, whatever this rank holds. Last stage only.
 
         failure: why this rank's micro-batches could not be merged.
-        Collectives: one MAX of three floats, which tells whether all ranks hold the same names and configuration (one
-        host sync), one SUM, one MAX. Raises the same ValueError on every rank where they do not, or where one failed.
+        Collectives, none where this rank is alone: one MAX of three floats, which tells whether all ranks hold the same
+        names and configuration (one host sync), one SUM, one MAX. Raises the same ValueError on every rank where they
+        do not, or where one failed.
         """
         self.agree(statistics, failure)
         sums = _all_reduce(statistics.sums.clone(), self.dp_cp, dist.ReduceOp.SUM)
@@ -97,21 +98,22 @@ class ParallelGroups:
         return statistics.replace(sums, maxima)
 
     def agree(self, statistics: Statistics | None, failure: str | None = None) -> None:
-        """The part of `reduce_step` before its sums, for a rank without statistics, too."""
+        """The part of `reduce_step` before its sums, for a rank without statistics, too. Alone: nothing to do."""
+        if self.dp_cp is None or self.dp_cp.size() == 1:
+            if failure is not None:
+                raise ValueError(f"on rank 0 {failure}")
+            return
         digest = 0.0 if statistics is None else statistics.digest
         values = torch.tensor([digest, -digest, float(failure is not None)], dtype=torch.float64)
         if statistics is not None:
             values = values.to(statistics.sums.device)
-        elif self.dp_cp is not None and "nccl" in dist.get_backend(self.dp_cp):
+        elif "nccl" in dist.get_backend(self.dp_cp):
             values = values.cuda()
         largest, smallest, failed = _all_reduce(values, self.dp_cp, dist.ReduceOp.MAX).tolist()
         if largest == -smallest and not failed:
             return
-        mine = (None if statistics is None else statistics.kind, failure)
-        held: list[Any] = [mine]
-        if self.dp_cp is not None:
-            held = [None] * self.dp_cp.size()
-            dist.all_gather_object(held, mine, group=self.dp_cp)
+        held: list[Any] = [None] * self.dp_cp.size()
+        dist.all_gather_object(held, (None if statistics is None else statistics.kind, failure), group=self.dp_cp)
         kinds = {}
         for rank, (kind, reason) in enumerate(held):
             if reason is not None:

@@ -7,8 +7,8 @@ W of them inside the vocabulary, P ranks of the tensor-parallel group.
 
 Everything is in base 2: e = 2^z with z = x·log2(e)/temperature − shift. So temperature and change of base are one
 multiply-add, and `exp2` is the fastest exponential on CPU and GPU alike. `shift` is the scaled maximum, so z ≤ 0.
-Logits of −inf are ordinary: probability 0. A NaN or +inf logit makes its own row NaN, unless that is ignored
-  (here also a logit that the sampling mask left out; the Triton kernels do not look at those).
+Logits of −inf are ordinary: probability 0. A NaN or +inf logit makes its own row NaN, unless that is ignored;
+here also a logit that the sampling mask left out, at which the Triton kernels do not look.
 """
 
 from __future__ import annotations

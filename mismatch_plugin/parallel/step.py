@@ -132,7 +132,7 @@ class Step:
         ranks hold different statistics.
         """
         if self.statistics is None:
-            self.groups.agree(None, self.failure)
+            self.groups.agree(None)
             return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
         reduced = self.groups.reduce_step(self.statistics, self.failure)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
@@ -151,11 +151,11 @@ def end_step(
     pipeline stage, None elsewhere.
 
     Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync,
-    and one in `Step.finish`.
+    and with several ranks one in `Step.finish`.
     Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; ValueError where
     ranks cannot merge their statistics.
     """
-    finished, unmerged = None, ValueError("the statistics of the last pipeline stage cannot be merged: see its ranks.")
+    finished, unmerged = None, None
     verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=next(model[0].parameters()).device)
     if step is not None and groups.is_last_stage:
         try:
@@ -166,7 +166,7 @@ def end_step(
             verdict.fill_(torch.nan)
     factor, invalid = groups.from_last_stage(verdict).tolist()
     if math.isnan(factor) and math.isnan(invalid):
-        raise unmerged
+        raise unmerged or ValueError("the statistics of the last pipeline stage cannot be merged: see its ranks.")
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it
