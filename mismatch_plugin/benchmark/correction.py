@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.correction_cases import Batch, Run, loop, ours, ours_compiled, verl
+from mismatch_plugin.benchmark.correction_cases import Batch, Run, loop, ours, verl
 from mismatch_plugin.benchmark.counting import count, launches
 from mismatch_plugin.benchmark.log_prob_cases import NotHereError
 from mismatch_plugin.benchmark.machine import Case, measure
@@ -21,13 +21,11 @@ NOTES = [
     "CUDA that of events.",
     "Kernels: operations dispatched that are no views; on CUDA what the device was made to do. Syncs: operations for "
     "which the host waits; the transfer of the finished sums at the end counts as one on CUDA and is none on CPU. "
-    "Neither is counted inside a compiled graph on CPU; what that saves is launches, which cost little there.",
     "Memory: the most bytes of tensors made and alive at once, a response token.",
     "Deviation: largest difference of a weight from ours; tokens on whose acceptance the two differ.",
 ]
 CONTENDERS: dict[str, Callable[[Batch], Run]] = {
     "mismatch_plugin": ours,
-    "mismatch_plugin, compiled": ours_compiled,
     "verl's helper": verl,
     "loop over the sequences": loop,
 }
@@ -60,8 +58,6 @@ def _rows(batch: Batch, device: torch.device, quick: bool, repeats: int) -> list
         row: Row = {"name": name, **size, "status": MEASURED}
         rows.append(row)
         try:
-            if make is ours_compiled and quick:
-                raise NotHereError("not in a quick run: compiling takes a minute")
             runs[name] = make(batch)
             weights, keep, metrics = runs[name]()
         except NotHereError as missing:
@@ -80,10 +76,8 @@ def _rows(batch: Batch, device: torch.device, quick: bool, repeats: int) -> list
             continue
         name, timing = row["name"], timings[row["name"]]
         row |= {"ms": timing.ms, "wall_ms": timing.wall_ms, "times_ours": timing.ms / timings["mismatch_plugin"].ms}
-        row |= {"kernels": None, "syncs": None, "bytes_a_token": None}
-        if name != "mismatch_plugin, compiled":
-            counts = count(runs[name])
-            row |= {"kernels": counts.total, "syncs": len(counts.syncs), "bytes_a_token": counts.peak / tokens}
+        counts = count(runs[name])
+        row |= {"kernels": counts.total, "syncs": len(counts.syncs), "bytes_a_token": counts.peak / tokens}
         if device.type == "cuda":
             row["kernels"] = launches(runs[name])
     return rows

@@ -15,7 +15,6 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.benchmark.log_prob_cases import NotHereError
 from mismatch_plugin.benchmark.machine import version
-from mismatch_plugin.core.compiled import compile_correct
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 
 LOWER, UPPER, TRUNCATE, VETO = 0.99, 1.01, 2.0, 1e-4
@@ -80,17 +79,6 @@ def ours(batch: Batch) -> Run:
 
     def run() -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
         result = mp.correct(packed, config)
-        return packed.unpack(result.weights), packed.unpack(result.keep), result.statistics.metrics()
-
-    return run
-
-
-def ours_compiled(batch: Batch) -> Run:
-    """The same as one compiled graph."""
-    packed, correct = batch.packed, compile_correct(mp.MismatchConfig(**SETTINGS))
-
-    def run() -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-        result = correct(packed)
         return packed.unpack(result.weights), packed.unpack(result.keep), result.statistics.metrics()
 
     return run

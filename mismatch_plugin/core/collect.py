@@ -69,7 +69,7 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     """
     has = stage.tokens_N > 0
     rows = _rows(stage, has)
-    totals = _products(torch.stack(list(rows.values())), torch.stack([stage.tokens_N, has]))
+    totals = torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T
     if not counts_sequences:
         totals = torch.zeros_like(totals)
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
@@ -134,8 +134,6 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
 def _perplexities(train: Tensor, log_ratio: Tensor, rollout: Tensor) -> dict[str, Tensor]:
     """exp of −mean log-prob, and of minus the mean log-ratio: the perplexities and their ratio."""
     means = {"training_ppl": train, "rollout_ppl": rollout, "ppl_ratio": log_ratio}
-    if torch.compiler.is_compiling():
-        return {name: mean.neg().clamp(max=SAFETY_BOUND).exp() for name, mean in means.items()}
     values = torch.stack(list(means.values())).neg_().clamp_(max=SAFETY_BOUND).exp_()
     return dict(zip(means, values.unbind(0), strict=True))
 
@@ -207,13 +205,6 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     return rows
 
 
-def _products(rows_RN: Tensor, measures_MN: Tensor) -> Tensor:
-    """Σ over the sequences of every row under every measure, [R, M]."""
-    if torch.compiler.is_compiling():  # a matrix product fuses with nothing
-        return (rows_RN[:, None] * measures_MN).sum(-1)
-    return rows_RN @ measures_MN.T
-
-
 def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
     """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
     nothing."""
@@ -243,9 +234,6 @@ def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor)
     if not names or absent.numel() == 0:
         return names, absent.new_full((len(names),), -torch.inf, dtype=torch.float64)
     rows = [*both.values(), *above.values()]
-    if torch.compiler.is_compiling():
-        values = torch.stack([*rows, *(row.neg() for row in both.values())])
-        return names, values.masked_fill(absent, -torch.inf).amax(1)
     values = torch.stack(rows) if len(rows) > 1 else rows[0].unsqueeze(0)
     parts = [values.masked_fill(absent, -torch.inf).amax(1)]
     if both:

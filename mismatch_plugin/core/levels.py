@@ -37,8 +37,6 @@ def segment_sums(columns: Iterable[Tensor], offsets: Tensor, wide_T: Tensor) -> 
     wide_T: [T] float64 in which columns are widened, one after the other: fresh memory is slow to touch. A column may
     be this tensor itself.
     """
-    if torch.compiler.is_compiling():
-        return _segments_at_once([column.to(torch.float64, copy=True) for column in columns], offsets, "sum")
     sums = []
     for column in columns:
         if column.dtype == torch.bool:
@@ -51,25 +49,10 @@ def segment_sums(columns: Iterable[Tensor], offsets: Tensor, wide_T: Tensor) -> 
 
 def segment_maxima(columns: Iterable[Tensor], offsets: Tensor) -> Tensor | None:
     """`segment_max` of every [T] column: [K, N]; None where there is none."""
-    if torch.compiler.is_compiling():
-        together = list(columns)
-        return _segments_at_once(together, offsets, "max") if together else None
     values = [segment_max(column, offsets) for column in columns]
     if not values:
         return None
     return torch.stack(values) if len(values) > 1 else values[0].unsqueeze(0)
-
-
-def _segments_at_once(columns: list[Tensor], offsets: Tensor, reduce: str) -> Tensor:
-    """All columns in one reduction of K·N segments: a compiler fuses what makes the columns, but no reduction by
-    offsets, and each of those would be a kernel. It holds K columns at once."""
-    count, tokens = len(columns), columns[0].shape[0]
-    segments = offsets.shape[0] - 1
-    place = torch.arange(count * segments + 1, device=offsets.device)
-    column = place // segments
-    all_offsets = column * tokens + offsets[place - column * segments]
-    flat = torch.stack(columns).flatten()
-    return torch.segment_reduce(flat, reduce, offsets=all_offsets, unsafe=True).view(count, -1)
 
 
 def spread(values_N: Tensor, sequence_index_T: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -123,34 +123,10 @@ def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) 
 def token_totals(columns: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
     """Σ_t of every [T] column: by name, 0-d, with gradient; and all of them, [K] float64, without.
 
-    In float64, but a column that carries gradient is summed in its own dtype. Compiled, all are summed in float64 and
-    by one reduction: a compiler sums float32 with less care.
+    In float64, but a column that carries gradient is summed in its own dtype.
     """
-    if torch.compiler.is_compiling():
-        given = dict(columns)
-        sums_K, *each = _SumsAtOnce.apply(*given.values())
-        return dict(zip(given, each, strict=True)), sums_K
     totals = {name: v.sum(dtype=None if v.requires_grad else torch.float64) for name, v in columns}
     return totals, torch.stack([total.detach().double() for total in totals.values()])
-
-
-class _SumsAtOnce(torch.autograd.Function):
-    """([K] float64, without gradient; its elements, with gradient). The gradient of a column is only its own."""
-
-    @staticmethod
-    def forward(ctx: Any, *columns_T: Tensor) -> tuple[Tensor, ...]:
-        ctx.columns = [(column.dtype, column.shape) for column in columns_T]
-        ctx.set_materialize_grads(False)
-        sums_K = torch.stack([column.double() for column in columns_T]).sum(1)
-        ctx.mark_non_differentiable(sums_K)
-        return sums_K, *(total.clone() for total in sums_K.unbind())
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return tuple(
-            None if grad is None else grad.to(dtype).expand(shape)
-            for grad, (dtype, shape) in zip(grads[1:], ctx.columns, strict=True)
-        )
 
 
 def _loss_columns(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -68,9 +68,6 @@ def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor, train_not_fi
 
 def count_kinds(code_T: Tensor) -> Tensor:
     """How many tokens have each code: [T] → [len(KINDS)]. No host sync."""
-    if torch.compiler.is_compiling():  # a histogram would be a kernel that nothing fuses with
-        kinds = torch.arange(len(KINDS), dtype=code_T.dtype, device=code_T.device)
-        return (code_T == kinds[:, None]).sum(1, dtype=torch.float64)
     if code_T.device.type == "cpu":  # the fastest there; elsewhere it is a host sync
         return torch.bincount(code_T, minlength=len(KINDS)).double()
     return torch.histc(code_T.float(), bins=len(KINDS), min=-0.5, max=len(KINDS) - 0.5)
@@ -79,10 +76,8 @@ def count_kinds(code_T: Tensor) -> Tensor:
 def bucket(values: Tensor, edges: tuple[float, ...]) -> Tensor:
     """Index of each value's bucket, int32: how many edges are ≤ the value. No NaN.
 
-    One kernel. Compiled, it is comparisons, which fuse and need no tensor of edges.
+    One kernel.
     """
-    if torch.compiler.is_compiling():
-        return reduce(torch.add, [(values >= e).int() for e in edges])
     return torch.bucketize(values, _constants(edges, values.dtype, values.device), right=True, out_int32=True)
 
 

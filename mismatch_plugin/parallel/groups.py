@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
 from mismatch_plugin.core.statistics import Statistics, refuse_different
@@ -137,9 +136,6 @@ def _size(group: dist.ProcessGroup | None) -> int:
 def _all_reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.ReduceOp.RedOpType) -> Tensor:
     if group is None or group.size() == 1:
         return values
-    if torch.compiler.is_compiling():  # a graph holds no collective that works in place
-        name = "sum" if op == dist.ReduceOp.SUM else "max"
-        return functional.wait_tensor(functional.all_reduce(values, name, group))
     if values.numel():
         dist.all_reduce(values, op=op, group=group)
     return values
