@@ -7,6 +7,7 @@ but for the differences listed here, each of which the contract asks for.
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ DIFFERENCES = {
     "The denominator (original) and weight × mask are the same.",
     "verl-2026 rollout_is_*": "verl moved these metrics behind the bound in 2026; here they describe the ratio before "
     "it, as the guide does, and `…_weight_after_*` describe what is used.",
+    "ppl_ratio": "verl and slime average the sequences' ratios; here it is the exponential of their mean log, as in "
+    "the guide's formula.",
     "slime mask + batch_normalize": "slime averages over rejected and unbounded weights too, so one outlier makes "
     "every weight vanish; the mean runs over the accepted units here.",
 }
@@ -110,6 +113,8 @@ def test_metrics_of_the_guide(case: dict[str, Any]) -> None:
         short = name.removeprefix("rollout_corr/")
         if name not in metrics or (case["source"] == "verl-2026-08" and short in AFTER_BOUNDING):
             continue
+        if short == "ppl_ratio":
+            expected = math.exp(case["expect"]["metrics"]["rollout_corr/log_ppl_diff"])
         assert metrics[name] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
         compared += 1
     assert compared >= 15
@@ -134,11 +139,13 @@ def test_slime_metrics(case: dict[str, Any]) -> None:
     token_metrics = {k: tensors(v) for k, v in case["expect"]["token_metrics"].items()}
     by_sequence = (
         "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff",
-        "ppl_ratio", "chi2_seq",
+        "chi2_seq",
     )  # fmt: skip
     for name in by_sequence:
         expected = float(torch.stack([row[0] for row in token_metrics[name]]).mean())
         assert metrics[f"rollout_corr/{name}"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name
+    log_ratio = float(torch.stack([row[0] for row in token_metrics["log_ppl_diff"]]).mean())
+    assert metrics["rollout_corr/ppl_ratio"] == pytest.approx(math.exp(log_ratio), rel=TOLERANCE)
     for name in ("kl", "k3_kl"):
         expected = float((torch.cat(token_metrics[name]) * mask).sum() / mask.sum())
         assert metrics[f"rollout_corr/{name}"] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE), name

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.health import all_rules
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -22,7 +23,9 @@ def warnings_of(log_ratios: Sequence[Sequence[float]], **settings: Any) -> dict[
     rows = [torch.tensor(row, dtype=torch.float64) for row in log_ratios]
     rollout = [torch.full_like(row, -1.0) - row.clamp(min=0).amax() if len(row) else row for row in rows]
     packed = mp.PackedSequences.from_lists(
-        [r + row for r, row in zip(rollout, rows, strict=True)], rollout, [[1] * len(row) for row in rows]
+        old_log_probs=[r + row for r, row in zip(rollout, rows, strict=True)],
+        rollout_log_probs=rollout,
+        loss_masks=[[1] * len(row) for row in rows],
     )
     metrics = mp.correct(packed, config).statistics.metrics()
     found = mp.check_health(metrics, config)
@@ -55,96 +58,104 @@ def test_a_step_without_tokens_gives_no_warning(log_ratios: list[list[float]]) -
     assert warnings_of(log_ratios, **weighted()) == {}
 
 
-MADE = {  # metric: (log-ratios, settings)
-    # ρ = .4 everywhere: its mean is low, and nothing spreads.
-    "rollout_is_mean": ([[math.log(0.4)] * 4], {}),
-    "rollout_is_weight_after_mean": ([[math.log(0.4)] * 4], weighted()),
-    # hi = 1000: one weight of 500 among twenty of 1: (520)² / (21 · 250020) = .05
-    "rollout_is_weight_after_eff_sample_size": ([[math.log(500)], *[[0.0]] * 20], weighted(upper_bound=1000.0)),
-    "rollout_is_weight_after_std": ([[math.log(6)], [math.log(0.2)] * 2], weighted(upper_bound=10.0)),
-    # two of ten sequences hold a token of ρ = e^-10
-    "rollout_is_veto_fraction": ([*[[0.0, -10.0]] * 2, *[[0.0]] * 8], {"rs": {"veto_threshold": 1e-4}}),
-    "kl": ([[-0.2, -0.15]], {}),
-    # mean ρ² = (36 + 9)/10 > 2
-    "chi2_token": ([[math.log(6)], [0.0] * 9], {}),
-    # Π ρ = e^2 once in ten: (e^4 + 9)/10 − 1 > 1, while no token's ratio is above e^.25
-    "chi2_seq": ([[0.25] * 8, *[[0.0]] * 9], weighted("sequence")),
-    # the length trap: 300 tokens of l = −.01 each: Σ l = −3
-    "seq_log_ratio_mean": ([[-0.01] * 300], weighted("sequence")),
-    # one weight of 2 among 99 of 1e-3: the mean is .021, so the largest becomes 95 > 10 · 2
-    "rollout_is_weight_after_max": ([[math.log(2)], *[[math.log(1e-3)]] * 99], weighted(batch_normalize=True)),
-    "all_rejected": ([[1.0, 1.1], [1.2]], weighted("token", "mask")),
-}
+N = 40  # sequences, where a rule needs thirty
+
+# metric: (settings, bounds at their defaults; log-ratios that trip it; log-ratios that nearly do)
+PLANTED: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] = {
+    "kl": ({}, [[-0.11, -0.1]], [[-0.1, -0.09]]),
+    "rollout_is_ratio_mean": ({}, [[math.log(0.49)] * 4], [[math.log(0.51)] * 4]),
+    # one ρ of 4.3 (4.1) among eight of 1: deviation (ρ − 1) · √8 / 9 = 1.04 (.97)
+    "rollout_is_ratio_std": ({}, [[math.log(4.3), *[0.0] * 8]], [[math.log(4.1), *[0.0] * 8]]),
+    # one ρ of 20 among 99 of 1: (119)² / (100 · 499) = .28; of 15: (114)² / (100 · 324) = .40
+    "rollout_is_ratio_eff_sample_size": ({}, [[math.log(20.0), *[0.0] * 99]], [[math.log(15.0), *[0.0] * 99]]),
+    # mean ρ² − 1: (12 + 9)/10 − 1 = 1.1 and (10 + 9)/10 − 1 = .9
+    "chi2_token": ({}, [[0.5 * math.log(12.0), *[0.0] * 9]], [[0.5 * math.log(10.0), *[0.0] * 9]]),
+    "rollout_is_ratio_unit_mean": (weighted("sequence"), [[-0.018] * 40] * N, [[-0.017] * 40] * N),
+    # a quarter of the products are e^1.2 = 3.3 (e^1.0 = 2.7): deviation √3/4 · 2.3 = 1.005 (.744)
+    "rollout_is_ratio_unit_std": (weighted("sequence"), [[0.3] * 4] * 10 + [[0.0] * 4] * 30,
+                                  [[0.25] * 4] * 10 + [[0.0] * 4] * 30),
+    # one product of e^4 among 39 of 1: (93.6)² / (40 · 3020) = .07; of e^2: (46.4)² / (40 · 93.6) = .57
+    "rollout_is_ratio_unit_eff_sample_size": (weighted("sequence"), [[0.2] * 20, *[[0.0]] * 39],
+                                              [[0.1] * 20, *[[0.0]] * 39]),
+    "rollout_is_weight_after_mean": (weighted(), [[math.log(0.49)] * 4], [[math.log(0.51)] * 4]),
+    # eight of ten weights vanish: size .2; six: .4
+    "rollout_is_weight_after_eff_sample_size": (weighted(), [[-9.0] * 8 + [0.0] * 2], [[-9.0] * 6 + [0.0] * 4]),
+    "rollout_is_weight_after_seq_eff_sample_size": (weighted("sequence"), [[-9.0]] * 8 + [[0.0]] * 2,
+                                                    [[-9.0]] * 6 + [[0.0]] * 4),
+    # the length trap: 300 tokens of l = −.01 each are Σ l = −3, 190 are −1.9
+    "seq_log_ratio_mean": (weighted("sequence"), [[-0.01] * 300], [[-0.01] * 190]),
+    # one weight of 2 among 99 of 1e-3: the mean is .021, so the largest becomes 95 > 10 · 2; among 99 of .2: 9.2
+    "rollout_is_weight_after_max": (weighted(batch_normalize=True), [[math.log(2)], *[[math.log(1e-3)]] * 99],
+                                    [[math.log(2)], *[[math.log(0.2)]] * 99]),
+    # two of ten sequences hold a token of ρ = e^-10; one of ten is the threshold itself
+    "rollout_is_veto_fraction": ({"rs": {"veto_threshold": 1e-4}}, [*[[0.0, -10.0]] * 2, *[[0.0]] * 8],
+                                 [[0.0, -10.0], *[[0.0]] * 9]),
+    "accepted_token_fraction": (weighted("token", "mask"), [[0.9] * 6 + [0.0] * 4], [[0.9] * 5 + [0.0] * 5]),
+    "all_rejected": (weighted("token", "mask"), [[1.0, 1.1], [1.2]], [[1.0, 1.1], [0.2]]),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("metric", MADE)
-def test_each_warning_on_data_made_for_it(metric: str) -> None:
-    log_ratios, settings = MADE[metric]
-    assert metric in warnings_of(log_ratios, **settings)
+@pytest.mark.parametrize("metric", PLANTED)
+def test_each_rule_on_data_that_trip_it_and_data_that_do_not(metric: str) -> None:
+    settings, bad, well = PLANTED[metric]
+    assert metric in warnings_of(bad, **settings)
+    assert metric not in warnings_of(well, **settings)
 
 
-THRESHOLDS = {  # metric: (value at which all is well, value at which it is not)
-    "rollout_is_mean": [(0.51, 0.49), (1.99, 2.01)],
-    "rollout_is_eff_sample_size": [(0.31, 0.29)],
-    "rollout_is_veto_fraction": [(0.09, 0.11)],
-    "rollout_is_std": [(0.99, 1.01)],
-    "kl": [(0.09, 0.11), (-0.09, -0.11)],
-    "chi2_token": [(0.99, 1.01)],
-}
+def test_every_rule_is_planted() -> None:
+    """No threshold without data: those of invalid and broken numbers have tests of their own below."""
+    assert {rule.metric for rule in all_rules()} == {*PLANTED, "invalid_{kind}", "kl, pg_loss"}
 
 
-@pytest.mark.parametrize("metric", THRESHOLDS)
-def test_thresholds_of_the_guide(metric: str) -> None:
+def test_what_the_clamp_keeps_in_its_range_is_not_judged() -> None:
     config = mp.MismatchConfig()
-    for well, ill in THRESHOLDS[metric]:
-        assert mp.check_health({PREFIX + metric: well}, config) == []
-        (warning,) = mp.check_health({PREFIX + metric: ill}, config)
-        assert (warning.metric, warning.value) == (PREFIX + metric, ill)
+    for name in ("rollout_is_std", "rollout_is_eff_sample_size"):
+        assert mp.check_health({PREFIX + name: 0.0}, config) == mp.check_health({PREFIX + name: 9.0}, config) == []
 
 
-def test_weights_really_used_are_judged_where_there_are_any() -> None:
-    """A ratio far from 1 that the bound tames is no warning; the guide's raw ratio would be one."""
-    config = mp.MismatchConfig.model_validate(weighted())
-    metrics = {
-        "rollout_is_mean": 50.0,
-        "rollout_is_std": 9.0,
-        "rollout_is_eff_sample_size": 0.01,
-        "rollout_is_weight_after_mean": 1.2,
-        "rollout_is_weight_after_std": 0.4,
-        "rollout_is_weight_after_eff_sample_size": 0.8,
-    }
-    assert mp.check_health({PREFIX + name: value for name, value in metrics.items()}, config) == []
+def test_few_sequences_are_no_verdict_on_their_products() -> None:
+    assert "rollout_is_ratio_unit_std" not in warnings_of([[0.3] * 4] * 3 + [[0.0] * 4] * 9, **weighted("sequence"))
 
 
-@pytest.mark.parametrize("metric", ["chi2_token", "rollout_is_eff_sample_size", "rollout_is_std"])
-def test_advice_fits_the_configuration(metric: str) -> None:
-    """Without a correction no bound acts, and there is none to lower."""
-    ill = {PREFIX + metric: 0.01 if "size" in metric else 9.0}
-    (uncorrected,) = mp.check_health(ill, mp.preset("disabled"))
-    assert "bound, " not in uncorrected.advice and uncorrected.advice.startswith("Choose a correction")
-    (corrected,) = mp.check_health(ill, mp.preset("token_is"))
-    assert corrected.advice.startswith("Lower the upper bound")
+def test_advice_on_the_data_is_the_same_whatever_corrects_them() -> None:
+    """No bound, criterion or normalisation changes χ²: it is of the unbounded ratio. So none is advised."""
+    for name in ("disabled", "token_is", "geo_rs"):
+        (warning,) = mp.check_health({f"{PREFIX}chi2_token": 9.0}, mp.preset(name))
+        assert warning.about == "data" and "bound" not in warning.advice and "reject" not in warning.advice
 
 
-def test_batch_normalisation_is_advised_where_there_are_weights() -> None:
-    ill = {f"{PREFIX}rollout_is_mean": 9.0}
-    for name, advised in (("disabled", False), ("token_is", True)):
-        (warning,) = mp.check_health(ill, mp.preset(name))
-        assert ("batch_normalize" in warning.advice) is advised
+# metric: settings that follow its advice, on the data that tripped it
+FOLLOWED: dict[str, dict[str, Any]] = {
+    "rollout_is_ratio_unit_mean": weighted("token"),
+    "rollout_is_ratio_unit_std": weighted("geometric"),
+    "rollout_is_ratio_unit_eff_sample_size": weighted("geometric"),
+    "rollout_is_weight_after_mean": weighted(batch_normalize=True),
+    "rollout_is_weight_after_eff_sample_size": weighted(mode="clip", lower_bound=0.5),
+    "rollout_is_weight_after_seq_eff_sample_size": weighted("sequence", mode="clip", lower_bound=0.5),
+    "seq_log_ratio_mean": weighted("geometric"),
+    "rollout_is_weight_after_max": weighted(mode="clip", lower_bound=0.5, batch_normalize=True),
+    "rollout_is_veto_fraction": {"rs": {"veto_threshold": 1e-6}},
+    "accepted_token_fraction": weighted("token", "mask", upper_bound=3.0),
+    "all_rejected": weighted("token", "mask", upper_bound=4.0),
+}
 
 
-def test_normalised_weight_of_ten_times_hi() -> None:
-    config = mp.MismatchConfig.model_validate(weighted(upper_bound=3.0, batch_normalize=True))
-    name = f"{PREFIX}rollout_is_weight_after_max"
-    assert mp.check_health({name: 29.9}, config) == []
-    assert [warning.metric for warning in mp.check_health({name: 30.1}, config)] == [name]
+@pytest.mark.parametrize("metric", FOLLOWED)
+def test_advice_can_change_what_it_is_about(metric: str) -> None:
+    assert metric not in warnings_of(PLANTED[metric][1], **FOLLOWED[metric])
+
+
+def test_where_most_is_rejected_the_sample_size_is_not_what_to_change() -> None:
+    found = warnings_of([[0.9] * 8 + [0.0] * 2], **weighted("token", "mask"))
+    assert "accepted_token_fraction" in found and "rollout_is_weight_after_eff_sample_size" not in found
 
 
 def test_missing_log_probs_and_nan_are_no_health():
     step = {"rollout_corr/tokens": 100.0, "rollout_corr/invalid_nan": 60.0, "rollout_corr/kl": 0.0}
     (warning,) = mp.check_health(step, mp.MismatchConfig())
     assert warning.metric == "rollout_corr/invalid_nan" and "60 of 100 rollout log-probs" in str(warning)
+    assert warning.about == "fault"
     assert mp.check_health({**step, "rollout_corr/invalid_nan": 1.0}, mp.MismatchConfig()) == []
     broken = {"rollout_corr/tokens": 1.0, "rollout_corr/pg_loss": float("nan")}
     (warning,) = mp.check_health(broken, mp.MismatchConfig())
-    assert warning.metric == "rollout_corr/pg_loss"
+    assert warning.metric == "rollout_corr/pg_loss" and warning.about == "fault"

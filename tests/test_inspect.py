@@ -86,23 +86,50 @@ def test_names_and_numbers_stand_whole_on_80_columns(tmp_path: Path) -> None:
 
 def test_a_sound_run_and_an_unsound_one() -> None:
     sound = inspect_steps([metrics(0.0)] * 12, CONFIG)
-    assert sound.sound and sound.verdict.startswith(
-        "sound: the two engines agree (|mean kl| 0 nat a token over the last 10 steps)"
+    assert sound.sound and sound.verdict == (
+        "data: small mismatch, as of two engines in one precision: |mean kl| 0 nat a token over the last 10 steps.\n"
+        "correction: holds (mean weight 1, effective sample size 1, tokens kept 1)."
     )
     unsound = inspect_steps([metrics(0.0)] * 12 + [metrics(-0.9)] * 12, CONFIG)
-    assert not unsound.sound and "after_mean, kl)" in unsound.verdict and unsound.steps == 24
+    assert not unsound.sound and unsound.steps == 24
+    assert unsound.data == (
+        "large mismatch: |mean kl| 0.9 nat a token over the last 10 steps, 2 warnings (kl, rollout_is_ratio_mean). "
+        "Find the cause first: mismatch-plugin check."
+    )
+    assert unsound.correction == (
+        "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
+        "kept 1."
+    )
     assert {warning.metric: count for warning, count in unsound.warnings}["rollout_corr/kl"] == 10
     rows = {row[0]: row[1:] for row in unsound.table.rows}
     assert rows["kl"] == ("0.9", "0.9", "0", "0.9")
     moderate = inspect_steps([metrics(0.05)] * 12, CONFIG)
-    assert moderate.verdict == "sound: |mean kl| 0.05 nat a token over the last 10 steps, and the correction holds."
+    assert moderate.sound and moderate.data == (
+        "noticeable mismatch: |mean kl| 0.05 nat a token over the last 10 steps. See whether precision alone explains "
+        "it: mismatch-plugin check."
+    )
+    assert inspect_steps([metrics(0.005)] * 12, CONFIG).data.startswith("moderate mismatch: |mean kl| 0.005 nat")
+
+
+def test_a_correction_that_works_is_sound_on_data_that_are_not() -> None:
+    """χ² is of the data, and no correction changes it: the second verdict says what is left of it."""
+    rollout = [torch.full((10,), -3.0, dtype=torch.float64)] * 4
+    old = [row + torch.tensor([2.0, *[0.0] * 9]) for row in rollout]  # one ρ of e² in ten
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 10] * 4)
+    for name, sound in (("disabled", False), ("token_is", True)):
+        config = mp.preset(name)
+        found = inspect_steps([mp.correct(packed, config).statistics.metrics()] * 3, config)
+        assert "large mismatch" in found.data and "chi2_token" in found.data
+        assert found.sound is sound
+        start = "holds (mean weight 1.1," if sound else "none: the loss takes the data as they are."
+        assert found.correction.startswith(start)
 
 
 def test_the_verdict_and_the_table_tell_one_figure() -> None:
     """Noise of both signs is no mismatch; a step without the metric does not count."""
     steps = [{"rollout_corr/kl": kl} for kl in (*[9.0] * 3, *[0.06, -0.02] * 5)]
     found = inspect_steps(steps, CONFIG)
-    assert found.verdict.startswith("sound: |mean kl| 0.02 nat a token over the last 10 steps")
+    assert "|mean kl| 0.02 nat a token over the last 10 steps" in found.data
     assert found.table.column("mean of the last 10") == ["0.02"] and found.table.title.endswith("by the last 10")
 
 
@@ -133,7 +160,7 @@ def test_advice_is_wrapped_at_words(tmp_path: Path) -> None:
 
 def test_a_dry_run_corrects_nothing() -> None:
     dry = CONFIG.model_copy(update={"dry_run": True})
-    assert inspect_steps([metrics(0.05)] * 12, dry).verdict.endswith("and nothing is corrected.")
+    assert inspect_steps([metrics(0.05)] * 12, dry).correction == "reported only (dry run)."
 
 
 def test_the_window_grows_with_the_run() -> None:
@@ -160,7 +187,7 @@ def test_the_command(tmp_path: Path) -> None:
         write_step(folder, CONFIG, metrics(shift))
         result = CliRunner().invoke(app, ["inspect", str(folder)])
         assert result.exit_code == (1 if shift else 0), result.output
-        assert ("unsound" in result.output) == bool(shift)
+        assert ("does not hold" in result.output) == ("large mismatch" in result.output) == bool(shift)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path / "-0.9" / "metrics.jsonl"), "--json"])
     body = json.loads(result.output)
     assert result.exit_code == 1 and body["sound"] is False and body["warnings"][0]["steps"] == 1

@@ -125,6 +125,9 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
     difference = [-stats.fmean(row) for row in raw.log_ratio]  # log_ppl_training − log_ppl_rollout
     values = {
         "rollout_is_mean": stats.fmean(tokens),
+        "rollout_is_ratio_mean": stats.fmean(map(math.exp, log_ratios)),
+        "rollout_is_ratio_std": stats.pstdev(map(math.exp, log_ratios)),
+        "rollout_is_ratio_eff_sample_size": effective([math.exp(x) for x in log_ratios]),
         "rollout_is_std": stats.pstdev(clamped),
         "rollout_is_min": min(units),
         "rollout_is_max": max(units),
@@ -165,7 +168,7 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
         "rollout_ppl": stats.fmean(rollout_ppl),
         "training_log_ppl": stats.fmean(math.log(p) for p in train_ppl),
         "rollout_log_ppl": stats.fmean(math.log(p) for p in rollout_ppl),
-        "ppl_ratio": stats.fmean(t / r for t, r in zip(train_ppl, rollout_ppl, strict=True)),
+        "ppl_ratio": math.exp(stats.fmean(math.log(t / r) for t, r in zip(train_ppl, rollout_ppl, strict=True))),
         "log_ppl_diff": stats.fmean(difference),
         "log_ppl_abs_diff": stats.fmean(map(abs, difference)),
         "log_ppl_diff_max": max(difference),
@@ -175,6 +178,12 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
         "seq_log_ratio_mean": stats.fmean(sum(row) for row in raw.log_ratio),
         **{f"invalid_{kind}": 0.0 for kind in ("nan", "positive", "floor", "zero_fill", "train_not_finite")},
     }
+    if level != "token":
+        values |= {
+            "rollout_is_ratio_unit_mean": stats.fmean(units),
+            "rollout_is_ratio_unit_std": stats.pstdev(units),
+            "rollout_is_ratio_unit_eff_sample_size": effective(units),
+        }
     for name in ("masked_fraction", "seq_masked_fraction"):
         values[f"rollout_rs_{name}"] = values[f"rollout_is_{name}"]
     return values

@@ -1,4 +1,4 @@
-"""What a CUDA graph asks of the correction: the same kernels for one pair of sizes, no value of the data fixed in them."""
+"""What a CUDA graph asks of the correction: for given sizes the same kernels, and no value of the data in them."""
 
 from __future__ import annotations
 

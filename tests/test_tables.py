@@ -12,6 +12,7 @@ from rich.console import Console
 
 from mismatch_plugin import MismatchConfig, add_arguments, preset
 from mismatch_plugin.config import ALGORITHM_NAMES
+from mismatch_plugin.core.health import all_rules
 from mismatch_plugin.core.metrics import METRICS
 from mismatch_plugin.explain import LEVELS, MODES, PADDING, REJECTED, example_batch, explain_table
 from mismatch_plugin.fields import leaf_fields
@@ -135,7 +136,7 @@ def test_algorithm_rows_follow_the_flags(number: int):
 
 def test_health_has_one_finding_a_row():
     names = health_table().column("metric")
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == len(all_rules())
 
 
 def test_example_by_hand():

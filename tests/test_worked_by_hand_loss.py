@@ -145,9 +145,28 @@ def test_clip_metrics() -> None:
     )
     log_probs = torch.cat(logs([[0.3, 0.2, 0.9], [0.3, 0.22]])).requires_grad_()
     metrics = mp.policy_loss(log_probs, packed, config()).statistics.metrics()
-    assert metrics["rollout_corr/pg_clipfrac"] == 1 / 4
-    assert metrics["rollout_corr/pg_clipfrac_lower"] == 1 / 4
+    assert metrics["rollout_corr/pg_clipfrac"] == 2 / 4
+    assert metrics["rollout_corr/pg_clipfrac_high_side"] == metrics["rollout_corr/pg_clipfrac_low_side"] == 1 / 4
+    assert metrics["rollout_corr/pg_clipfrac_lower"] == 0.0
     assert metrics["rollout_corr/ppo_kl"] == close(-(math.log(1.5) - LN2 + math.log(1.5) + math.log(1.1)) / 4)
+    # The dual clip cuts the third token only: A < 0 and r = 1.5 > 1.4.
+    dual = mp.policy_loss(log_probs, packed, config(ppo={"dual_clip": 1.4})).statistics.metrics()
+    assert dual["rollout_corr/pg_clipfrac_lower"] == 1 / 4 and dual["rollout_corr/pg_clipfrac"] == 2 / 4
+
+
+def test_the_loss_of_a_dry_run_is_not_divided_by_a_factor_that_was_not_applied() -> None:
+    # r = 1, A = 1, 0: −1/2 whatever the weights are; those (ρ = 1/2 truncated, mean 1/2) are only reported.
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=logs([[0.8, 0.8]]),
+        old_log_probs=logs([[0.4, 0.4]]),
+        loss_masks=[[1, 1]],
+        advantages=[[1.0, 0.0]],
+    )
+    log_probs = torch.cat(logs([[0.4, 0.4]])).requires_grad_()
+    settings = config(use_tis=True, tis={"batch_normalize": True}, dry_run=True)
+    metrics = mp.policy_loss(log_probs, packed, settings).statistics.metrics()
+    assert metrics["rollout_corr/pg_loss"] == close(-0.5)
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == close(0.5)
 
 
 #            π_θ .4, .6 · π_old (not used by algorithms 1 and 3) .1, .9 · π_rollout .2, .5: ratios 2 and 1.2

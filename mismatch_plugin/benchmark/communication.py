@@ -20,7 +20,7 @@ from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 
 TOKENS, SEQUENCES, VOCAB = 32768, 512, 64
 """Of a micro-batch; the vocabulary is small here, since what is sent does not depend on it."""
-COLUMNS = ("train", "log_ratio", "tokens", "k3", "chi2", "catastrophic")
+COLUMNS = ("train", "log_ratio", "tokens", "k3", "ratio", "ratio_squared", "catastrophic")
 """Whose sums per sequence the settings of the correction need."""
 NOTES = [
     "Payload: what one rank puts into its collectives. tp, a micro-batch: one all-gather of 4 float32 a target. cp, a "

@@ -7,7 +7,6 @@ Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and keeps its di
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -16,11 +15,10 @@ from torch import Tensor
 
 from mismatch_plugin.core.diagnostics import full_diagnostics
 from mismatch_plugin.core.levels import SAFETY_BOUND, bounded_exp
+from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import KINDS, count_kinds
-
-_RATIO_ROWS = ("ratio", "clamped", "clamped_squared", "high", "low")
 
 
 def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[tuple[str, Tensor]]:
@@ -42,7 +40,9 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
             weight = stage.weights_T if rejected_T is None else stage.weights_T.masked_fill(rejected_T, 0.0)
             yield "weight", weight
             yield "weight_squared", stage.wide_T.copy_(weight).square_()
-            del weight
+            kept = tokens.mask if rejected_T is None else tokens.mask.masked_fill(rejected_T, 0.0)
+            yield "weight_deviation", stage.wide_T.copy_(weight).sub_(kept).square_()
+            del weight, kept
     if config.metrics == "off":
         return
     if masked_T is not None and masked_T is not rejected_T:
@@ -52,14 +52,21 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
             yield f"out_{name}", outside
     if not stage.measured:
         return
+    if config.metrics == "full":
+        yield from _token_criteria(stage)
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
     yield "k3", torch.sub(ratio, bounded, out=stage.wide_T)
-    plus = torch.add(ratio, 2.0, out=bounded)
-    yield "chi2", torch.mul(ratio, plus, out=stage.wide_T)  # ρ² − 1 = (ρ − 1)(ρ + 1)
-    del bounded, plus
+    del bounded
+    yield "ratio", ratio
+    yield "ratio_squared", stage.wide_T.copy_(ratio).square_()
     if stage.level == "token":
-        yield from _ratio_rows(stage, log_ratio, ratio, tokens.padding)
+        yield from _clamped_tokens(stage, ratio)
+    if stage.bounds is not None and stage.bounds.level == "token":
+        outside = {"high": log_ratio > stage.bounds.log_upper, "low": log_ratio < stage.bounds.log_lower}
+        excludes_one = not stage.bounds.lower <= 1.0 <= stage.bounds.upper
+        for name, verdict in outside.items():
+            yield name, verdict.masked_fill_(tokens.padding, False) if excludes_one else verdict
 
 
 def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
@@ -111,52 +118,99 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     rows |= _weight_rows(stage, kept)
     if not stage.measured:
         return rows
-    log_probs = {name: means[name] for name in ("train", "log_ratio")}
-    log_probs["rollout"] = log_probs["train"] - log_probs["log_ratio"]
-    rows |= {**log_probs, "k3": means["k3"], "chi2": means["chi2"]}
-    rows |= _perplexities(**log_probs)
+    rows |= {name: means[name] for name in ("train", "log_ratio", "k3", "ratio", "ratio_squared")}
+    rows["rollout"] = rows["train"] - rows["log_ratio"]
+    rows |= _perplexities(rows["train"], rows["rollout"])
     rows["log_ratio_abs"] = means["log_ratio"].abs()
-    doubled = 2.0 * stage.sums_N["log_ratio"]
-    rows["chi2_seq"] = doubled.clamp_(-2 * SAFETY_BOUND, 2 * SAFETY_BOUND).expm1_()
     if stage.level == "token":
-        ratio_rows = {name: means[name] for name in _RATIO_ROWS}
-        upper, lower = config.tis.upper - 1.0, config.tis.lower - 1.0
-        rows |= {"seq_high": ratio_rows["ratio"] > upper, "seq_low": ratio_rows["ratio"] < lower}
+        rows |= {name: means[name] for name in ("clamped", "clamped_squared")}
+        rows["seq_ratio_squared"] = rows["ratio"].square()
     else:
-        log_ratio = stage.aggregated()
-        ratio = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
-        ratio_rows = dict(_ratio_rows(stage, log_ratio, ratio, None))
-    rows |= ratio_rows
-    rows["ratio_squared"] = ratio_rows["ratio"].square()
+        ratio = stage.unit_ratio
+        rows |= {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
+        rows["unit_ratio_squared"] = rows["unit_ratio"].square()
+        low, high = _clamp(stage)
+        rows["clamped"] = (rows["unit_ratio"] if stage.center else ratio).clamp(low - stage.center, high - stage.center)
+        rows["clamped_squared"] = rows["clamped"].square()
+    if stage.level != "sequence":  # there it is the unit's
+        rows["product_square"] = bounded_exp(stage.sums_N["log_ratio"]).square_()
+    if stage.bounds is not None:
+        rows |= _outside_rows(stage)
+    if config.metrics == "full":
+        rows |= _criterion_rows(stage, has)
     return rows
 
 
-def _perplexities(train: Tensor, log_ratio: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """exp of −mean log-prob, and of minus the mean log-ratio: the perplexities and their ratio."""
-    means = {"training_ppl": train, "rollout_ppl": rollout, "ppl_ratio": log_ratio}
-    values = torch.stack(list(means.values())).neg_().clamp_(max=SAFETY_BOUND).exp_()
-    return dict(zip(means, values.unbind(0), strict=True))
+def _outside_rows(stage: Stage) -> dict[str, Tensor]:
+    """Whether a unit is above or below the bounds that act; at token level also whether a sequence's mean ρ is."""
+    bounds = stage.bounds
+    assert bounds is not None
+    if bounds.level == "token":
+        ratio = stage.means_N["ratio"]
+        verdicts = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
+        return {"high": stage.means_N["high"], "low": stage.means_N["low"], **verdicts}
+    log_ratio = stage.aggregated(bounds.level)
+    return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
-def _ratio_rows(stage: Stage, log_ratio: Tensor, ratio: Tensor, padding: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """ρ − 1; c − center with c = ρ clamped to [1/hi, hi]; its square; whether l is above or below the bounds.
+def _token_criteria(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+    """What each token criterion measures, and what is above its bounds if it has two; extremes go to the stage."""
+    tokens = stage.tokens
+    for criterion in stage.config.criteria:
+        if criterion.aggregate != "token":
+            continue
+        value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
+        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, tokens.padding)
+        stage.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
+        low, high = criterion.log_bounds
+        if low is not None and high is not None:
+            yield f"above_{criterion.name}", (value > high).logical_and_(stage.packed.loss_mask)
+        if criterion.in_log_space:
+            value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
+        yield f"value_{criterion.name}", value
 
-    [T] with padding, where everything must be 0, or [N].
-    """
-    tis = stage.config.tis
 
-    def cleared(value: Tensor, is_zero: bool) -> Tensor:
-        return value if padding is None or is_zero else value.masked_fill_(padding, 0)
+def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
+    """The same of every criterion, one number a sequence. What is outside and not above is below."""
+    rows: dict[str, Tensor] = {}
+    for criterion in stage.config.criteria:
+        name = criterion.name
+        low, high = criterion.log_bounds
+        if criterion.aggregate == "token":
+            found = [key for side in ("value", "above") if (key := f"{side}_{name}") in stage.means_N]
+            rows |= {key: stage.means_N[key] for key in found}
+            continue
+        value = stage.values_N[name].masked_fill(has.logical_not(), 0.0)
+        if low is not None and high is not None:
+            rows[f"above_{name}"] = value > high
+        if criterion.in_log_space:
+            value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1()
+        rows[f"value_{name}"] = value
+    return rows
 
-    yield "ratio", ratio
-    low, high = sorted((1.0 / tis.upper, tis.upper))
-    clamped = ratio.clamp(low - 1.0, high - 1.0) if stage.center else bounded_exp(log_ratio).clamp_(low, high)
-    clamped = cleared(clamped, stage.center > 0)
+
+def _perplexities(train: Tensor, rollout: Tensor) -> dict[str, Tensor]:
+    """exp of minus the mean log-prob, at most e^20."""
+    values = torch.stack([train, rollout]).neg_().clamp_(max=SAFETY_BOUND).exp_()
+    return dict(zip(("training_ppl", "rollout_ppl"), values.unbind(0), strict=True))
+
+
+def _clamp(stage: Stage) -> tuple[float, float]:
+    """[1/hi, hi], also where hi is below 1."""
+    upper = stage.config.tis.upper
+    low, high = sorted((1.0 / upper, upper))
+    return low, high
+
+
+def _clamped_tokens(stage: Stage, ratio: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """c − center, with c = ρ clamped to [1/hi, hi], and its square, [T], 0 at padding. ratio: ρ − 1."""
+    low, high = _clamp(stage)
+    if stage.center:
+        clamped = ratio.clamp(low - 1.0, high - 1.0)
+    else:
+        clamped = bounded_exp(stage.tokens.log_ratio).clamp_(low, high).masked_fill_(stage.tokens.padding, 0)
     yield "clamped", clamped
-    wide = torch.empty_like(clamped, dtype=torch.float64) if padding is None else stage.wide_T
-    yield "clamped_squared", wide.copy_(clamped).square_()
-    yield "high", cleared(log_ratio > math.log(tis.upper), tis.upper >= 1.0)
-    yield "low", cleared(log_ratio < (math.log(tis.lower) if tis.lower > 0 else -math.inf), tis.lower <= 1.0)
+    yield "clamped_squared", stage.wide_T.copy_(clamped).square_()
 
 
 def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
@@ -166,15 +220,23 @@ def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
     whose factors differ, after it.
     """
     if stage.weights_N is not None:
-        weight = stage.weights_N * kept
-        squared = stage.weights_N * weight
+        unit = _normalized(stage, stage.weights_N)
+        weight = unit * kept
+        squared, deviation = unit * weight, (unit - 1.0).square_() * kept
     elif stage.weights_T is not None:
         used = kept > 0
         weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
+        deviation = stage.means_N["weight_deviation"] * used
+        if stage.factor is not None and stage.config.tis.batch_normalize_scope == "micro_batch":
+            # Σ (w/f − 1)² from the sums about w = 1.
+            first = weight - kept
+            deviation = deviation + 2.0 * (1.0 - stage.factor) * first + (1.0 - stage.factor) ** 2 * kept
+            deviation = deviation / stage.factor**2
+            weight, squared = weight / stage.factor, squared / stage.factor**2
     else:
         return {}
-    weight, squared = _normalized(stage, weight), _normalized(stage, _normalized(stage, squared))
-    return {"weight": weight, "weight_squared": squared, "seq_weight_squared": weight.square()}
+    rows = {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
+    return rows | {"seq_weight_squared": weight.square()}
 
 
 def _normalized(stage: Stage, values: Tensor) -> Tensor:
@@ -217,9 +279,13 @@ def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
             both["ratio_seq"] = stage.means_N["ratio"]
         else:
             both["log_aggregate"] = stage.aggregated()
+        if stage.config.metrics == "full":
+            both |= {f"value_{name}": value for name, value in stage.values_N.items()}
     if stage.weights_N is not None:
         above["weight"] = _normalized(stage, stage.weights_N.masked_fill(stage.kept_N == 0, 0.0))
     parts = [_extremes(both, above, has.logical_not())]
+    if stage.token_extremes:
+        parts.append((list(stage.token_extremes), torch.stack(list(stage.token_extremes.values()))))
     if stage.measured and stage.level == "token":
         parts.append(_extremes({"log_aggregate": stage.tokens.log_ratio}, {}, stage.tokens.padding))
     if stage.weights_T is not None:

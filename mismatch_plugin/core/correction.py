@@ -119,9 +119,11 @@ def compute_correction(
     stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
 
     # Decisions and weights that need the whole sequence.
-    stage.outside_N = reject_sequences(config, stage.sums_N, stage.means_N, stage.maxima_N)
+    stage.outside_N, stage.values_N = reject_sequences(config, stage.sums_N, stage.means_N, stage.maxima_N)
     if config.weighted and stage.level != "token":
-        stage.weights_N, stage.outside_mode_N = bound_weight(stage.aggregated(), tis.mode, tis.lower, tis.upper)
+        stage.weights_N, stage.outside_mode_N = bound_weight(
+            stage.aggregated(), tis.mode, tis.lower, tis.upper, ratio=stage.unit_ratio
+        )
     rejected_N = any_of([*stage.outside_N.values(), stage.outside_mode_N])
     stage.kept_N = stage.tokens_N if rejected_T is None else stage.tokens_N - stage.sums_N["rejected"]
     if rejected_N is not None:

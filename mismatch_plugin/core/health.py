@@ -1,30 +1,19 @@
-"""Health check of a step's metrics: the guide's warnings and the length trap, each with what to change."""
+"""Health check of a step's metrics, as a table of rules: how large the mismatch of the data is, and what is left of it
+after the correction. Thresholds: rollout-correction guide, but for those whose comment says otherwise."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics import PREFIX
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
-
-@dataclass(frozen=True)
-class HealthWarning:
-    """One finding: which metric, its value, what it means and what to do."""
-
-    metric: str
-    value: float
-    meaning: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{self.metric} = {self.value:.3g}: {self.meaning}. {self.advice}"
-
+About = Literal["data", "correction", "fault"]
 
 MEAN_RANGE = (0.5, 2.0)
 MIN_EFFECTIVE_SAMPLE_SIZE = 0.3
@@ -32,125 +21,181 @@ MAX_VETO_FRACTION = 0.1
 MAX_STD = 1.0
 MAX_KL = 0.1
 MAX_CHI2 = 1.0
+MIN_UNITS = 30
+"""Ours: below this many sequences the moments of their products say nothing."""
 VANISHING_LOG_WEIGHT = -2.0
+"""Ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14."""
+MIN_ACCEPTED = 0.5
+"""Ours: a filter that drops more than it keeps."""
 MAX_INVALID_SHARE = 0.01
-"""Rollout log-probs that are none, as a share of the response tokens: single ones happen, more is a fault."""
+"""Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
-"""After batch normalisation a weight above this many times hi is a warning."""
+"""Ours: after batch normalisation a weight above this many times hi."""
 
-_CHOOSE = "Choose a correction: token weights bound the ratio, or reject outliers."
-"""Instead of advice on bounds where none acts."""
-_SOURCES = "Check that both engines run the same weights, tokens, temperature and filters"
+
+@dataclass(frozen=True)
+class HealthWarning:
+    """One finding: which metric, its value, what it means, what to do, and what it is about.
+
+    about: `data` = the mismatch itself, which no correction changes; `correction` = what is left after this one;
+    `fault` = numbers that cannot be trusted.
+    """
+
+    metric: str
+    value: float
+    meaning: str
+    advice: str
+    about: About = "data"
+
+    def __str__(self) -> str:
+        return f"{self.metric} = {self.value:.3g}: {self.meaning}. {self.advice}"
+
+
+_Judge = Callable[[Mapping[str, float], "MismatchConfig"], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A metric warns where it `is_wrong`, if the rule `applies` to this step and configuration (metrics are given
+    without their prefix). when: the threshold in words. only: to what the rule applies, in words."""
+
+    metric: str
+    about: About
+    is_wrong: Callable[[float], bool]
+    when: str
+    meaning: str
+    advice: str
+    applies: _Judge = lambda metrics, config: True
+    only: str = ""
+
+
+def _enough_units(metrics: Mapping[str, float], config: MismatchConfig) -> bool:
+    return metrics.get("sequences", 0.0) >= MIN_UNITS
+
+
+def _weighted_at(*levels: str) -> _Judge:
+    return lambda metrics, config: config.weighted and config.tis.level in levels
+
+
+def _mostly_kept(judge: _Judge) -> _Judge:
+    """Where most is rejected, that is what to change first."""
+    return lambda metrics, config: judge(metrics, config) and metrics.get("accepted_token_fraction", 1.0) > MIN_ACCEPTED
+
+
+_SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin check)"
+_FIND = f"{_SOURCES}."
+_PRODUCTS = (
+    "A product of ratios spreads with the length of the response: choose geometric or token level, or find the shift "
+    "that all tokens share."
+)
+_SPREAD = "Lower the upper bound, or raise the lower one with mode clip; at sequence level choose geometric or token."
+_ESS = f"below {MIN_EFFECTIVE_SAMPLE_SIZE:g}"
+_MEAN = f"below {MEAN_RANGE[0]:g} or above {MEAN_RANGE[1]:g}"
+_UNITS = f"from {MIN_UNITS} sequences on; not at token level"
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    Rule("kl", "data", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}", "the two policies are far apart",
+         f"{_SOURCES}; lower the staleness of the rollouts."),
+    Rule("rollout_is_ratio_mean", "data", lambda v: not MEAN_RANGE[0] <= v <= MEAN_RANGE[1], _MEAN,
+         "the mean ratio of the tokens is far from 1: a systematic shift, not noise", _FIND),
+    Rule("rollout_is_ratio_std", "data", lambda v: v > MAX_STD, f"above {MAX_STD:g}",
+         "the ratios of the tokens spread widely", _FIND),
+    Rule("rollout_is_ratio_eff_sample_size", "data", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "a few tokens hold most of the ratio's mass", _FIND),
+    Rule("chi2_token", "data", lambda v: v > MAX_CHI2, f"above {MAX_CHI2:g}",
+         "the ratio's second moment is so large that its mean is unreliable", _FIND),
+    Rule("rollout_is_ratio_unit_mean", "data", lambda v: not MEAN_RANGE[0] <= v <= MEAN_RANGE[1], _MEAN,
+         "the mean ratio of the sequences is far from 1", _PRODUCTS, _enough_units, _UNITS),
+    Rule("rollout_is_ratio_unit_std", "data", lambda v: v > MAX_STD, f"above {MAX_STD:g}",
+         "the ratios of the sequences spread widely", _PRODUCTS, _enough_units, _UNITS),
+    Rule("rollout_is_ratio_unit_eff_sample_size", "data", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "a few sequences hold most of the ratio's mass", _PRODUCTS, _enough_units, _UNITS),
+    Rule("rollout_is_weight_after_mean", "correction", lambda v: v < MEAN_RANGE[0], f"below {MEAN_RANGE[0]:g}",
+         "the weights shrink the gradient to less than half",
+         "--tis-batch-normalize keeps the step size; the shift itself is in the data.",
+         lambda metrics, config: config.weighted and not config.tis.batch_normalize, "weights not normalised"),
+    Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_at("token")),
+         "weights at token level, most tokens kept"),
+    Rule("rollout_is_weight_after_seq_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_at("sequence", "geometric")),
+         "weights at sequence and geometric level, most tokens kept"),
+    Rule("seq_log_ratio_mean", "correction", lambda v: v < VANISHING_LOG_WEIGHT, f"below {VANISHING_LOG_WEIGHT:g}",
+         "the mean log-ratio times the length makes product weights vanish",
+         "Long responses lose their gradient: use geometric or token level, or find the shift that all tokens share.",
+         _weighted_at("sequence"), "weights at sequence level"),
+    Rule("rollout_is_veto_fraction", "correction", lambda v: v > MAX_VETO_FRACTION, f"above {MAX_VETO_FRACTION:g}",
+         "many sequences are vetoed",
+         "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),
+    Rule("accepted_token_fraction", "correction", lambda v: v < MIN_ACCEPTED, f"below {MIN_ACCEPTED:g}",
+         "most tokens are rejected",
+         "Widen the bounds: --mismatch-metrics full shows each criterion's values, --mismatch-dry-run what a bound "
+         "would keep.",
+         lambda metrics, config: not metrics.get("all_rejected"), "something is left"),
+    Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
+         "Widen the bounds; try them with --mismatch-dry-run first.",
+         lambda metrics, config: not config.dry_run, "not in a dry run"),
+)
+# fmt: on
+_BLOWN = Rule(
+    "rollout_is_weight_after_max",
+    "correction",
+    lambda v: v > MAX_NORMALIZED_WEIGHT,  # in upper bounds
+    f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds",
+    "normalisation blew a weight up",
+    "Nearly everything else was bounded to little: raise the lower bound.",
+    only="batch normalisation",
+)
+_INVALID = Rule(
+    "invalid_{kind}",
+    "fault",
+    lambda v: v > MAX_INVALID_SHARE,  # as a share of the tokens
+    f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds together",
+    "rollout log-probs are invalid",
+    "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.",
+)
+_NOT_FINITE = Rule(
+    "kl, pg_loss",
+    "fault",
+    lambda v: not math.isfinite(v),
+    "NaN or infinite",
+    "it is not finite",
+    "Look for NaN in the training side's log-probs and advantages.",
+)
+
+
+def all_rules() -> tuple[Rule, ...]:
+    """Every rule, for the documentation's table."""
+    return (*RULES[:-2], _BLOWN, *RULES[-2:], _INVALID, _NOT_FINITE)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
     """Warnings for one step's metrics, empty where all is well. A metric that is not there is not judged.
 
-    Thresholds: rollout-correction guide (mean weight outside [0.5, 2], effective sample size < 0.3, veto > 10 %,
-    deviation > 1, |KL| > 0.1, χ² > 1), and the length trap: E[Σ l] < −2 means a product weight of e^−2 or less.
-    Where weights are applied the used ones (`…_weight_after_*`) are judged, else the ratio.
+    Data first (how large the mismatch is), then the correction (what is left of it), then faults. Nothing is judged by
+    `rollout_is_std` and `rollout_is_eff_sample_size`, which the clamp to [1/hi, hi] keeps in their range.
     """
-    found: list[HealthWarning] = []
-    if metrics.get(f"{PREFIX}tokens") == 0:
-        return found
-    weight = "rollout_is_weight_after_" if f"{PREFIX}rollout_is_weight_after_mean" in metrics else "rollout_is_"
-
-    corrected = config.weighted or config.rejects
-    narrow = "Lower the upper bound, or go from sequence to geometric or token level." if config.weighted else _CHOOSE
-
-    def judge(name: str, wrong: bool, meaning: str, advice: str) -> None:
-        if wrong:
-            found.append(HealthWarning(PREFIX + name, metrics[PREFIX + name], meaning, advice))
-
-    def value(name: str) -> float | None:
-        return metrics.get(PREFIX + name)
-
-    mean = value(f"{weight}mean")
-    if mean is not None:
-        judge(
-            f"{weight}mean",
-            not MEAN_RANGE[0] <= mean <= MEAN_RANGE[1],
-            "the mean weight is far from 1",
-            f"A systematic shift, not noise: {_SOURCES.lower()}"
-            + ("; until then batch_normalize keeps the step size." if config.weighted else "."),
-        )
-    size = value(f"{weight}eff_sample_size")
-    if size is not None:
-        judge(
-            f"{weight}eff_sample_size",
-            size < MIN_EFFECTIVE_SAMPLE_SIZE,
-            "few tokens carry the gradient",
-            narrow,
-        )
-    veto = value("rollout_is_veto_fraction")
-    if veto is not None:
-        judge(
-            "rollout_is_veto_fraction",
-            veto > MAX_VETO_FRACTION,
-            "many sequences are vetoed",
-            "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold.",
-        )
-    std = value(f"{weight}std")
-    if std is not None:
-        judge(
-            f"{weight}std",
-            std > MAX_STD,
-            "weights spread widely",
-            narrow,
-        )
-    kl = value("kl")
-    if kl is not None:
-        judge(
-            "kl",
-            abs(kl) > MAX_KL,
-            "the two policies are far apart",
-            f"{_SOURCES}; lower the staleness of the rollouts.",
-        )
-    for name in ("chi2_token", "chi2_seq") if config.tis.level == "sequence" else ("chi2_token",):
-        chi2 = value(name)
-        if chi2 is not None:
-            judge(
-                name,
-                chi2 > MAX_CHI2,
-                "the ratio's second moment is large, so its mean is unreliable",
-                "Lower the upper bound or reject outliers (a geometric or sequence_max criterion)."
-                if corrected
-                else _CHOOSE,
-            )
-    tokens, invalid = value("tokens"), _invalid(metrics)
-    if tokens and invalid and sum(invalid.values()) > MAX_INVALID_SHARE * tokens:
+    values = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
+    if values.get("tokens") == 0:
+        return []
+    found = [
+        _warning(rule, rule.metric, values[rule.metric])
+        for rule in RULES
+        if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
+    ]
+    largest = values.get(_BLOWN.metric)
+    if largest is not None and config.tis.batch_normalize and _BLOWN.is_wrong(largest / config.tis.upper):
+        found.append(_warning(_BLOWN, _BLOWN.metric, largest))
+    tokens = values.get("tokens")
+    invalid = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
+    if tokens and invalid and _INVALID.is_wrong(sum(invalid.values()) / tokens):
         worst = max(invalid, key=lambda name: invalid[name])
-        judge(
-            worst,
-            True,
-            f"{sum(invalid.values()):g} of {tokens:g} rollout log-probs are no log-probs",
-            "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.",
-        )
-    for name in ("kl", "pg_loss"):
-        if (broken := value(name)) is not None and not math.isfinite(broken):
-            judge(name, True, "it is not finite", "Look for NaN in the training side's log-probs and advantages.")
-    log_weight = value("seq_log_ratio_mean")
-    if log_weight is not None and config.weighted and config.tis.level == "sequence":
-        judge(
-            "seq_log_ratio_mean",
-            log_weight < VANISHING_LOG_WEIGHT,
-            "the mean log-ratio times the length makes product weights vanish",
-            "Long responses lose their gradient: use geometric or token level, or find the systematic shift.",
-        )
-    largest = value("rollout_is_weight_after_max")
-    if largest is not None and config.tis.batch_normalize:
-        judge(
-            "rollout_is_weight_after_max",
-            largest > MAX_NORMALIZED_WEIGHT * config.tis.upper,
-            "normalisation blew a weight up",
-            "Nearly everything else was bounded to little: raise the lower bound.",
-        )
-    if value("all_rejected") and not config.dry_run:
-        judge("all_rejected", True, "nothing is left in the loss", "Widen the bounds; try them with dry_run first.")
-    return found
+        meaning = f"{sum(invalid.values()):g} of {tokens:g} {_INVALID.meaning}"
+        found.append(HealthWarning(PREFIX + worst, invalid[worst], meaning, _INVALID.advice, "fault"))
+    broken = [name for name in _NOT_FINITE.metric.split(", ") if _NOT_FINITE.is_wrong(values.get(name, 0.0))]
+    return found + [_warning(_NOT_FINITE, name, values[name]) for name in broken]
 
 
-def _invalid(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Counts of rollout log-probs that are none, by metric, without the prefix."""
-    start = f"{PREFIX}invalid_"
-    return {name.removeprefix(PREFIX): count for name, count in metrics.items() if name.startswith(start) and count}
+def _warning(rule: Rule, metric: str, value: float) -> HealthWarning:
+    return HealthWarning(PREFIX + metric, value, rule.meaning, rule.advice, rule.about)

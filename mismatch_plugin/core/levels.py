@@ -6,15 +6,24 @@ Reference for the levels: rollout-correction guide, section 3.3; Liu & Li et al.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to ±20 before `exp`: e^20 ≈ 4.9e8 is finite in every dtype used here."""
 
-MAX_CENTERED = 100.0
-"""Upper bound up to which clamped ratios are carried as ρ − 1; beyond it 1 + (ρ − 1) would cancel for small ρ."""
+_MAX_CENTERED = 100.0
+
+
+def center(config: MismatchConfig) -> float:
+    """What is subtracted from ratios clamped to [1/hi, hi] before they are summed: 1, which keeps the digits of their
+    deviation where the engines nearly agree. 0 for hi above 100, where 1 + (c − 1) would lose those of a small c."""
+    return 1.0 if config.tis.upper <= _MAX_CENTERED else 0.0
 
 
 def segment_sum(values_T: Tensor, offsets: Tensor) -> Tensor:

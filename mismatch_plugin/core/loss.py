@@ -197,9 +197,11 @@ def token_losses(
 
 
 def clip_columns(log_r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
-    """Clipped tokens on either side (where the clip is active for the advantage's sign), and −log r."""
+    """Tokens where the clip is active for the advantage's sign, by side; those cut by the dual clip; and −log r."""
     bounded = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     r = bounded.exp()
+    if clip.dual_clip is not None:
+        yield "clip_dual", (r > clip.dual_clip).logical_and_(advantages < 0)
     yield "clip_high", (r > 1.0 + clip.eps_clip_high).logical_and_(advantages > 0)
     yield "clip_low", (r < 1.0 - clip.eps_clip_low).logical_and_(advantages < 0)
     yield "ppo_kl", bounded.neg_()

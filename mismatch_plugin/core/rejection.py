@@ -56,7 +56,9 @@ def k3(log_ratio: Tensor) -> Tensor:
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """KL(Bern(p) ‖ Bern(q)) = H(p, q) − H(p, p), probabilities kept away from 0 and 1. Six kernels."""
     p, q = torch.stack([log_p, log_q]).exp_().clamp_(PROBABILITY_FLOOR, 1.0 - PROBABILITY_FLOOR).unbind(0)
-    return binary_cross_entropy(q, p, reduction="none").sub_(binary_cross_entropy(p, p, reduction="none"))
+    cross_entropy = binary_cross_entropy(q, p, reduction="none")
+    entropy = torch.ops.aten.binary_cross_entropy.out(p, p, None, 0, out=q)  # q's memory: one tensor less at the peak
+    return cross_entropy.sub_(entropy)
 
 
 def reject_tokens(config: MismatchConfig, tokens: Tokens) -> dict[str, Tensor]:
@@ -96,13 +98,14 @@ def maximum_columns(config: MismatchConfig, tokens: Tokens) -> Iterator[tuple[st
 
 def reject_sequences(
     config: MismatchConfig, sums_N: dict[str, Tensor], means_N: dict[str, Tensor], maxima_N: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    """For each sequence criterion, by name, and for `veto` and `invalid`: [N] bool, True where it rejects.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """For each sequence criterion, by name, and for `veto` and `invalid`: [N] bool, True where it rejects; and what
+    each criterion compared, [N].
 
     sums_N, means_N: Σ m x and Σ m x / Σ m of each column ("log_ratio" for ratio and k1); maxima_N by criterion name.
     What a sequence without response tokens gets is arbitrary: it counts nowhere.
     """
-    outside = {}
+    outside, values = {}, {}
     for criterion in config.criteria:
         if criterion.aggregate == "token":
             continue
@@ -111,9 +114,10 @@ def reject_sequences(
         else:
             columns = sums_N if criterion.aggregate == "sequence_sum" else means_N
             value = columns["log_ratio" if criterion.in_log_space else criterion.statistic]
+        values[criterion.name] = value
         outside[criterion.name] = outside_bounds(value, *criterion.log_bounds)
     if config.rs.veto_threshold is not None:
         outside["veto"] = sums_N["catastrophic"] > 0
     if "invalid" in sums_N:
         outside["invalid"] = sums_N["invalid"] > 0
-    return outside
+    return outside, values

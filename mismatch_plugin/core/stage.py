@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import MAX_CENTERED, aggregate_log_ratio
+from mismatch_plugin.core.acting_bounds import acting_bounds
+from mismatch_plugin.core.levels import aggregate_log_ratio, bounded_exp, center
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.validity import Locator, find_invalid
@@ -42,8 +43,8 @@ class Stage:
     def __init__(self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, train_T: Tensor) -> None:
         self.config, self.packed, self.tokens = config, packed, tokens
         self.level = config.tis.level if config.tis.level != "none" else "token"
-        # std and ESS are of ρ clamped to [1/hi, hi], carried as ρ − 1 where token sums are in low precision.
-        self.center = 1.0 if self.level == "token" and config.tis.upper <= MAX_CENTERED else 0.0
+        self.bounds = acting_bounds(config)
+        self.center = center(config)
         self.measured = config.metrics != "off" and tokens.code is not None
         self.weights_T: Tensor | None = None
         self.weights_N: Tensor | None = None
@@ -51,6 +52,8 @@ class Stage:
         self.outside_mode_N: Tensor | None = None
         self.outside_criteria_T: dict[str, Tensor] = {}
         self.outside_N: dict[str, Tensor] = {}
+        self.values_N: dict[str, Tensor] = {}  # what a sequence criterion compares, by name
+        self.token_extremes: dict[str, Tensor] = {}  # maxima of a token criterion's statistic, "-name" for minima
         self.sums_N: dict[str, Tensor] = {}
         self.means_N: dict[str, Tensor] = {}
         self.maxima_N: dict[str, Tensor] = {}
@@ -65,6 +68,11 @@ class Stage:
         """[T] float64, for one column after the other."""
         return torch.empty_like(self.tokens.log_ratio, dtype=torch.float64)
 
+    @cached_property
+    def unit_ratio(self) -> Tensor:
+        """[N] float64 (so that ρ − 1 keeps its digits): ρ of each sequence, within e^±20. Not at token level."""
+        return bounded_exp(self.aggregated())
+
     @property
     def masks_tokens(self) -> bool:
         """True where criteria or mask mode reject single tokens."""
@@ -77,9 +85,10 @@ class Stage:
         self.divisor_N = self.tokens_N.clamp(min=1)
         self.means_N = dict(zip(names, (partials_KN / self.divisor_N).unbind(0), strict=True))
 
-    def aggregated(self) -> Tensor:
-        """The diagnostics' aggregated log-ratio, unclamped: [T] at token level, else [N]."""
-        return aggregate_log_ratio(self.level, self.tokens.log_ratio, self.sums_N["log_ratio"], self.tokens_N)
+    def aggregated(self, level: str | None = None) -> Tensor:
+        """The aggregated log-ratio of a level (the diagnostics' one), unclamped: [T] at token level, else [N]."""
+        level = self.level if level is None else level
+        return aggregate_log_ratio(level, self.tokens.log_ratio, self.sums_N["log_ratio"], self.tokens_N)
 
     def batch_factor(self) -> Tensor:
         """Mean weight of this batch (0-d, float64), the same on every rank of a context-parallel group."""

@@ -28,24 +28,29 @@ def outside_bounds(
 
 
 def bound_weight(
-    log_ratio: Tensor, mode: str, lower: float, upper: float, padding: Tensor | None = None
+    log_ratio: Tensor,
+    mode: str,
+    lower: float,
+    upper: float,
+    padding: Tensor | None = None,
+    ratio: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The weight of a mode, and for `mask` which units are outside (None for the other modes).
 
     truncate: min(ρ, hi) · clip: min(max(ρ, lo), hi) · mask: ρ where lo ≤ ρ ≤ hi, else 0.
-    log_ratio: any shape, unclamped, zero where padded (there nothing is outside). Host syncs: none. Gradient: none
-    (call it without one).
+    log_ratio: any shape, unclamped, zero where padded (there nothing is outside). ratio: `bounded_exp` of it, where the
+    caller has it. Host syncs: none. Gradient: none (call it without one).
     """
-    ratio = bounded_exp(log_ratio)
+    ratio = bounded_exp(log_ratio) if ratio is None else ratio
     if mode == "truncate":
-        return ratio.clamp_(max=upper), None
+        return ratio.clamp(max=upper), None
     if mode == "clip":
-        return ratio.clamp_(min=lower, max=upper), None
+        return ratio.clamp(min=lower, max=upper), None
     if mode == "mask":
         log_lower = math.log(lower) if lower > 0 else None
         outside = outside_bounds(log_ratio, log_lower, math.log(upper), padding)
         # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
-        return ratio.clamp_(min=lower, max=upper).masked_fill_(outside, 0.0), outside
+        return ratio.clamp(min=lower, max=upper).masked_fill_(outside, 0.0), outside
     raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")
 
 

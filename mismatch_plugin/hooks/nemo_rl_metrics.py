@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.acting_bounds import acting_bounds
 from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics import PREFIX
 
@@ -19,26 +20,26 @@ _Sums = Mapping[str, float]
 _MEANS: dict[str, tuple[str, str, Callable[[_Sums], float]]] = {
     "kl": (_TOKENS, "log_ratio", lambda s: -s["log_ratio@tokens"]),
     "k3_kl": (_TOKENS, "k3", lambda s: s["k3@tokens"]),
-    "chi2_token": (_TOKENS, "chi2", lambda s: s["chi2@tokens"]),
-    "chi2_seq": (_SEQUENCES, "chi2_seq", lambda s: s["chi2_seq@sequences"]),
+    "chi2_token": (_TOKENS, "ratio_squared", lambda s: s["ratio_squared@tokens"] + 2.0 * s["ratio@tokens"]),
     "training_ppl": (_SEQUENCES, "training_ppl", lambda s: s["training_ppl@sequences"]),
     "rollout_ppl": (_SEQUENCES, "rollout_ppl", lambda s: s["rollout_ppl@sequences"]),
-    "ppl_ratio": (_SEQUENCES, "ppl_ratio", lambda s: s["ppl_ratio@sequences"]),
     "training_log_ppl": (_SEQUENCES, "train", lambda s: -s["train@sequences"]),
     "rollout_log_ppl": (_SEQUENCES, "rollout", lambda s: -s["rollout@sequences"]),
     "log_ppl_diff": (_SEQUENCES, "log_ratio", lambda s: -s["log_ratio@sequences"]),
     "log_ppl_abs_diff": (_SEQUENCES, "log_ratio_abs", lambda s: s["log_ratio_abs@sequences"]),
-    "rollout_is_mean": (_TOKENS, "ratio", lambda s: s["ratio@tokens"] + s["one@tokens"]),  # a row holds ρ − 1
+    "rollout_is_ratio_mean": (_TOKENS, "ratio", lambda s: s["ratio@tokens"] + s["one@tokens"]),  # a row holds ρ − 1
     "rollout_is_masked_fraction": (_TOKENS, "masked", lambda s: s["masked@tokens"]),
     "rollout_is_seq_masked_fraction": (_SEQUENCES, "masked_any", lambda s: s["masked_any@sequences"]),
     "rollout_is_veto_fraction": (_SEQUENCES, "vetoed", lambda s: s["vetoed@sequences"]),
     "accepted_token_fraction": (_TOKENS, "kept", lambda s: s["kept@tokens"]),
     "accepted_seq_fraction": (_SEQUENCES, "kept_any", lambda s: s["kept_any@sequences"]),
-    "pg_clipfrac": (_TOKENS, "clip_high", lambda s: s["clip_high"]),
-    "pg_clipfrac_lower": (_TOKENS, "clip_low", lambda s: s["clip_low"]),
+    "pg_clipfrac": (_TOKENS, "clip_high", lambda s: s["clip_high"] + s["clip_low"]),
+    "pg_clipfrac_lower": (_TOKENS, "clip_high", lambda s: s.get("clip_dual", 0.0)),
+    "pg_clipfrac_high_side": (_TOKENS, "clip_high", lambda s: s["clip_high"]),
+    "pg_clipfrac_low_side": (_TOKENS, "clip_low", lambda s: s["clip_low"]),
     "ppo_kl": (_TOKENS, "ppo_kl", lambda s: s["ppo_kl"]),
 }
-_LEVEL_MEANS = {"rollout_is_ratio_fraction_high": "high", "rollout_is_ratio_fraction_low": "low"}
+_OUTSIDE = {"rollout_is_ratio_fraction_high": "high", "rollout_is_ratio_fraction_low": "low"}
 
 
 def summable_metrics(
@@ -87,8 +88,14 @@ def normalizers(config: MismatchConfig, token_level: bool) -> dict[str, str]:
 
 
 def _means(config: MismatchConfig) -> dict[str, tuple[str, str, Callable[[_Sums], float]]]:
-    """All metrics of this configuration; two are over tokens or sequences as the level says."""
-    by_token = config.tis.level in ("token", "none")
-    divisor, measure = (_TOKENS, "tokens") if by_token else (_SEQUENCES, "sequences")
-    level = {name: (divisor, row, lambda s, row=row: s[f"{row}@{measure}"]) for name, row in _LEVEL_MEANS.items()}
-    return {**_MEANS, **level}
+    """All metrics of this configuration; two are over tokens or sequences as the bounds that act say."""
+    row = "ratio" if config.tis.level in ("token", "none") else "unit_ratio"
+    means = {**_MEANS, "rollout_is_mean": (_TOKENS, row, lambda s: s[f"{row}@tokens"] + s["one@tokens"])}
+    square = "unit_square" if config.tis.level == "sequence" else "product_square"
+    means["chi2_seq"] = (_SEQUENCES, square, lambda s: s[f"{square}@sequences"] - s["one@sequences"])
+    bounds = acting_bounds(config)
+    if bounds is not None:
+        divisor, measure = (_TOKENS, "tokens") if bounds.level == "token" else (_SEQUENCES, "sequences")
+        for name, verdict in _OUTSIDE.items():
+            means[name] = (divisor, verdict, lambda s, verdict=verdict: s[f"{verdict}@{measure}"])
+    return means

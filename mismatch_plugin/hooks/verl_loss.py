@@ -11,7 +11,7 @@ from mismatch_plugin.core.objectives import ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
 
-_NOT_AVERAGED = ("_max", "_min", "_std", "_deviation", "_eff_sample_size", "/tokens", "/sequences")
+_NOT_AVERAGED = ("_max", "_min", "_std", "_deviation", "_eff_sample_size", "ppl_ratio", "/tokens", "/sequences")
 """Endings of metrics of which the mean over micro-batches, all that verl takes of a loss's metrics, means nothing."""
 
 

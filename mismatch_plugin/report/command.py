@@ -45,7 +45,8 @@ def inspect(
         tables = [result.table] if result.full is None else [result.table, result.full]
         rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
         warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
-        body = {"steps": result.steps, "sound": result.sound, "verdict": result.verdict, "warnings": warnings}
+        body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
+        body["warnings"] = warnings
         typer.echo(to_json({**body, "metrics": rows}, indent=2))
     else:
         from rich.console import Console

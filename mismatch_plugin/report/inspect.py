@@ -1,4 +1,4 @@
-"""`mismatch-plugin inspect`: what the metrics of a run say about its mismatch, in one table and one verdict."""
+"""`mismatch-plugin inspect`: what the metrics of a run say about its mismatch, in one table and two verdicts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ ROWS = (
     "kl",
     "k3_kl",
     "log_ppl_diff",
+    "rollout_is_ratio_mean",
+    "rollout_is_ratio_std",
+    "rollout_is_ratio_eff_sample_size",
+    "rollout_is_ratio_unit_mean",
+    "rollout_is_ratio_unit_std",
+    "rollout_is_ratio_unit_eff_sample_size",
     "rollout_is_mean",
     "rollout_is_std",
     "rollout_is_eff_sample_size",
@@ -37,23 +43,30 @@ _FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level ==
 """How the names of full metrics begin."""
 QUIET_KL = 1e-3
 """Below this many nats a token two engines of one precision usually are."""
+CHECK_KL = 1e-2
+"""From here on more than precision may be at work: other weights, filters, temperature."""
 
 
 @dataclass(frozen=True)
 class Inspection:
     """steps: how many. full: the full metrics, None where the run wrote none. warnings: of each kind the newest, with
-    the number of steps that gave it."""
+    the number of steps that gave it. data: how large the mismatch is. correction: what is left of it.
+
+    sound: no number is broken, the correction has no warning, and a large mismatch is not left uncorrected.
+    """
 
     steps: int
     table: Table
     full: Table | None
     warnings: tuple[tuple[HealthWarning, int], ...]
-    verdict: str
+    data: str
+    correction: str
+    sound: bool
 
     @property
-    def sound(self) -> bool:
-        """Whether the newest steps give no warning."""
-        return not self.warnings
+    def verdict(self) -> str:
+        """Both verdicts, a line each."""
+        return f"data: {self.data}\ncorrection: {self.correction}"
 
 
 def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) -> Inspection:
@@ -78,7 +91,11 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
     names = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
     full = _table("full metrics", names, steps, recent) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
-    return Inspection(len(steps), table, full, warnings, _verdict(recent, warnings, config))
+    about = Counter(warning.about for warning, _ in warnings)
+    corrected = _corrects(config)
+    sound = not about["fault"] and not about["correction"] and (corrected or not about["data"])
+    data, correction = _data_verdict(recent, warnings), _correction_verdict(recent, warnings, config)
+    return Inspection(len(steps), table, full, warnings, data, correction, sound)
 
 
 def counted(steps: int) -> str:
@@ -104,19 +121,56 @@ def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
     return sum(values) / len(values) if values else math.nan
 
 
-def _verdict(
+def _corrects(config: MismatchConfig) -> bool:
+    return (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
+
+
+def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
+    """`2 warnings (kl, chi2_token)`, or nothing."""
+    names = [warning.metric.removeprefix(PREFIX) for warning, _ in warnings if warning.about in about]
+    return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
+
+
+def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]]) -> str:
+    """How large the mismatch is, whatever is done about it."""
+    kl = abs(_mean(recent, "kl"))
+    figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
+    figure += f" over the last {counted(len(recent))}"
+    if faults := _named(warnings, "fault"):
+        return f"cannot be trusted: {faults}; {figure}."
+    if found := _named(warnings, "data"):
+        return f"large mismatch: {figure}, {found}. Find the cause first: mismatch-plugin check."
+    if kl < QUIET_KL:
+        return f"small mismatch, as of two engines in one precision: {figure}."
+    if kl < CHECK_KL:
+        return f"moderate mismatch: {figure}."
+    if math.isnan(kl):
+        return f"no warning; {figure}."
+    return f"noticeable mismatch: {figure}. See whether precision alone explains it: mismatch-plugin check."
+
+
+def _correction_verdict(
     recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], config: MismatchConfig
 ) -> str:
-    kl = abs(_mean(recent, "kl"))
-    level = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
-    level += f" over the last {counted(len(recent))}"
-    if warnings:
-        names = ", ".join(warning.metric.removeprefix(PREFIX) for warning, _ in warnings)
-        return f"unsound: {level}, {len(warnings)} warning{'s' * (len(warnings) > 1)} in them ({names})."
-    if kl < QUIET_KL:
-        return f"sound: the two engines agree ({level}); a correction changes little."
-    applied = (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
-    return f"sound: {level}, {'and the correction holds' if applied else 'and nothing is corrected'}."
+    """What is left of it after this correction."""
+    if not _corrects(config):
+        what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
+        return what + (f"; {found}." if (found := _named(warnings, "correction")) else ".")
+    figures = {
+        "mean weight": "rollout_is_weight_after_mean",
+        "effective sample size": _ess_name(config),
+        "tokens kept": "accepted_token_fraction",
+    }
+    values = {label: _mean(recent, name) for label, name in figures.items()}
+    shown = ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
+    if found := _named(warnings, "correction"):
+        return f"does not hold: {found}{f'; {shown}' if shown else ''}."
+    return f"holds{f' ({shown})' if shown else ''}."
+
+
+def _ess_name(config: MismatchConfig) -> str:
+    by_token = config.tis.level in ("token", "none")
+    return f"rollout_is_weight_after_{'' if by_token else 'seq_'}eff_sample_size"
 
 
 def _cell(value: float) -> str:
