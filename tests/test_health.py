@@ -22,7 +22,9 @@ def warnings_of(log_ratios: Sequence[Sequence[float]], **settings: Any) -> dict[
     rows = [torch.tensor(row, dtype=torch.float64) for row in log_ratios]
     rollout = [torch.full_like(row, -1.0) - row.clamp(min=0).amax() if len(row) else row for row in rows]
     packed = mp.PackedSequences.from_lists(
-        [r + row for r, row in zip(rollout, rows, strict=True)], rollout, [[1] * len(row) for row in rows]
+        old_log_probs=[r + row for r, row in zip(rollout, rows, strict=True)],
+        rollout_log_probs=rollout,
+        loss_masks=[[1] * len(row) for row in rows],
     )
     metrics = mp.correct(packed, config).statistics.metrics()
     found = mp.check_health(metrics, config)

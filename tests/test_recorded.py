@@ -1,4 +1,4 @@
-"""What a CUDA graph asks of the correction: the same kernels for one pair of sizes, no value of the data fixed in them."""
+"""What a CUDA graph asks of the correction: the same kernels for one pair of sizes, no data value fixed in them."""
 
 from __future__ import annotations
 
