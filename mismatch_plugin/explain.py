@@ -31,7 +31,7 @@ def example_batch() -> PackedSequences:
     """The batch: three sequences, eight tokens, one of them under the mask."""
     tokens = list(_SEQUENCES.values())
     return PackedSequences.from_lists(
-        train_log_probs=[[math.log(train) for _, train, _ in row] for row in tokens],
+        old_log_probs=[[math.log(train) for _, train, _ in row] for row in tokens],
         rollout_log_probs=[[math.log(rollout) for rollout, _, _ in row] for row in tokens],
         loss_masks=[[mask for _, _, mask in row] for row in tokens],
         sequence_ids=tuple(_SEQUENCES),

@@ -53,7 +53,7 @@ class Batch:
             "weight_versions": self.versions,
             "loss_masks": self.masks,
         }
-        return mp.PackedSequences.from_lists(None, **(given | fields))
+        return mp.PackedSequences.from_lists(**(given | fields))
 
     def log_probs(self) -> Tensor:
         return torch.cat([*self.rows("current"), torch.zeros(0, dtype=self.dtype)]).requires_grad_()

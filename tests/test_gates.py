@@ -30,7 +30,7 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
         loss_mask=torch.rand(tokens, generator=generator) < 0.8,
         lengths=lengths,
         rollout_log_probs=rollout,
-        train_log_probs=rollout + 0.1 * torch.randn(tokens, generator=generator),
+        old_log_probs=rollout + 0.1 * torch.randn(tokens, generator=generator),
         advantages=torch.randn(tokens, generator=generator),
         weight_versions=torch.randint(0, 3, (tokens,), generator=generator),
     )
@@ -93,8 +93,8 @@ def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
         rs={"criteria": ["token:k3:0.5", "sequence_mean:ratio:0.9:1.1"], "veto_threshold": 1e-4},  # pyright: ignore[reportArgumentType]
     )
     packed = batch(64)
-    assert packed.train_log_probs is not None
-    log_probs = packed.train_log_probs.clone().requires_grad_()
+    assert packed.old_log_probs is not None
+    log_probs = packed.old_log_probs.clone().requires_grad_()
     with OperationCounter() as counter:
         mp.policy_loss(log_probs, packed, config).loss_sum.backward()
     assert not counter.syncs

@@ -48,7 +48,9 @@ def convert(case: dict[str, Any]) -> mp.MismatchConfig:
 def corrected(case: dict[str, Any]) -> tuple[mp.PackedSequences, mp.MismatchConfig, mp.Correction]:
     config = convert(case)
     packed = mp.PackedSequences.from_lists(
-        tensors(case["train_log_probs"]), tensors(case["rollout_log_probs"]), tensors(case["loss_masks"])
+        old_log_probs=tensors(case["train_log_probs"]),
+        rollout_log_probs=tensors(case["rollout_log_probs"]),
+        loss_masks=tensors(case["loss_masks"]),
     )
     return packed, config, mp.correct(packed, config)
 

@@ -36,7 +36,12 @@ def rollout(bad: Any) -> list[list[Any]]:
 
 def from_lists(bad: Any, **fields: Any) -> mp.PackedSequences:
     return mp.PackedSequences.from_lists(
-        TRAIN, rollout(bad), MASKS, advantages=[1.0, 2.0], sequence_ids=["a", "b"], **fields
+        old_log_probs=TRAIN,
+        rollout_log_probs=rollout(bad),
+        loss_masks=MASKS,
+        advantages=[1.0, 2.0],
+        sequence_ids=["a", "b"],
+        **fields,
     )
 
 
@@ -94,7 +99,9 @@ def test_the_error_does_not_depend_on_the_metrics_level(level: str) -> None:
 
 
 def test_several_defects_are_all_counted_and_the_first_are_named() -> None:
-    packed = mp.PackedSequences.from_lists([[-1.0] * 5], [[None, NAN, 0.5, -9999.0, -INF]], [[1] * 5])
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0] * 5], rollout_log_probs=[[None, NAN, 0.5, -9999.0, -INF]], loss_masks=[[1] * 5]
+    )
     assert [item.position for item in packed.invalid] == [0, 1, 2, 3, 4]
     with pytest.raises(mp.InvalidLogProbError, match=r"position 0 .*position 1 .*position 2 .*and 2 more"):
         mp.correct(packed, config())
@@ -112,7 +119,7 @@ SOUND = [
 
 @pytest.mark.parametrize(("train", "value"), SOUND)
 def test_sound_log_probs_are_left_alone(train: float, value: float) -> None:
-    packed = mp.PackedSequences.from_lists([[train]], [[value]], [[1]])
+    packed = mp.PackedSequences.from_lists(old_log_probs=[[train]], rollout_log_probs=[[value]], loss_masks=[[1]])
     assert packed.invalid == ()
     metrics = mp.correct(packed, config()).statistics.metrics()
     assert {name: count for name, count in metrics.items() if "invalid" in name and count} == {}
@@ -121,7 +128,9 @@ def test_sound_log_probs_are_left_alone(train: float, value: float) -> None:
 
 @pytest.mark.parametrize("bad", [value for value, _ in KINDS.values()], ids=list(KINDS))
 def test_defects_under_the_mask_are_none(bad: Any) -> None:
-    packed = mp.PackedSequences.from_lists([[-1.0, -9.0]], [[-1.0, bad]], [[1, 0]])
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0, -9.0]], rollout_log_probs=[[-1.0, bad]], loss_masks=[[1, 0]]
+    )
     assert packed.invalid == ()
     assert mp.correct(packed, config()).statistics.metrics()["rollout_corr/invalid_nan"] == 0
 
@@ -150,7 +159,9 @@ def test_policies(case: str, policy: str, build: Any) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_under_bypass_the_anchor_of_a_defect_is_the_current_policy(policy: str) -> None:
     # π_θ/π_rollout of the sound ones: 1, e^.1 | e^.1; of the defect 1, with the gradient of r = 1: −A.
-    packed = mp.PackedSequences.from_lists(None, [[-1.0, -1.0], [-2.5, NAN, NAN]], MASKS, advantages=[1.0, 2.0])
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0, -1.0], [-2.5, NAN, NAN]], loss_masks=MASKS, advantages=[1.0, 2.0]
+    )
     log_probs = torch.tensor([-1.0, -0.9, -2.4, -4.0, NAN], requires_grad=True)
     result = mp.policy_loss(log_probs, packed, config(policy, use_rollout_log_probs=True))
     r = [1, math.exp(0.1), math.exp(0.1), 1, 0]
@@ -192,7 +203,10 @@ def test_what_is_dropped_keeps_its_entropy_and_kl(case: str, policy: str) -> Non
 def test_a_training_side_that_is_not_finite_is_dropped_too(bypass: bool, tis: bool, policy: str, bad: float) -> None:
     """It counts as a defect; 0 · NaN must not bring it back into the loss, the gradient or a metric."""
     packed = mp.PackedSequences.from_lists(
-        None, [[-1.0, -1.0], [-1.0]], [[1, 1], [1]], old_log_probs=[[-1.0, bad], [-1.0]], advantages=[1.0, 1.0]
+        rollout_log_probs=[[-1.0, -1.0], [-1.0]],
+        loss_masks=[[1, 1], [1]],
+        old_log_probs=[[-1.0, bad], [-1.0]],
+        advantages=[1.0, 1.0],
     )
     current = torch.tensor([-1.0, bad if bypass else -1.0, -1.0], requires_grad=True)
     result = mp.policy_loss(current, packed, config(policy, use_rollout_log_probs=bypass, use_tis=tis))

@@ -37,9 +37,9 @@ class Raw:
             [min(r + rng.gauss(d, 0.3), -0.01) for r in row] for row, d in zip(all_rollout, drift, strict=True)
         ]
         self.packed = mp.PackedSequences.from_lists(
-            [torch.tensor(row, dtype=torch.float64) for row in all_train],
-            [torch.tensor(row, dtype=torch.float64) for row in all_rollout],
-            self.masks,
+            old_log_probs=[torch.tensor(row, dtype=torch.float64) for row in all_train],
+            rollout_log_probs=[torch.tensor(row, dtype=torch.float64) for row in all_rollout],
+            loss_masks=self.masks,
         )
 
         def response(rows: Rows) -> Rows:
@@ -246,7 +246,8 @@ def tokens(*log_ratios: list[float]) -> mp.PackedSequences:
     rollout = [[-1.0 - max(0.0, max(row))] * len(row) for row in log_ratios]
     train = [[r + x for r, x in zip(*pair, strict=True)] for pair in zip(rollout, log_ratios, strict=True)]
     rows = [[torch.tensor(row, dtype=torch.float64) for row in side] for side in (train, rollout)]
-    return mp.PackedSequences.from_lists(rows[0], rows[1], [[1] * len(row) for row in log_ratios])
+    masks = [[1] * len(row) for row in log_ratios]
+    return mp.PackedSequences.from_lists(old_log_probs=rows[0], rollout_log_probs=rows[1], loss_masks=masks)
 
 
 def test_deviation_and_sample_size_clamp_to_one_over_hi_whatever_the_lower_bound() -> None:
@@ -289,11 +290,13 @@ def test_statistics_merge_over_micro_batches_and_ranks(level: str) -> None:
     parts = [mp.correct(raw.packed, settings).statistics for raw in raws]
     lists: list[list[Any]] = [[], [], []]
     for raw in raws:
-        assert raw.packed.train_log_probs is not None and raw.packed.rollout_log_probs is not None
-        lists[0] += raw.packed.unpack(raw.packed.train_log_probs)
+        assert raw.packed.old_log_probs is not None and raw.packed.rollout_log_probs is not None
+        lists[0] += raw.packed.unpack(raw.packed.old_log_probs)
         lists[1] += raw.packed.unpack(raw.packed.rollout_log_probs)
         lists[2] += raw.masks
-    whole = mp.correct(mp.PackedSequences.from_lists(*lists), settings).statistics.metrics()
+    names = ("old_log_probs", "rollout_log_probs", "loss_masks")
+    packed = mp.PackedSequences.from_lists(**dict(zip(names, lists, strict=True)))
+    whole = mp.correct(packed, settings).statistics.metrics()
     merged = parts[0].merge(parts[1]).merge(parts[2])
     reduced = parts[0].replace(
         sum((part.sums for part in parts[1:]), parts[0].sums), torch.stack([part.maxima for part in parts]).amax(0)
@@ -328,7 +331,9 @@ def test_long_responses_in_float32_keep_their_digits(mode: str) -> None:
     ratio = math.exp(float(torch.tensor(train) - torch.tensor(rollout)))
     for pieces in (1, 16):
         rows = [[torch.full((size // pieces,), value)] * pieces for value in (train, rollout)]
-        packed = mp.PackedSequences.from_lists(rows[0], rows[1], [torch.ones(size // pieces)] * pieces)
+        packed = mp.PackedSequences.from_lists(
+            old_log_probs=rows[0], rollout_log_probs=rows[1], loss_masks=[torch.ones(size // pieces)] * pieces
+        )
         found = mp.correct(packed, settings)
         metrics = {name.removeprefix(PREFIX): value for name, value in found.statistics.metrics().items()}
         assert found.weights.tolist() == pytest.approx([1.0] * size, rel=1e-5)

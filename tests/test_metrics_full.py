@@ -46,7 +46,7 @@ class Raw:
             return list(torch.tensor(values, dtype=kind).split(LENGTHS))
 
         given: dict[str, Any] = {
-            "train_log_probs": rows(self.train),
+            "old_log_probs": rows(self.train),
             "rollout_log_probs": rows(self.rollout),
             "loss_masks": rows(self.mask, torch.int64),
             "advantages": rows(self.advantage),
@@ -159,8 +159,8 @@ def test_quantiles(scale: float, dtype: torch.dtype) -> None:
     raw.train = [max(value, -100.0) for value in raw.train]
     raw.rollout = [max(r, t - 15, -18.0) for t, r in zip(raw.train, raw.rollout, strict=True)]
     packed = raw.packed(dtype)
-    assert packed.train_log_probs is not None and packed.rollout_log_probs is not None
-    log_ratio = (packed.train_log_probs - packed.rollout_log_probs)[packed.loss_mask].double()
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
+    log_ratio = (packed.old_log_probs - packed.rollout_log_probs)[packed.loss_mask].double()
     metrics = full(packed)
     width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
 
@@ -181,9 +181,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     """Some configuration gives each declared name, and none gives a name that is not declared."""
     raw = Raw(4)
     rows = [row.tolist() for row in raw.packed().unpack(torch.tensor(raw.train))]
-    packed = raw.packed(
-        train_log_probs=None, old_log_probs=rows, ref_log_probs=rows, entropy=[[1.0] * length for length in LENGTHS]
-    )
+    packed = raw.packed(old_log_probs=rows, ref_log_probs=rows, entropy=[[1.0] * length for length in LENGTHS])
     seen: set[str] = set()
     for level in ("token", "sequence", "geometric"):
         settings = mp.MismatchConfig.model_validate(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 
-FLOAT_FIELDS = ("train_log_probs", "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy")
+FLOAT_FIELDS = ("old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "entropy")
 INTEGER_FIELDS = ("positions", "weight_versions")
 LENGTHS = (3, 0, 2, 1)
 MASKS = [[1, 0, 1], [], [0, 0], [1]]
@@ -58,20 +58,22 @@ def test_masks_of_any_kind(convert: Any) -> None:
 
 
 def test_floating_masks_and_integer_log_probs() -> None:
-    packed = mp.PackedSequences.from_lists([[-1, -2]], [[-1, -3]], [[1.0, 0.0]])
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1, -2]], rollout_log_probs=[[-1, -3]], loss_masks=[[1.0, 0.0]]
+    )
     assert packed.loss_mask.tolist() == [True, False]
-    assert packed.train_log_probs is not None and packed.train_log_probs.dtype == torch.float32
+    assert packed.old_log_probs is not None and packed.old_log_probs.dtype == torch.float32
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
 def test_half_precision_becomes_float32_by_either_door(half: torch.dtype) -> None:
     values = [row.to(half) for row in rows(0.0)]
     for packed in (
-        mp.PackedSequences.from_lists(values, values, MASKS),
+        mp.PackedSequences.from_lists(old_log_probs=values, rollout_log_probs=values, loss_masks=MASKS),
         mp.PackedSequences(torch.ones(6, dtype=torch.bool), LENGTHS, torch.cat(values), torch.cat(values)),
     ):
-        assert packed.train_log_probs is not None and packed.train_log_probs.dtype == torch.float32
-        assert torch.equal(packed.train_log_probs, torch.cat(values).float())
+        assert packed.old_log_probs is not None and packed.old_log_probs.dtype == torch.float32
+        assert torch.equal(packed.old_log_probs, torch.cat(values).float())
 
 
 def test_one_advantage_a_sequence_is_spread_over_its_tokens() -> None:
@@ -93,23 +95,25 @@ def test_entropy_keeps_its_graph() -> None:
 
 def test_unpack_and_to_padded_round_trip() -> None:
     packed = mp.PackedSequences.from_lists(loss_masks=MASKS, **everything())
-    assert packed.train_log_probs is not None
-    back = packed.unpack(packed.train_log_probs)
+    assert packed.old_log_probs is not None
+    back = packed.unpack(packed.old_log_probs)
     assert [row.shape for row in back] == [(3,), (0,), (2,), (1,)]
     assert all(torch.equal(a, b) for a, b in zip(back, rows(0.0), strict=True))
-    square = packed.to_padded(packed.train_log_probs, padding=9.0)
+    square = packed.to_padded(packed.old_log_probs, padding=9.0)
     assert square.tolist() == [[*row.tolist(), *[9.0] * (3 - len(row))] for row in back]
     again = mp.PackedSequences.from_padded(
-        train_log_probs=square, loss_masks=packed.to_padded(packed.loss_mask), lengths=packed.lengths
+        old_log_probs=square, loss_masks=packed.to_padded(packed.loss_mask), lengths=packed.lengths
     )
     assert again.lengths == LENGTHS and torch.equal(again.loss_mask, packed.loss_mask)
-    assert again.train_log_probs is not None and torch.equal(again.train_log_probs, packed.train_log_probs)
+    assert again.old_log_probs is not None and torch.equal(again.old_log_probs, packed.old_log_probs)
 
 
 def test_from_padded_without_lengths_keeps_the_padding_masked() -> None:
     masks = torch.tensor([[1, 1, 0], [1, 0, 0]])
     names: dict[str, Any] = {"sequence_ids": ["x", "y"]}
-    packed = mp.PackedSequences.from_padded(-torch.ones(2, 3), -torch.ones(2, 3), masks, **names)
+    packed = mp.PackedSequences.from_padded(
+        old_log_probs=-torch.ones(2, 3), rollout_log_probs=-torch.ones(2, 3), loss_masks=masks, **names
+    )
     assert packed.lengths == (3, 3) and packed.loss_mask.tolist() == [True, True, False, True, False, False]
     assert packed.sequence_ids == ("x", "y")
 
@@ -117,12 +121,16 @@ def test_from_padded_without_lengths_keeps_the_padding_masked() -> None:
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_batches_without_a_token(lengths: list[int]) -> None:
     empty: list[list[float]] = [[] for _ in lengths]
-    packed = mp.PackedSequences.from_lists(empty, empty, empty, advantages=empty, weight_versions=empty)
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=empty, rollout_log_probs=empty, loss_masks=empty, advantages=empty, weight_versions=empty
+    )
     assert packed.offsets.tolist() == [0, *lengths]
     assert [len(row) for row in packed.unpack(packed.loss_mask)] == lengths
     padded = packed.to_padded(packed.loss_mask)
     assert padded.shape == (len(lengths), 0)
-    again = mp.PackedSequences.from_padded(padded.float(), padded.float(), padded)
+    again = mp.PackedSequences.from_padded(
+        old_log_probs=padded.float(), rollout_log_probs=padded.float(), loss_masks=padded
+    )
     assert again.lengths == tuple(lengths)
 
 
@@ -200,3 +208,49 @@ def test_a_value_that_is_not_finite_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=rf"{name} of sequence b is {value} at position 1, a token that trains"):
         mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 1, 1]], **lists, **{name: bad})
     mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 0, 1]], **lists, **{name: bad})
+
+
+def test_train_log_probs_is_the_other_spelling_of_old_log_probs() -> None:
+    """Catches two fields that could hold two policies, of which `correct` and `policy_loss` took different ones."""
+    lists: dict[str, Any] = {"loss_masks": [[1, 1], [1]], "rollout_log_probs": [[-1.0, -2.0], [-3.0]]}
+    train, other = [[-1.0, -2.5], [-3.5]], [[-1.0, -2.5], [-9.0]]
+    ours = mp.PackedSequences.from_lists(**lists, old_log_probs=train)
+    theirs = mp.PackedSequences.from_lists(**lists, train_log_probs=train)
+    both = mp.PackedSequences.from_lists(**lists, old_log_probs=train, train_log_probs=train)
+    padded = mp.PackedSequences.from_padded(loss_masks=torch.ones(1, 2), train_log_probs=torch.tensor([[-1.0, -2.5]]))
+    assert padded.old_log_probs is not None and padded.old_log_probs.tolist() == [-1.0, -2.5]
+    replaced = ours.replace(train_log_probs=torch.tensor([-1.0, -2.0, -4.0]))
+    for packed, expected in ((ours, -3.5), (theirs, -3.5), (both, -3.5), (replaced, -4.0)):
+        assert packed.old_log_probs is not None and packed.old_log_probs.tolist()[2] == expected
+        assert packed.train_log_probs is packed.old_log_probs
+    assert ours.replace(train_log_probs=None).old_log_probs is None
+    message = r"old_log_probs of sequence b is -3.5 at position 0, train_log_probs -9: .*Give one of them"
+    with pytest.raises(ValueError, match=message):
+        mp.PackedSequences.from_lists(**lists, old_log_probs=train, train_log_probs=other, sequence_ids=["a", "b"])
+    with pytest.raises(ValueError, match=message.replace("sequence b", "sequence 1")):
+        ours.replace(old_log_probs=torch.tensor([-1, -2.5, -3.5]), train_log_probs=torch.tensor([-1, -2.5, -9.0]))
+    with pytest.raises(ValueError, match=r"old_log_probs has shape \(3,\), train_log_probs \(2,\)"):
+        ours.replace(old_log_probs=torch.zeros(3), train_log_probs=torch.zeros(2))
+    # What the mask hides, and NaN in the same place, are no difference.
+    hidden = {"loss_masks": [[1, 1, 0]], "old_log_probs": [[None, -1.0, -2.0]], "train_log_probs": [[None, -1.0, -8.0]]}
+    mp.PackedSequences.from_lists(**hidden)
+
+
+def test_one_policy_in_the_correction_and_in_the_loss() -> None:
+    """ρ = e^.5 by either spelling; the loss of algorithm 2 at π_θ = π_old is −ρ A."""
+    config = mp.MismatchConfig(use_tis=True)
+    for name in ("old_log_probs", "train_log_probs"):
+        lists: dict[str, Any] = {name: [[-0.5]], "rollout_log_probs": [[-1.0]], "loss_masks": [[1]]}
+        packed = mp.PackedSequences.from_lists(**lists, advantages=[2.0])
+        weight = float(mp.correct(packed, config).weights[0])
+        loss = float(mp.policy_loss(torch.tensor([-0.5]), packed, config).loss)
+        assert (weight, loss) == (pytest.approx(1.6487213), pytest.approx(-3.2974425))
+
+
+def test_packing_takes_keywords_only() -> None:
+    """Catches rollout and training log-probs handed over in the wrong order, which swaps every ratio in silence."""
+    pack: Any = mp.PackedSequences
+    with pytest.raises(TypeError, match="positional"):
+        pack.from_lists([[-1.0]], [[-2.0]], [[1]])
+    with pytest.raises(TypeError, match="positional"):
+        pack.from_padded(-torch.ones(1, 1), -torch.ones(1, 1), torch.ones(1, 1))

@@ -258,11 +258,9 @@ def _check_used_weights(actual: Outcome) -> None:
 # What a host may do ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch", ["on_policy", "both_sides", "mixed"])
-def test_old_log_probs_absent_or_beside_others(batch: str):
-    """Absent, the weights of algorithm 2 are known only after the step: on all ranks, though only some lack them
-    (mixed). `train_log_probs` beside them means nothing to the loss, and so must mean nothing to `prepare`.
-    """
+@pytest.mark.parametrize("batch", ["on_policy", "mixed"])
+def test_old_log_probs_absent(batch: str):
+    """The weights of algorithm 2 are known only after the step: on all ranks, though only some lack them (mixed)."""
     chosen = tuple(s for s in PRODUCT[::5] if s.algorithm in (0, 2))
     steps = launch_all(run, [Case(batch, layout, 2, chosen) for layout in (LAYOUTS[0], LAYOUTS[3])])
     for (_, layout), results in steps.items():
@@ -272,11 +270,8 @@ def test_old_log_probs_absent_or_beside_others(batch: str):
             assert not differences(actual, whole), f"{layout}, {settings}"
             _, original, accepted, factor = parts[0].totals
             assert original == whole.denominators[1]
-            if batch != "both_sides":
-                assert factor is None and (accepted is None) == (settings.rejects or settings.mode == "mask")
-                assert settings.algorithm != 2 or (parts[0].factor != 1.0) == settings.normalizes
-            elif settings.denominator == "accepted":
-                assert accepted == whole.denominators[0]
+            assert factor is None and (accepted is None) == (settings.rejects or settings.mode == "mask")
+            assert settings.algorithm != 2 or (parts[0].factor != 1.0) == settings.normalizes
 
 
 def test_a_dry_run_changes_nothing():

@@ -259,7 +259,9 @@ def test_half_precision_is_widened(batch: Batch, config: mp.MismatchConfig, half
 def test_k3_is_never_negative(log_ratio: float, dtype: torch.dtype) -> None:
     """Near 0 the naive e^l − 1 − l is negative by rounding."""
     top = torch.tensor(-0.5 - max(log_ratio, 0.0), dtype=dtype)
-    packed = mp.PackedSequences.from_lists([(top + log_ratio)[None]], [top[None]], [[1]])
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[(top + log_ratio)[None]], rollout_log_probs=[top[None]], loss_masks=[[1]]
+    )
     metrics = mp.correct(packed, mp.MismatchConfig()).statistics.metrics()
     assert metrics["rollout_corr/k3_kl"] >= 0.0
 
@@ -270,7 +272,9 @@ def test_one_token(level: str, mode: str) -> None:
     """At one token the three levels are one."""
     config = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"level": level, "mode": mode}})
     for log_ratio, weight in ((0.3, math.exp(0.3)), (1000.0, 0.0 if mode == "mask" else 2.0)):
-        packed = mp.PackedSequences.from_lists([[-0.5]], [[-0.5 - log_ratio]], [[1]])
+        packed = mp.PackedSequences.from_lists(
+            old_log_probs=[[-0.5]], rollout_log_probs=[[-0.5 - log_ratio]], loss_masks=[[1]]
+        )
         assert mp.correct(packed, config).weights.tolist() == pytest.approx([weight], rel=1e-6)
 
 

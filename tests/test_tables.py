@@ -164,8 +164,8 @@ def test_example_covers_every_mode_and_level():
 def test_example_stays_away_from_its_bounds():
     # A ratio on a bound would be judged by rounding.
     packed = example_batch()
-    assert packed.train_log_probs is not None and packed.rollout_log_probs is not None
-    log_ratio = torch.where(packed.loss_mask, packed.train_log_probs - packed.rollout_log_probs, 0.0)
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
+    log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
     for row, mask in zip(packed.unpack(log_ratio), packed.unpack(packed.loss_mask), strict=True):
         for value in (*row, row.sum(), row.sum() / mask.sum()):
             assert all(abs(value.exp() - bound) > 0.01 for bound in (0.5, 2.0, 0.45))

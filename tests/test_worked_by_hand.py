@@ -31,7 +31,7 @@ def logs(rows: list[list[float]]) -> list[torch.Tensor]:
 
 
 def packed(train: list[list[float]], rollout: list[list[float]], masks: list[list[int]]) -> mp.PackedSequences:
-    return mp.PackedSequences.from_lists(logs(train), logs(rollout), masks)
+    return mp.PackedSequences.from_lists(old_log_probs=logs(train), rollout_log_probs=logs(rollout), loss_masks=masks)
 
 
 BATCH = packed(TRAIN, ROLLOUT, MASKS)
@@ -134,7 +134,11 @@ def test_a_mean_of_zero_is_factor_one(level: str) -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_infinite_upper_bound_means_e_to_the_20(level: str) -> None:
     # One token of ρ = e^30 and one of e^-30; lo = 1/hi = e^-20.
-    batch = mp.PackedSequences.from_lists([[-1.0], [-31.0], [-1.0]], [[-31.0], [-1.0], [-2.0]], [[1], [1], [1]])
+    batch = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0], [-31.0], [-1.0]],
+        rollout_log_probs=[[-31.0], [-1.0], [-2.0]],
+        loss_masks=[[1], [1], [1]],
+    )
     for mode, expected in {
         "truncate": [math.exp(20), math.exp(-20), math.e],
         "clip": [math.exp(20), math.exp(-20), math.e],
@@ -238,7 +242,9 @@ def test_veto() -> None:
     assert rows(BATCH, mp.correct(BATCH, rejection(veto=0.3)).keep) == [[1] * 3, [0] * 3, [0], [0], [1, 1]]
     assert rows(BATCH, mp.correct(BATCH, rejection(veto=0.2)).keep) == [[1] * 3, [1, 0, 1], [0], [0], [1, 1]]
     # Unclamped: two ratios beyond the safety bound, e^-25 < 1e-10 and e^-22 > 1e-10.
-    batch = mp.PackedSequences.from_lists([[-26.0], [-23.0]], [[-1.0], [-1.0]], [[1], [1]])
+    batch = mp.PackedSequences.from_lists(
+        old_log_probs=[[-26.0], [-23.0]], rollout_log_probs=[[-1.0], [-1.0]], loss_masks=[[1], [1]]
+    )
     assert rows(batch, mp.correct(batch, rejection(veto=1e-10)).keep) == [[0], [1]]
 
 
@@ -302,9 +308,11 @@ def test_mask_mode_whose_bounds_exclude_one_leaves_padding_alone() -> None:
             "tis": {"mode": "mask", "lower_bound": 0.5, "upper_bound": 0.8},
         }
     )
-    packed = mp.PackedSequences.from_lists([[-1.0] * 4], [[-0.5] * 4], [[1, 1, 0, 0]], advantages=[1.0])
-    assert packed.train_log_probs is not None
-    result = mp.policy_loss(packed.train_log_probs.clone().requires_grad_(), packed, settings)
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0] * 4], rollout_log_probs=[[-0.5] * 4], loss_masks=[[1, 1, 0, 0]], advantages=[1.0]
+    )
+    assert packed.old_log_probs is not None
+    result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, settings)
     assert float(result.loss) == pytest.approx(-math.exp(-0.5))
     assert result.correction.kept_N.tolist() == [2.0]
     assert result.statistics.metrics()["rollout_corr/accepted_token_fraction"] == 1.0
@@ -314,7 +322,9 @@ def test_mask_mode_whose_bounds_exclude_one_leaves_padding_alone() -> None:
 def test_the_policy_loss_metric_is_the_loss_under_batch_normalisation(scope: str) -> None:
     tis = {"upper_bound": 1.2, "batch_normalize": True, "batch_normalize_scope": scope}
     settings = mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
-    packed = mp.PackedSequences.from_lists([[-0.5, -1.0]], [[-1.0, -0.9]], [[1, 1]], advantages=[[1.0, 3.0]])
-    assert packed.train_log_probs is not None
-    result = mp.policy_loss(packed.train_log_probs.clone().requires_grad_(), packed, settings)
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-0.5, -1.0]], rollout_log_probs=[[-1.0, -0.9]], loss_masks=[[1, 1]], advantages=[[1.0, 3.0]]
+    )
+    assert packed.old_log_probs is not None
+    result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, settings)
     assert result.statistics.metrics()["rollout_corr/pg_loss"] == pytest.approx(float(result.loss))

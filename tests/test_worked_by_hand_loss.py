@@ -63,7 +63,9 @@ AGGREGATIONS = {  # (aggregation, denominator, length_norm): share of each seque
 @pytest.mark.parametrize(("aggregation", "denominator", "length_norm"), AGGREGATIONS)
 def test_aggregations_and_denominators(aggregation: str, denominator: str, length_norm: float | None) -> None:
     shares, count, loss = AGGREGATIONS[aggregation, denominator, length_norm]
-    packed = mp.PackedSequences.from_lists(None, logs(ROLLOUT), MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
+    )
     log_probs = (torch.cat(logs(OLD)) + math.log(1.1)).requires_grad_()
     result = mp.policy_loss(
         log_probs,
@@ -87,7 +89,9 @@ def test_aggregations_and_denominators(aggregation: str, denominator: str, lengt
 
 
 def test_auto_denominator_is_accepted_and_icepop_is_mask_with_original() -> None:
-    packed = mp.PackedSequences.from_lists(None, logs(ROLLOUT), MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
+    )
     log_probs = torch.cat(logs(OLD)).requires_grad_()
     assert int(mp.policy_loss(log_probs, packed, config(use_tis=True, rs=RS)).denominator) == 3
     # Mask mode, [0.5, 2]: A keeps 1, B keeps .6: −(1) + 2·.6 = .2 over all five tokens.
@@ -97,7 +101,9 @@ def test_auto_denominator_is_accepted_and_icepop_is_mask_with_original() -> None
 
 
 def test_a_dry_run_has_the_uncorrected_loss() -> None:
-    packed = mp.PackedSequences.from_lists(None, logs(ROLLOUT), MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=logs(ROLLOUT), loss_masks=MASKS, old_log_probs=logs(OLD), advantages=ADVANTAGES
+    )
     log_probs = torch.cat(logs(OLD)).requires_grad_()
     result = mp.policy_loss(log_probs, packed, config(use_tis=True, rs=RS, dry_run=True))
     assert result.loss.item() == close((-1 - 1 + 2 + 2 - 5) / 5)  # w = 1, nothing rejected
@@ -126,7 +132,7 @@ def test_ppo_clip(case: tuple[float, ...], dual: bool) -> None:
     ppo = {"eps_clip_low": 0.2, "eps_clip_high": 0.3} | ({"dual_clip": 3.0} if dual else {})
     start = -31.0 if log_r > 0 else -1.0
     packed = mp.PackedSequences.from_lists(
-        None, None, [[1]], old_log_probs=[torch.tensor([start], dtype=torch.float64)], advantages=[[advantage]]
+        loss_masks=[[1]], old_log_probs=[torch.tensor([start], dtype=torch.float64)], advantages=[[advantage]]
     )
     log_probs = torch.tensor([start + log_r], dtype=torch.float64, requires_grad=True)
     result = mp.policy_loss(log_probs, packed, config(ppo=ppo))
@@ -137,9 +143,7 @@ def test_ppo_clip(case: tuple[float, ...], dual: bool) -> None:
 def test_clip_metrics() -> None:
     # r: 1.5 with A > 0 (upper clip active), .5 with A < 0 (lower clip active), 1.5 with A < 0 and 1.1 (neither).
     packed = mp.PackedSequences.from_lists(
-        None,
-        None,
-        [[1, 1, 0], [1, 1]],
+        loss_masks=[[1, 1, 0], [1, 1]],
         old_log_probs=logs([[0.2, 0.4, NAN], [0.2, 0.2]]),
         advantages=[[1.0, -1.0, NAN], [-1.0, 1.0]],
     )
@@ -172,7 +176,10 @@ def test_the_loss_of_a_dry_run_is_not_divided_by_a_factor_that_was_not_applied()
 #            π_θ .4, .6 · π_old (not used by algorithms 1 and 3) .1, .9 · π_rollout .2, .5: ratios 2 and 1.2
 def two_tokens(**fields: Any) -> tuple[Tensor, mp.PackedSequences]:
     packed = mp.PackedSequences.from_lists(
-        None, logs([[0.2, 0.5]]), [[1, 1]], old_log_probs=logs([[0.1, 0.9]]), **{"advantages": [[1.0, -1.0]]} | fields
+        rollout_log_probs=logs([[0.2, 0.5]]),
+        loss_masks=[[1, 1]],
+        old_log_probs=logs([[0.1, 0.9]]),
+        **{"advantages": [[1.0, -1.0]]} | fields,
     )
     return torch.cat(logs([[0.4, 0.6]])).requires_grad_(), packed
 
@@ -231,7 +238,9 @@ def test_reinforce_at_level_none() -> None:
 def test_absent_old_log_probs_are_the_current_ones() -> None:
     # Algorithm 2 on an exactly on-policy step: r = 1, w = π_θ/π_rollout = 2 and 1.2, detached.
     log_probs, _ = two_tokens()
-    packed = mp.PackedSequences.from_lists(None, logs([[0.2, 0.5]]), [[1, 1]], advantages=[[1.0, -1.0]])
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=logs([[0.2, 0.5]]), loss_masks=[[1, 1]], advantages=[[1.0, -1.0]]
+    )
     result = mp.policy_loss(log_probs, packed, config(use_tis=True))
     assert result.loss_sum.item() == close(-2 + 1.2)
     assert gradient(result.loss_sum, log_probs) == close([-2, 1.2])
@@ -253,7 +262,7 @@ def test_kl_terms(kind: str) -> None:
     current = torch.tensor([-1.0, -1.0, -6.0, -1.0], dtype=torch.float64, requires_grad=True)
     reference = current.detach() - torch.tensor(DIFFERENCES, dtype=torch.float64)
     packed = mp.PackedSequences.from_lists(
-        None, None, [[1] * 4], old_log_probs=[current.detach()], ref_log_probs=[reference], advantages=[0.0]
+        loss_masks=[[1] * 4], old_log_probs=[current.detach()], ref_log_probs=[reference], advantages=[0.0]
     )
     result = mp.policy_loss(current, packed, config(terms={"kl_coef": 0.5, "kl_type": kind}))
     values, slopes = zip(*KL[kind], strict=True)
@@ -281,9 +290,8 @@ def test_terms_are_not_scaled_by_rejection_or_weights(
     current = torch.cat(logs([[0.8, 0.5, 0.5], [0.05]])).requires_grad_()
     entropy = torch.tensor([0.3, 0.7, NAN, 1.1], dtype=torch.float64, requires_grad=True)
     packed = mp.PackedSequences.from_lists(
-        None,
-        logs([[0.2, 0.5, NAN], [0.5]]),
-        [[1, 1, 0], [1]],
+        rollout_log_probs=logs([[0.2, 0.5, NAN], [0.5]]),
+        loss_masks=[[1, 1, 0], [1]],
         advantages=[0.0, 0.0],
         entropy=[entropy[:3], entropy[3:]],
         ref_log_probs=logs([[0.4, 0.5, NAN], [0.1]]),
@@ -317,9 +325,8 @@ def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
     # w = min(ρ, 2) = 2, 1 | 0.1; the criterion rejects B, its KL stays, with its weight.
     current = torch.cat(logs([[0.8, 0.5], [0.05]])).requires_grad_()
     packed = mp.PackedSequences.from_lists(
-        None,
-        logs([[0.2, 0.5], [0.5]]),
-        [[1, 1], [1]],
+        rollout_log_probs=logs([[0.2, 0.5], [0.5]]),
+        loss_masks=[[1, 1], [1]],
         advantages=[0.0, 0.0],
         ref_log_probs=logs([[0.4, 0.5], [0.1]]),
     )
@@ -339,19 +346,19 @@ def test_importance_weighted_kl_takes_the_weight_and_no_rejection() -> None:
 
 def test_missing_inputs_are_named() -> None:
     log_probs, packed = two_tokens()
-    bare = mp.PackedSequences.from_lists(None, None, [[1, 1]], advantages=[1.0])
+    bare = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], advantages=[1.0])
     with pytest.raises(ValueError, match="rollout_log_probs is missing"):
         mp.policy_loss(log_probs, bare, config(use_tis=True))
     with pytest.raises(ValueError, match="advantages is missing"):
-        mp.policy_loss(log_probs, mp.PackedSequences.from_lists(None, None, [[1, 1]]), config())
+        mp.policy_loss(log_probs, mp.PackedSequences.from_lists(loss_masks=[[1, 1]]), config())
     with pytest.raises(ValueError, match="entropy is missing"):
         mp.policy_loss(log_probs, packed, config(terms={"entropy_coef": 0.1}))
     with pytest.raises(ValueError, match="ref_log_probs is missing"):
         mp.policy_loss(log_probs, packed, config(terms={"kl_coef": 0.1}))
     with pytest.raises(ValueError, match=r"log_probs has shape \(3,\)"):
         mp.policy_loss(torch.zeros(3), packed, config())
-    with pytest.raises(ValueError, match="train_log_probs is missing"):
-        mp.correct(mp.PackedSequences.from_lists(None, [[-1.0]], [[1]]), config())
+    with pytest.raises(ValueError, match=r"old_log_probs is missing.*train_log_probs is its other spelling"):
+        mp.correct(mp.PackedSequences.from_lists(rollout_log_probs=[[-1.0]], loss_masks=[[1]]), config())
     for wrong in ("token_is", {"use_tis": True}, None):
         given: Any = wrong
         with pytest.raises(TypeError, match="pass a MismatchConfig, such as"):

@@ -53,7 +53,7 @@ class Batch:
             loss_mask=position % 256 >= 24,  # tool output now and then
             lengths=tuple(lengths),
             rollout_log_probs=rollout,
-            train_log_probs=train + drift,
+            old_log_probs=train + drift,
         )
         return packed.to(self.device).prepared()
 
@@ -61,7 +61,7 @@ class Batch:
     def padded(self) -> tuple[Tensor, Tensor, Tensor]:
         """Train and rollout log-probs and the mask, [N, longest]."""
         packed = self.packed
-        values = (packed.train_log_probs, packed.rollout_log_probs, packed.loss_mask.float())
+        values = (packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask.float())
         train, rollout, mask = (packed.to_padded(value) for value in values if value is not None)
         return train, rollout, mask
 
@@ -69,7 +69,7 @@ class Batch:
     def rows(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         """The same, one triple a sequence."""
         packed = self.packed
-        values = (packed.train_log_probs, packed.rollout_log_probs, packed.loss_mask)
+        values = (packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask)
         return list(zip(*(packed.unpack(value) for value in values if value is not None), strict=True))
 
 

@@ -70,9 +70,9 @@ def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
                 rows.append({"name": series, "x": ranks, "status": MEASURED, "ms": ms, "fit": None})
     batch = batches["correction, sequences"][32]
     packed, config = batch.packed, mp.MismatchConfig(**SETTINGS)
-    assert packed.train_log_probs is not None
-    log_probs = packed.train_log_probs.clone().requires_grad_()
-    packed = packed.replace(advantages=torch.randn_like(packed.train_log_probs))
+    assert packed.old_log_probs is not None
+    log_probs = packed.old_log_probs.clone().requires_grad_()
+    packed = packed.replace(advantages=torch.randn_like(packed.old_log_probs))
     counts = count(lambda: mp.policy_loss(log_probs, packed, config).loss_sum.backward())
     facts = {"kernels": counts.total, "bytes a token": counts.tensor_bytes / len(packed.loss_mask)}
     statistics = mp.policy_loss(log_probs, packed, config).statistics

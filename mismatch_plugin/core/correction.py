@@ -67,8 +67,8 @@ def correct(
 ) -> Correction:
     """Importance weights, accepted tokens and statistics of a batch.
 
-    The training side is `packed.train_log_probs`, or `old_log_probs` where that is absent. l_t = log π_train −
-    log π_rollout on the loss mask and 0 elsewhere; then level, mode, batch normalisation, criteria and veto.
+    The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
+    then level, mode, batch normalisation, criteria and veto.
 
     groups: context-parallel reductions; None means whole sequences here.
     batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
@@ -84,10 +84,12 @@ def correct(
 
 def training_side(packed: PackedSequences) -> Tensor:
     """[T] log π_train for `correct`, detached. Raises ValueError where there is none."""
-    train = packed.train_log_probs if packed.train_log_probs is not None else packed.old_log_probs
-    if train is None:
-        raise ValueError("train_log_probs is missing: correct needs the training side's log-probs of the same tokens.")
-    return train.detach()
+    if packed.old_log_probs is None:
+        raise ValueError(
+            "old_log_probs is missing: correct needs the training side's log-probs of the same tokens "
+            "(train_log_probs is its other spelling)."
+        )
+    return packed.old_log_probs.detach()
 
 
 @torch.no_grad()

@@ -58,8 +58,8 @@ def policy_loss(
     """The corrected policy loss of the algorithm that the two flags choose.
 
     0: PPO-clip(π_θ/π_old) · 1: PPO-clip(π_θ/π_rollout) · 2: w · PPO-clip(π_θ/π_old), w from π_old/π_rollout ·
-    3: −sg(w) A log π_θ, w from π_θ/π_rollout. π_old is `packed.old_log_probs`, else `train_log_probs`, else
-    log_probs.detach() (an exactly on-policy step).
+    3: −sg(w) A log π_θ, w from π_θ/π_rollout. π_old is `packed.old_log_probs`, or log_probs.detach() where
+    that is absent (an exactly on-policy step).
 
     log_probs: [T] log π_θ with gradient; half precision is widened to float32. packed.advantages: [T].
     Aggregations: token-mean Σ_t / Σ m · seq-mean-token-mean mean over sequences of Σ_t / Σ_seq m · seq-mean-token-sum
@@ -115,8 +115,7 @@ def refuse_unfit(log_probs: Tensor, packed: PackedSequences, config: MismatchCon
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
     """(log π_old, log π_train of the correction and the diagnostics), each [T], detached."""
     current = log_probs.detach()
-    old = packed.old_log_probs if packed.old_log_probs is not None else packed.train_log_probs
-    old = current if old is None else old.detach()
+    old = current if packed.old_log_probs is None else packed.old_log_probs.detach()
     return old, current if config.use_rollout_log_probs else old
 
 

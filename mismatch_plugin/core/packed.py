@@ -14,7 +14,6 @@ from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions")
 _TOKEN_FIELDS = (
-    "train_log_probs",
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_probs",
@@ -30,17 +29,20 @@ class PackedSequences:
 
     loss_mask [T] bool: response tokens that train. lengths: tokens of each sequence on this rank, on the host.
     The rest is optional, [T], floating point of at least float32:
-    rollout_log_probs (log π_rollout) · train_log_probs (log π of the diagnostics' training side, for `correct`) ·
-    old_log_probs (log π_old) · ref_log_probs · advantages · entropy (nats; may carry gradient) ·
-    positions (index of the token in its response, integer; under context parallelism the global one) ·
-    weight_versions (integer). rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the
-    data was still on the CPU.
+
+    * rollout_log_probs: log π_rollout
+    * old_log_probs: log π_old; its other spelling, where packing functions and `replace` take it, is train_log_probs
+    * ref_log_probs, advantages
+    * entropy: in nats; may carry gradient
+    * positions: index of the token in its response, integer; under context parallelism the global one
+    * weight_versions: integer
+
+    rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the data was still on the CPU.
     """
 
     loss_mask: Tensor
     lengths: tuple[int, ...]
     rollout_log_probs: Tensor | None = None
-    train_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
@@ -71,6 +73,11 @@ class PackedSequences:
         elif len(self.sequence_ids) != len(self.lengths):
             raise ValueError(f"sequence_ids has {len(self.sequence_ids)} names for {len(self.lengths)} sequences.")
 
+    @property
+    def train_log_probs(self) -> Tensor | None:
+        """`old_log_probs` by its other name."""
+        return self.old_log_probs
+
     @cached_property
     def offsets(self) -> Tensor:
         """[N + 1] int64: sequence i holds tokens offsets[i] to offsets[i + 1]."""
@@ -91,8 +98,18 @@ class PackedSequences:
         return tokens - self.offsets.index_select(0, self.sequence_index)
 
     def replace(self, **changes: Any) -> PackedSequences:
-        """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device."""
-        if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "train_log_probs", "old_log_probs"}:
+        """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.
+
+        train_log_probs is the other spelling of old_log_probs. Raises ValueError where both are given and differ.
+        """
+        if "train_log_probs" in changes:
+            train = changes.pop("train_log_probs")
+            old = changes.setdefault("old_log_probs", train)
+            if train is not old and train is not None and old is not None:
+                where = (changes.get("loss_mask", self.loss_mask), changes.get("lengths", self.lengths))
+                _refuse_two_policies(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
+            changes["old_log_probs"] = train if old is None else old
+        if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             changes = {"invalid": (), **changes}  # what was found belongs to the values before
         copy = replace(self, **changes)
         if copy.lengths == self.lengths:
@@ -125,12 +142,12 @@ class PackedSequences:
     @classmethod
     def from_lists(
         cls,
-        train_log_probs: Sequence[Any] | None = None,
-        rollout_log_probs: Sequence[Any] | None = None,
-        loss_masks: Sequence[Any] | None = None,
         *,
-        advantages: Sequence[Any] | None = None,
+        loss_masks: Sequence[Any] | None = None,
+        rollout_log_probs: Sequence[Any] | None = None,
         old_log_probs: Sequence[Any] | None = None,
+        train_log_probs: Sequence[Any] | None = None,
+        advantages: Sequence[Any] | None = None,
         ref_log_probs: Sequence[Any] | None = None,
         entropy: Sequence[Any] | None = None,
         positions: Sequence[Any] | None = None,
@@ -140,10 +157,12 @@ class PackedSequences:
     ) -> PackedSequences:
         """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
 
-        advantages may hold one number a sequence. Half precision becomes float32, float64 stays.
-        On CPU data the rollout log-probs are checked here; what is found stands in `.invalid`.
-        Raises ValueError naming the sample and both lengths where two entries disagree, and for advantages, reference
-        log-probs and entropies on the CPU that are not finite where a token trains.
+        train_log_probs is the other spelling of old_log_probs. advantages may hold one number a sequence. Half
+        precision becomes float32, float64 stays. On CPU data the log-probs are checked here: `.invalid` holds what was
+        found.
+        Raises ValueError naming the sample and both lengths where two entries disagree, for advantages, reference
+        log-probs and entropies on the CPU that are not finite where a token trains, and where old_log_probs and
+        train_log_probs are both given and differ at a token that trains.
         """
         if loss_masks is None:
             raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
@@ -177,6 +196,9 @@ class PackedSequences:
             if name in fields and mask.device.type == "cpu":
                 _refuse_not_finite(name, fields[name].cpu(), mask != 0, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
+        train = fields.pop("train_log_probs", None)
+        if train is not None and fields.setdefault("old_log_probs", train) is not train:
+            _refuse_two_policies(fields["old_log_probs"], train, mask != 0, lengths, ids)
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, **fields)
@@ -184,20 +206,13 @@ class PackedSequences:
 
     @classmethod
     def from_padded(
-        cls,
-        train_log_probs: Tensor | None = None,
-        rollout_log_probs: Tensor | None = None,
-        loss_masks: Tensor | None = None,
-        *,
-        lengths: Sequence[int] | None = None,
-        **fields: Any,
+        cls, *, loss_masks: Tensor | None = None, lengths: Sequence[int] | None = None, **fields: Any
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B].
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
-        given: dict[str, Any] = {"train_log_probs": train_log_probs, "rollout_log_probs": rollout_log_probs, **fields}
-        for name, value in {"loss_masks": loss_masks, **given}.items():
+        for name, value in {"loss_masks": loss_masks, **fields}.items():
             if name not in ("sequence_ids", "rewards") and not isinstance(value, (Tensor, type(None))):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}: from_padded takes [batch, length] tensors; from_lists takes "
@@ -211,7 +226,7 @@ class PackedSequences:
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
         rows: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in fields.items():
             if value is None or name in ("sequence_ids", "rewards"):
                 rows[name] = value
             elif value.dim() == 1 and name == "advantages":
@@ -228,8 +243,8 @@ class PackedSequences:
         rollout = self.rollout_log_probs
         if rollout is None or rollout.device.type != "cpu":
             return self
-        train = self.train_log_probs
-        train = torch.zeros_like(rollout) if train is None else train.detach()
+        old = self.old_log_probs
+        train = torch.zeros_like(rollout) if old is None else old.detach()
         found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
         object.__setattr__(self, "invalid", found)
         return self
@@ -239,17 +254,40 @@ def _refuse_not_finite(
     name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> None:
     """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
-    bad = (trained_T & ~values_T.isfinite()).nonzero().flatten()
-    if not bad.numel():
-        return
-    token = int(bad[0])
+    bad = trained_T & ~values_T.isfinite()
+    if bad.any():
+        token, sequence, position = _first(bad, lengths)
+        raise ValueError(
+            f"{name} of sequence {ids[sequence]} is {float(values_T[token])} at position {position}, a token that "
+            f"trains: find where it comes from, or set its loss mask to 0."
+        )
+
+
+def _refuse_two_policies(
+    old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
+) -> None:
+    """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
+    if old_T.shape != train_T.shape:
+        raise ValueError(
+            f"old_log_probs has shape {tuple(old_T.shape)}, train_log_probs {tuple(train_T.shape)}: they are two names "
+            f"of log π_old, give one of them."
+        )
+    differ = trained_T & (old_T != train_T) & ~(old_T.isnan() & train_T.isnan())
+    if differ.any():
+        token, sequence, position = _first(differ, lengths)
+        raise ValueError(
+            f"old_log_probs of sequence {ids[sequence]} is {float(old_T[token]):g} at position {position}, "
+            f"train_log_probs {float(train_T[token]):g}: they are two names of log π_old, the policy before the step. "
+            f"Give one of them; π_θ goes to policy_loss as log_probs."
+        )
+
+
+def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
+    """(token, sequence, position in it) of the first True."""
+    token = int(bad_T.nonzero()[0])
     ends = torch.tensor(lengths).cumsum(0)
     sequence = int((ends <= token).sum())
-    position = token - int(ends[sequence]) + lengths[sequence]
-    raise ValueError(
-        f"{name} of sequence {ids[sequence]} is {float(values_T[token])} at position {position}, a token that trains: "
-        f"find where it comes from, or set its loss mask to 0."
-    )
+    return token, sequence, token - int(ends[sequence]) + lengths[sequence]
 
 
 def _flatten(

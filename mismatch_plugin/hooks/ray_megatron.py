@@ -110,7 +110,7 @@ class RayAdapter:
             self.groups.cp_size,
             self.groups.cp_rank,
             padded_lengths=self.host.padded_lengths(args, rest),
-            train_log_probs=train_log_probs,
+            old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
         correction = self._correct(packed, config, loss_masks)
@@ -151,17 +151,15 @@ class RayAdapter:
             self.groups.cp_size,
             self.groups.cp_rank,
             padded_lengths=self.host.padded_lengths(args, batch),
-            train_log_probs=old or log_probs,
+            old_log_probs=old or log_probs,
             rollout_log_probs=batch.get("rollout_log_probs"),
             advantages=batch["advantages"],
             ref_log_probs=batch.get("ref_log_probs"),
             entropy=entropy,
         )
         correction = self._correct(packed, config, batch["loss_masks"])
-        assert packed.advantages is not None and packed.train_log_probs is not None
-        token = token_losses(
-            torch.cat(log_probs), packed.advantages, packed.train_log_probs, packed, correction, config
-        )
+        assert packed.advantages is not None and packed.old_log_probs is not None
+        token = token_losses(torch.cat(log_probs), packed.advantages, packed.old_log_probs, packed, correction, config)
         report: dict[str, Tensor] = {}
         if token.log_r is not None:
             log_r = token.log_r.detach()

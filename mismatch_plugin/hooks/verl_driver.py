@@ -21,7 +21,9 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     """
     data = batch.batch
     mask = data["response_mask"]
-    packed = PackedSequences.from_padded(data["old_log_probs"], data["rollout_log_probs"], mask)
+    packed = PackedSequences.from_padded(
+        old_log_probs=data["old_log_probs"], rollout_log_probs=data["rollout_log_probs"], loss_masks=mask
+    )
     correction = correct(packed, config)
     metrics = correction.statistics.metrics()
     keep, weights = correction.keep.view(mask.shape), (correction.weights * correction.keep).view(mask.shape)

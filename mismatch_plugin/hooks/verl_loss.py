@@ -48,7 +48,7 @@ def token_loss(
             loss_mask=mask.flatten(),
             lengths=(mask.shape[1],) * mask.shape[0],
             rollout_log_probs=old_log_prob.detach().flatten(),
-            train_log_probs=log_prob.detach().flatten(),
+            old_log_probs=log_prob.detach().flatten(),
         )
         correction = correct(packed, config)
         measured = correction.statistics.metrics()  # raises where a log-prob is none

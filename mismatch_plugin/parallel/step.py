@@ -63,7 +63,7 @@ class Step:
         sums = None
         known = not self.config.use_rollout_log_probs
         for packed in micro_batches:
-            known = known and (packed.old_log_probs is not None or packed.train_log_probs is not None)
+            known = known and packed.old_log_probs is not None
             mine = self._sums(packed, known)
             sums = mine if sums is None else sums + mine
         if sums is None:
@@ -88,8 +88,8 @@ class Step:
             tokens, original = tokens_N.sum() * counts, (tokens_N > 0).sum() * counts
             original = tokens if by_token else original
             return torch.stack([tokens, original, original, tokens.new_zeros(()), tokens.new_zeros(())]).double()
-        old = packed.old_log_probs if packed.old_log_probs is not None else packed.train_log_probs  # as policy_loss
-        statistics = correct(packed.replace(train_log_probs=old), self.config, self.groups, batch_factor=1.0).statistics
+        # What data preparation found on one rank is raised at the step's end on all of them.
+        statistics = correct(packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0).statistics
         original = "one@tokens" if by_token else "one@sequences"
         accepted = "kept@tokens" if by_token else "kept_any@sequences"
         names = ["one@tokens", original, original if self.config.dry_run else accepted]  # a dry run rejects nothing

@@ -204,11 +204,11 @@ def make(name: str) -> Whole:
     """ "product": something of everything. The others are odd in the way that their name says."""
     lengths = {"product": LENGTHS, "single": (1,) * 5, "nothing": ()}.get(name, (16, 9, 32, 5, 21, 12))
     generator = torch.Generator().manual_seed(70)
-    rows: dict[str, list[Tensor]] = {row: [] for row in ("log_probs", "loss_mask", *FIELDS, "train_log_probs")}
+    rows: dict[str, list[Tensor]] = {row: [] for row in ("log_probs", "loss_mask", *FIELDS)}
     for number, length in enumerate(lengths):
         row = _sequence(length, generator, drift=0.0 if length > 100 else 0.15, noise=0.15 if length > 20 else 0.3)
         at = torch.arange(length)
-        if name in ("product", "on_policy", "both_sides", "mixed"):
+        if name in ("product", "on_policy", "mixed"):
             row["loss_mask"] = torch.rand(length, generator=generator) < (1.0 if length < 4 else 0.9)
             row["loss_mask"] &= (at >= length // 4) | (length > 200) | (length < 4)
             row["loss_mask"] &= torch.tensor(length != 24)  # a sequence that does not train
@@ -232,7 +232,7 @@ def make(name: str) -> Whole:
             if value.is_floating_point():  # what is not trained on is garbage
                 value = torch.where(row["loss_mask"], value, math.nan)
             rows[key].append(value)
-    fields = {"on_policy": _without("old_log_probs"), "both_sides": (*FIELDS, "train_log_probs")}.get(name, FIELDS)
+    fields = {"on_policy": _without("old_log_probs")}.get(name, FIELDS)
     return Whole(rows, fields, skips_odd=name == "empty", lacks_old=name == "mixed")
 
 
@@ -256,7 +256,6 @@ def _sequence(length: int, generator: torch.Generator, drift: float, noise: floa
         "loss_mask": torch.ones(length, dtype=torch.bool),
         "rollout_log_probs": top + log_ratio.neg().clamp(max=0.0),
         "old_log_probs": old,
-        "train_log_probs": log_probs - 0.3,
         "log_probs": log_probs,
         "ref_log_probs": old + 0.3 * normal(length),
         "advantages": advantages * (length != 33),

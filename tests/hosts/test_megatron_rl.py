@@ -49,7 +49,6 @@ def _reference(
         return [values[row, part] for row, part in where]
 
     packed = mp.PackedSequences.from_lists(
-        None,
         rollout_log_probs=cut(data["rollout"]),
         loss_masks=[row.long() for row in cut(data["mask"])],
         old_log_probs=cut(data["old"]),

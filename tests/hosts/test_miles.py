@@ -140,7 +140,9 @@ def test_padded_batches_are_cut_where_miles_cuts_them(cp: int):
     weights_here = launch(run_padded, [Case("miles", 1, cp, changes)], cp)[0][0]
     config = miles.settings(arguments(contract.namespace(), **changes))
     rows = {name: [sample.rows[name] for sample in samples()] for name in samples()[0].rows}
-    packed = mp.PackedSequences.from_lists(rows["log_probs"], rows["rollout_log_probs"], rows["loss_masks"])
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=rows["log_probs"], rollout_log_probs=rows["rollout_log_probs"], loss_masks=rows["loss_masks"]
+    )
     correction = mp.correct(packed, config)
     torch.testing.assert_close(torch.tensor(weights_here), correction.weights * correction.keep)
 

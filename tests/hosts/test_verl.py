@@ -278,7 +278,9 @@ def test_the_driver_writes_weights_and_mask() -> None:
     ours = {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.1}}
     config = settings(block(ours))
     batch, metrics = correct_rollout_batch(rollout_batch(data), config)
-    packed = mp.PackedSequences.from_lists(list(data["current"]), list(data["rollout"]), list(MASK))
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=list(data["current"]), rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK)
+    )
     correction = mp.correct(packed, config)
     keep = correction.keep.view(MASK.shape)
     assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()

@@ -151,7 +151,7 @@ def expected(args: Namespace, config: mp.MismatchConfig, step: int, old: bool = 
         loss = (result.loss_sum + sum(result.terms.values())) / (tokens if per_token else len(ids))
         metrics = result.statistics.metrics()
     else:
-        whole = mp.correct(packed.replace(train_log_probs=packed.old_log_probs), config).statistics
+        whole = mp.correct(packed, config).statistics
         loss, metrics = torch.zeros(()), whole.metrics()
         for rollout in sorted({ROLLOUTS[number] for number in ids}):
             inside = [place for place, number in enumerate(ids) if ROLLOUTS[number] == rollout]
