@@ -22,7 +22,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare compare-sglang test test-sglang test-verl sglang lint format readme clean
+.PHONY: help compare compare-sglang test test-sglang test-verl sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
@@ -56,12 +56,12 @@ lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 		echo "$$command"; $(BIN)/$$command || failed=1; \
 	done; exit $$failed
 
-format: $(VENV)/.lint  ## let ruff reformat and mend what it can
+format: $(VENV)/.lint  ## let ruff reformat and fix what it can
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-readme: $(VENV)/.test  ## write the generated blocks of README.md again
-	$(BIN)/python ci/readme.py
+docs: $(VENV)/.test  ## write the generated tables of docs/ again
+	$(BIN)/python ci/docs.py
 
 clean:  ## remove environments, builds and caches
 	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """The typed configuration: every setting of the correction, validated once, frozen afterwards.
 
 A setting's metadata (flag, unit, source, the peers' names for it) stands beside its definition; the argparse group
-(`flags.py`) and the README's table are generated from it.
+(`flags.py`) and the table of docs/settings.md are generated from it.
 """
 
 from __future__ import annotations

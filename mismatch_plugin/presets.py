@@ -331,4 +331,4 @@ PRESETS: tuple[Preset, ...] = (
         ),
     ),
 )
-"""All presets, in the order of the pages; the table of the CLI and of the README is generated from it."""
+"""All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

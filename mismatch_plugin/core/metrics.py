@@ -1,7 +1,7 @@
 """Every metric, declared once: name, formula, unit, what it averages over, how it merges, and how it is formed.
 
 Metrics are formed on the host from merged sums and maxima, so they are the same for every split of the step. The
-README's table is generated from `METRICS`. Names follow the rollout-correction guide (November 2025).
+table of docs/metrics.md is generated from `METRICS`. Names follow the rollout-correction guide (November 2025).
 """
 
 from __future__ import annotations
@@ -221,6 +221,6 @@ METRICS: tuple[Metric, ...] = (
 
 
 def metric_rows() -> Iterator[tuple[str, ...]]:
-    """(name, formula, unit, averaged over, merges by, level) of every declaration, for the README."""
+    """(name, formula, unit, averaged over, merges by, level) of every declaration, for docs/metrics.md."""
     for metric in METRICS:
         yield PREFIX + metric.name, metric.formula, metric.unit, metric.over, metric.merges, metric.level

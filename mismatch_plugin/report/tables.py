@@ -87,18 +87,53 @@ def preset_table(name: str) -> Table:
 def algorithms_table() -> Table:
     """The four algorithms that the two flags choose."""
     details = (
-        ("PPO-clip(π_θ/π_old)", "π_old, Megatron", "none", "yes"),
-        ("PPO-clip(π_θ/π_rollout)", "π_rollout", "none: the clip's ratio has it already", "not needed"),
-        ("w · PPO-clip(π_θ/π_old)", "π_old, Megatron", "π_old", "yes"),
-        ("−sg(w) · A · log π_θ", "none", "π_θ, detached", "not needed"),
+        ("2: π_θ, π_old", "PPO-clip(π_θ/π_old)", "π_old, Megatron", "none", "yes", "no", "none"),
+        (
+            "2: π_θ, π_rollout",
+            "PPO-clip(π_θ/π_rollout)",
+            "π_rollout",
+            "none: the clip's ratio has it already",
+            "not needed",
+            "no",
+            "none",
+        ),
+        (
+            "3: π_θ, π_old, π_rollout",
+            "w · PPO-clip(π_θ/π_old)",
+            "π_old, Megatron",
+            "π_old",
+            "yes",
+            "yes",
+            "token; sequence for short responses, geometric for rejection",
+        ),
+        ("2: π_θ, π_rollout", "−sg(w) · A · log π_θ", "none", "π_θ, detached", "not needed", "no", "sequence"),
     )
     rows = []
     for number, (name, detail) in enumerate(zip(ALGORITHM_NAMES, details, strict=True)):
         bypass, tis = ("yes" if number & bit else NOTHING for bit in (1, 2))
         rows.append((str(number), name, bypass, tis, *detail))
     flags = ("--use-rollout-log-probs", "--use-tis")
-    headers = ("#", "algorithm", *flags, "loss per token", "clip anchor", "weight's numerator", "second forward pass")
-    return Table("Algorithms", headers, tuple(rows))
+    headers = (
+        "#",
+        "algorithm",
+        *flags,
+        "policies",
+        "loss per token",
+        "clip anchor",
+        "weight's numerator",
+        "second forward pass",
+        "batch invariant",
+        "weights at level",
+    )
+    notes = (
+        "Batch invariant (Hilton et al. 2021): how far an update may go is set by π_old alone, so it does not depend "
+        "on how many workers and weight versions the data of a batch come from. With π_rollout as the clip's anchor, or "
+        "without a clip, it does.",
+        "Cost of the second forward pass: one forward of three passes' worth (forward and backward; four with full "
+        "recomputation), so a quarter to a third on top of the training part of a step. The correction itself is about "
+        "a hundred kernels on a few floats a token.",
+    )
+    return Table("Algorithms", headers, tuple(rows), notes=notes)
 
 
 def bounds_table() -> Table:

@@ -1,4 +1,4 @@
-"""What README.md says about a server, run on one."""
+"""What docs/rollouts.md says about a server, run on one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from mismatch_plugin.rollout.files import read_records
 from mismatch_plugin.rollout.server import CpuServer
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
 
 def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"^```py\n(.*?)^```$", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
-    exec(compile(code, str(README), "exec"), names)
+    exec(compile(code, str(PAGE), "exec"), names)
     monkeypatch.chdir(tmp_path)  # it writes rollouts.jsonl
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
     records = asyncio.run(names["rollouts"](float32_server.url, prompts))

@@ -1,7 +1,7 @@
-"""Write the generated blocks of README.md again, or check that they are current.
+"""Write the generated blocks of the pages in docs/ again, or check that they are current.
 
-    python ci/readme.py            # writes
-    python ci/readme.py --check    # exits 1 with a diff where a block is stale
+    python ci/docs.py            # writes
+    python ci/docs.py --check    # exits 1 with a diff where a block is stale
 
 A block stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `BLOCKS`.
 """
@@ -19,7 +19,8 @@ from mismatch_plugin.explain import explain_table
 from mismatch_plugin.report.table import Table
 from mismatch_plugin.report.tables import TABLES
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCKS: dict[str, Callable[[], Table]] = {**TABLES, "example": explain_table}
 
 _BLOCK = re.compile(r"(?P<start><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -44,18 +45,23 @@ def block_names(text: str) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit status."""
-    parser = argparse.ArgumentParser(description="Write the generated blocks of README.md again.")
+    parser = argparse.ArgumentParser(description="Write the generated blocks of the documentation again.")
     parser.add_argument("--check", action="store_true", help="only say what is stale; exit 1 if anything is")
-    parser.add_argument("path", nargs="?", type=Path, default=README, help="the file (README.md)")
+    parser.add_argument("paths", nargs="*", type=Path, help="the files (README.md and docs/*.md)")
     options = parser.parse_args(arguments)
-    old = options.path.read_text(encoding="utf-8")
-    new = render(old)
-    if not options.check:
-        options.path.write_text(new, encoding="utf-8")
-        return 0
-    name = options.path.name
-    sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), name, f"{name} (generated)"))
-    return int(old != new)
+    stale = 0
+    for path in options.paths or PAGES:
+        old = path.read_text(encoding="utf-8")
+        new = render(old)
+        if old == new:
+            continue
+        if options.check:
+            stale = 1
+            names = (path.name, f"{path.name} (generated)")
+            sys.stdout.writelines(difflib.unified_diff(old.splitlines(True), new.splitlines(True), *names))
+        else:
+            path.write_text(new, encoding="utf-8")
+    return stale
 
 
 if __name__ == "__main__":

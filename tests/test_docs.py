@@ -1,0 +1,100 @@
+"""The pages are true: generated blocks are current and complete, the Python runs, links and pictures are there."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from ci.docs import BLOCKS, PAGES, ROOT, block_names, main, render
+from mismatch_plugin import MismatchConfig, add_arguments
+from mismatch_plugin.core.metrics import METRICS
+from mismatch_plugin.fields import leaf_fields
+from mismatch_plugin.presets import PRESETS
+
+README = ROOT / "README.md"
+TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
+ALL = "\n".join(TEXTS.values())
+
+
+def test_blocks_are_current():
+    assert [path.name for path, text in TEXTS.items() if render(text) != text] == [], "run: make docs"
+
+
+def test_every_table_has_a_block():
+    assert sorted(name for text in TEXTS.values() for name in block_names(text)) == sorted(BLOCKS)
+
+
+def test_the_readme_is_two_screens_and_names_every_page_and_the_two_commands():
+    assert len(TEXTS[README].encode()) <= 10240
+    assert [path.name for path in PAGES if path != README and f"(docs/{path.name})" not in TEXTS[README]] == []
+    assert "make compare" in TEXTS[README] and "make test" in TEXTS[README]
+
+
+def test_docs_hold_pages_and_pictures_only():
+    assert {path.suffix for path in (ROOT / "docs").rglob("*") if path.is_file()} <= {".md", ".png"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_python_blocks_run(page: Path):
+    names: dict[str, object] = {}
+    for code in re.findall(r"^```python\n(.*?)^```$", TEXTS[page], re.DOTALL | re.MULTILINE):
+        exec(compile(code, str(page), "exec"), names)
+
+
+def test_the_readme_has_python_that_runs():
+    assert "```python\n" in TEXTS[README]
+
+
+def test_nothing_is_left_out():
+    # Taken from the code and not from the tables, so that a table that lost a row is found.
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    names = [field.path for field in leaf_fields(MismatchConfig)]
+    names += [flag for action in parser._actions for flag in action.option_strings]
+    names += [metric.name for metric in METRICS]
+    names += [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
+    assert [name for name in names if f"`{name}`" not in ALL] == []
+
+
+def test_the_recommended_presets_exist():
+    table = TEXTS[ROOT / "docs" / "settings.md"].split("## Which setting to choose")[1].split("\n## ")[0]
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    named = [name for row in rows for name in re.findall(r"`([a-z0-9_]+)`", row[1])]
+    known = {name for entry in PRESETS for name in (entry.name, *entry.aliases)}
+    assert len(rows) >= 8 and len(named) >= len(rows)
+    assert set(named) <= known
+
+
+def test_pictures_and_pages_that_are_linked_are_there():
+    links = [(path, link) for path, text in TEXTS.items() for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)]
+    assert [link for _, link in links if link.endswith(".png")]
+    files = [(path, link) for path, link in links if not link.startswith("http")]
+    assert len(files) > 20 and [link for path, link in files if not (path.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_links_inside_a_page_lead_somewhere(page: Path):
+    headings = {
+        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-")
+        for line in re.findall(r"^#+(.*)$", TEXTS[page], re.M)
+    }
+    assert [link for link in re.findall(r"\]\(#([\w-]+)\)", TEXTS[page]) if link not in headings] == []
+
+
+def test_a_stale_block_is_found_and_fixed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    text, page = TEXTS[ROOT / "docs" / "algorithms.md"], tmp_path / "algorithms.md"
+    page.write_text(text.replace("| 2 | decoupled PPO |", "| 2 | deceptive PPO |"), encoding="utf-8")
+    assert main(["--check", str(page)]) == 1
+    output = capsys.readouterr().out
+    assert "-| 2 | deceptive PPO" in output and "+| 2 | decoupled PPO" in output
+    assert main([str(page)]) == 0
+    assert page.read_text(encoding="utf-8") == text
+    assert main(["--check", str(page)]) == 0
+
+
+def test_unknown_block_is_refused():
+    with pytest.raises(ValueError, match="'nonsense' is unknown"):
+        render("<!-- generated: nonsense -->\n<!-- end -->")
