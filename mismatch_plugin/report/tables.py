@@ -127,7 +127,7 @@ def algorithms_table() -> Table:
     )
     notes = (
         "Batch invariant (Hilton et al. 2021): how far an update may go is set by π_old alone, so it does not depend "
-        "on how many workers and weight versions the data of a batch come from. With π_rollout as the clip's anchor, or "
+        "on how many workers and weight versions the data of a batch come from. With π_rollout as the anchor, or "
         "without a clip, it does.",
         "Cost of the second forward pass: one forward of three passes' worth (forward and backward; four with full "
         "recomputation), so a quarter to a third on top of the training part of a step. The correction itself is about "
