@@ -5,6 +5,7 @@ VENV ?= .venv
 VENV_ARGS ?=
 PIP_ARGS ?=
 COMPARE_ARGS ?=
+BENCH_ARGS ?=
 # The SGLang server lives in an environment of its own.
 SGLANG_VENV ?= .venv-sglang
 # So does verl, for the tests that compare with it.
@@ -22,15 +23,18 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help compare compare-sglang test test-sglang test-verl sglang lint format docs clean
+.PHONY: help bench compare compare-sglang test test-sglang test-verl sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS=" \
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS=" \
 		"PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
+
+bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.html
+	$(BIN)/python -m examples.benchmarks.bench $(BENCH_ARGS)
 
 test: $(VENV)/.test  ## run the tests (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mismatch_plugin
-from mismatch_plugin.benchmark.command import bench
 from mismatch_plugin.lab.command import compare
 from mismatch_plugin.patching import app as patching
 from mismatch_plugin.report.command import inspect
@@ -63,7 +62,7 @@ def options(
     The engine that samples responses and the one that trains on them give
     the same token different probabilities. These commands show what the
     corrections do and which presets there are, check an engine's log-probs,
-    judge a run and compare the algorithms, patch a host, and measure costs.
+    judge a run and compare the algorithms, and patch a host.
     """
 
 
@@ -119,7 +118,13 @@ app.command()(compare)
 app.command()(inspect)
 app.command()(check)
 app.add_typer(patching, name="patch")
-app.command()(bench)
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def bench() -> None:
+    """Say where the benchmark is: in the repository, not in the package."""
+    typer.echo("The benchmark is in the repository: `make bench` (python -m examples.benchmarks.bench) at its root.")
+    raise typer.Exit(2)
 
 
 def _show(table: Table, markdown: bool) -> None:

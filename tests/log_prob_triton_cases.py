@@ -1,6 +1,6 @@
 """The Triton log-probs in Triton's interpreter: run by `test_log_prob_triton.py`, in a process that has it switched on.
 
-The cases themselves, which a GPU runs too, stand in `examples/benchmarks/log_prob_cases.py`.
+The cases themselves, which a GPU runs too, stand in `examples/benchmarks/triton_cases.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
-from examples.benchmarks.log_prob_cases import CASES, SHARDED, Case, check, check_shards, make, results
-from mismatch_plugin.benchmark.counting import OperationCounter
+from examples.benchmarks.counting import OperationCounter
+from examples.benchmarks.triton_cases import CASES, SHARDED, Case, check, check_shards, make, results
 from mismatch_plugin.parallel import log_prob_triton
 from mismatch_plugin.parallel.log_prob_torch import Layout, _Blocks, _local_statistics
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs

@@ -14,25 +14,23 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.command import Part, bench
-from mismatch_plugin.benchmark.correction import CONTENDERS
-from mismatch_plugin.benchmark.correction_cases import Batch, ours
-from mismatch_plugin.benchmark.counting import count
-from mismatch_plugin.benchmark.links import Link, sent_bytes
-from mismatch_plugin.benchmark.log_prob_cases import contenders, sharded
-from mismatch_plugin.benchmark.log_probs import Problem, extra_peaks, speed
-from mismatch_plugin.benchmark.machine import Case, Timing, measure, memory_in_use, peak_since, version
-from mismatch_plugin.benchmark.results import Section, load, save
-from mismatch_plugin.benchmark.scaling import extrapolate
-from mismatch_plugin.benchmark.tables import findings, tables
-from mismatch_plugin.benchmark.workers import in_processes
+from examples.benchmarks import machine
+from examples.benchmarks.bench import Part, bench
+from examples.benchmarks.correction import CONTENDERS
+from examples.benchmarks.correction_cases import Batch, ours
+from examples.benchmarks.counting import count
+from examples.benchmarks.links import Link, sent_bytes
+from examples.benchmarks.log_prob_cases import contenders, sharded
+from examples.benchmarks.log_probs import Problem, extra_peaks, speed
+from examples.benchmarks.machine import Case, Timing, measure, memory_in_use, peak_since, version
+from examples.benchmarks.results import Section, load, save
+from examples.benchmarks.scaling import extrapolate
+from examples.benchmarks.tables import findings, tables
+from examples.benchmarks.workers import in_processes
 from mismatch_plugin.report.table import NOTHING
 
 CPU = torch.device("cpu")
-
-
-COMMAND = "import typer; from mismatch_plugin.benchmark.command import bench; typer.run(bench)"
+MODULE = "examples.benchmarks.bench"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one quick run of the command writes. A process of its own, since megatron-core is set up in it."""
     path = tmp_path_factory.mktemp("bench")
     arguments = ["--quick", "--device", "cpu", "--output", str(path)]
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", COMMAND, *arguments], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-m", MODULE, *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return path
 
@@ -305,7 +303,7 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
             raise RuntimeError("rank 0 of a benchmark died")
         return [Section(name, name, [])]
 
-    monkeypatch.setattr("mismatch_plugin.benchmark.workers.in_processes", fails_first)
+    monkeypatch.setattr("examples.benchmarks.workers.in_processes", fails_first)
     app = typer.Typer()
     app.command()(bench)
     options = ["--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu"]

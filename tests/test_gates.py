@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark.counting import OperationCounter, count
+from examples.benchmarks.counting import OperationCounter, count
 
 SEQUENCE_TRUNCATE = {"use_tis": True, "tis": {"level": "sequence"}}
 GEOMETRIC = "sequence_mean:ratio:0.99:1.01"

@@ -125,7 +125,10 @@ def test_position_defaults_to_the_place_in_the_sequence() -> None:
 def test_versions_more_than_a_slot_table_apart_are_older() -> None:
     # 16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag.
     packed = mp.PackedSequences.from_lists(
-        [[-1.0, -1.0, -1.0]], [[-1.1, -1.2, -1.5]], [[1, 1, 1]], weight_versions=[[100, 99, 70]]
+        old_log_probs=[[-1.0, -1.0, -1.0]],
+        rollout_log_probs=[[-1.1, -1.2, -1.5]],
+        loss_masks=[[1, 1, 1]],
+        weight_versions=[[100, 99, 70]],
     )
     expected = {"lag_0": 0.1, "lag_1": 0.2, "lag_older": 0.5}
     assert family(full(packed), "log_ratio_by_version_") == pytest.approx(expected, rel=1e-5)

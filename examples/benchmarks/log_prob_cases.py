@@ -1,192 +1,171 @@
-"""Cases of vocab-parallel log-probs and how the Triton twin is judged on them, on whatever device it runs.
-
-`log_probs_cuda_check.py` runs them on a GPU, the tests in Triton's interpreter. Each is compared with the torch
-Function and with textbook autograd in float64.
-"""
+"""Log-probs and entropy from logits, forward and backward, by this package and by what else there is."""
 
 from __future__ import annotations
 
-import itertools
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import log_softmax
 
-from mismatch_plugin.parallel import log_prob_triton
-from mismatch_plugin.parallel.log_prob_torch import Layout
-from mismatch_plugin.parallel.log_probs import Backend, RaggedSamplingMask, vocab_parallel_log_probs
+from examples.benchmarks.machine import version
+from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-ROWS = 6
+Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(logits [T, V] with gradient, targets [T]) → log-probs and entropy, [T]."""
+
+
+class NotHereError(RuntimeError):
+    """A contender that cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """What to compute; `what` names the options as in `make`."""
+class Contender:
+    """name: as shown. package: on PyPI, None for torch and us. entropy: whether it is computed, with gradient.
 
-    what: str
-    columns: int
-    dtype: str = "fp32"
-    entropy: str = "grad"
+    destroys: it overwrites the logits, and gets fresh ones before every call, outside the clock. make: imports what it
+    needs and returns the function.
+    """
 
-    def __str__(self) -> str:
-        return f"{self.what}-{self.columns}-{self.dtype}-{self.entropy}"
+    name: str
+    entropy: bool
+    make: Callable[[], Compute]
+    package: str | None = None
+    destroys: bool = False
+    cuda_only: bool = False
 
-
-WHATS = (
-    "plain", "cold", "temperatures", "padded", "ignored", "rows", "mask", "ragged", "transposed", "strided", "offset",
-    "forbidden", "rows ragged temperatures padded ignored", "rows mask temperatures padded transposed",
-)  # fmt: skip
-# 1, 61: less than a tile; 4097: an uneven part of one; 16384: tiles to the last column; others: tiles and a rest.
-CASES = [
-    *itertools.starmap(Case, itertools.product(["plain"], [1, 61, 4097, 16384, 20001], ["fp32", "bf16"])),
-    *itertools.starmap(Case, itertools.product(["plain"], [4097], ["fp16"], ["none", "detached", "grad"])),
-    *itertools.starmap(Case, itertools.product(WHATS[1:], [61], ["fp32"], ["none", "detached", "grad"])),
-    *itertools.starmap(Case, itertools.product(WHATS[1:], [8208], ["fp32", "bf16"])),
-    *itertools.starmap(Case, itertools.product(["plain", "mask", "ragged"], [8197], ["bf16"], ["none"])),
-]
-
-
-def make(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
-    """(logits [T, V], targets [R], upstream [2, R], options). The upstream varies and starts with 0."""
-    torch.manual_seed(0)
-    what, columns, dtype = case.what.split(), case.columns, DTYPES[case.dtype]
-    logits = (torch.randn(ROWS, columns) * 3).to(dtype)
-    targets, upstream = torch.randint(0, columns, (ROWS,)), torch.randn(2, ROWS)
-    upstream[:, 0] = 0.0
-    options: dict[str, Any] = {"entropy": case.entropy}
-    if "offset" in what:  # e^1e4 overflows. The temperature makes the unit 1, exact without a fused multiply-add too.
-        logits, options["temperature"] = logits + 1e4, math.log2(math.e)
-        logits[3, ::2] *= -1.0
-    if "forbidden" in what:
-        logits[:, 1::2] = -math.inf
-        targets = targets // 2 * 2
-    if "cold" in what:
-        options["temperature"] = 0.6
-    if "padded" in what:
-        options["vocab_size"] = max(1, columns - 7)
-        logits[:, options["vocab_size"] :] = math.nan
-        targets = targets % options["vocab_size"]
-    if "ignored" in what:
-        targets[[1, 4]] = torch.tensor([-100, -1])
-        upstream[:, 1], logits[1] = math.nan, math.nan
-    if "rows" in what:
-        logits = torch.cat([logits, torch.full((3, columns), math.nan, dtype=dtype)])
-        options["rows"] = torch.tensor([4, 0, 5, 1, 2, 3])
-        logits[[4, 0, 5, 1, 2, 3]] = logits[:ROWS].clone()
-    if "temperatures" in what:
-        options["temperature"] = torch.linspace(0.4, 2.0, ROWS)
-    if "mask" in what:
-        options["sampling_mask"] = torch.rand(ROWS, columns) < 0.3
-    if "ragged" in what:  # a target without ids, one with its target only, doubles, more ids than a program's block
-        counts = torch.tensor([3, 0, 700, 1, 40, 9])
-        ids = torch.randint(0, columns, (int(counts.sum()),))
-        ids[703] = targets[3]
-        options["sampling_mask"] = RaggedSamplingMask(ids.to(device), torch.cat([torch.tensor([0]), counts.cumsum(0)]))
-    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
-    logits = logits.to(device)
-    if "transposed" in what:
-        logits = logits.t().contiguous().t()
-        if isinstance(options.get("sampling_mask"), Tensor):
-            options["sampling_mask"] = options["sampling_mask"].t().contiguous().t()
-    if "strided" in what:
-        wide = torch.full((ROWS, 2 * columns + 5), math.nan, dtype=dtype, device=device)
-        logits = wide[:, 3 : 3 + 2 * columns : 2].copy_(logits)
-    return logits, targets.to(device), upstream.to(device), options
+    def compute(self, device: torch.device) -> Compute:
+        """The function. Raises NotHereError where it cannot be had."""
+        if self.package is not None and version(self.package) is None:
+            raise NotHereError("not installed")
+        if self.cuda_only and device.type != "cuda":
+            raise NotHereError("needs CUDA")
+        try:
+            return self.make()
+        except Exception as error:  # what a package raises at import without its CUDA part is anything
+            raise NotHereError(f"cannot be imported: {str(error).splitlines()[0][:120]}") from error
 
 
-def run(case: Case, device: str, backend: Backend, **more: Any) -> list[Tensor]:
-    """[log-probs, entropy if asked for, gradient]."""
-    logits, targets, upstream, options = make(case, device)
-    result = vocab_parallel_log_probs(logits.requires_grad_(), targets, backend=backend, **{**options, **more})
-    return results(result, logits, upstream)
+def ours(entropy: bool, inplace: bool = False, group: dist.ProcessGroup | None = None) -> Contender:
+    """This package."""
+
+    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        kind = "grad" if entropy else "none"
+        return vocab_parallel_log_probs(logits, targets, tp_group=group, entropy=kind, inplace_gradient=inplace)
+
+    name = "mismatch_plugin, gradient in place" if inplace else "mismatch_plugin"
+    return Contender(name, entropy, lambda: compute, destroys=inplace)
 
 
-def results(result: tuple[Tensor, Tensor | None], logits: Tensor, upstream: Tensor) -> list[Tensor]:
-    """The outputs and the gradient they give for the upstream."""
-    outputs = [value for value in result if value is not None]
-    differentiable = [(value, up) for value, up in zip(outputs, upstream, strict=False) if value.requires_grad]
-    gradient = torch.autograd.grad([value for value, _ in differentiable], logits, [up for _, up in differentiable])[0]
-    return [*(value.detach() for value in outputs), gradient]
+def plain_entropy(logits: Tensor) -> Tensor:
+    """− Σ p ln p by autograd, in float32."""
+    log_p = log_softmax(logits.float(), -1)
+    return -(log_p.exp() * log_p).sum(-1)
 
 
-def textbook(case: Case, device: str) -> list[Tensor]:
-    """The same by autograd through log_softmax in float64, over copied rows and kept columns."""
-    logits, targets, upstream, options = make(case, device)
-    size, rows = options.get("vocab_size", case.columns), options.get("rows", torch.arange(ROWS, device=device))
-    unit, mask = options.get("temperature", 1.0), options.get("sampling_mask")
-    computed = targets >= 0
-    kept = torch.zeros(ROWS, case.columns, dtype=torch.bool, device=device)
-    kept[:, :size] = True
-    if isinstance(mask, RaggedSamplingMask):
-        for i, (begin, end) in enumerate(itertools.pairwise(mask.offsets.tolist())):
-            if begin < end:
-                kept[i] = kept[i] & torch.zeros_like(kept[i]).index_fill_(0, mask.token_ids[begin:end], True)
-    elif mask is not None:
-        kept &= mask
-    kept[torch.arange(ROWS, device=device), targets.clamp_min(0)] = True
-    exact = logits.double().requires_grad_()
-    x = exact[rows] / (unit[:, None].double() if isinstance(unit, Tensor) else unit)
-    log_p = torch.where(kept & computed[:, None], x, -math.inf).log_softmax(-1)
-    log_probs = torch.where(computed, log_p.gather(1, targets.clamp_min(0)[:, None])[:, 0], 0.0)
-    entropy = torch.where(computed, -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0.0)).sum(-1), 0.0)
-    entropies = {"none": None, "detached": entropy.detach(), "grad": entropy}
-    return results((log_probs, entropies[case.entropy]), exact, upstream.nan_to_num().double())
+def _torch(entropy: bool) -> Contender:
+    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        log_p = log_softmax(logits.float(), -1)
+        chosen = log_p.gather(1, targets[:, None])[:, 0]
+        return chosen, -(log_p.exp() * log_p).sum(-1) if entropy else None
+
+    return Contender("torch log_softmax + gather", entropy, lambda: compute)
 
 
-def compare(actual: list[Tensor], expected: list[Tensor], rounding: float) -> None:
-    """1e-6 for values; for the gradient 1e-6 of its largest element, and its own rounding."""
-    assert len(actual) == len(expected)
-    for value, other in zip(actual[:-1], expected[:-1], strict=True):
-        torch.testing.assert_close(value.double(), other.double(), rtol=1e-6, atol=1e-6)
-    largest = float(expected[-1].abs().max()) if expected[-1].numel() else 0.0
-    torch.testing.assert_close(
-        actual[-1].double(), expected[-1].double(), rtol=max(rounding, 1e-6), atol=1e-6 * max(1.0, largest)
+def _megatron(entropy: bool, fused: bool) -> Contender:
+    def make() -> Compute:
+        from examples.benchmarks.workers import megatron_groups
+
+        megatron_groups()
+        cross_entropy: Callable[..., Tensor]
+        if fused:
+            from megatron.core import parallel_state
+            from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+            group: Any = parallel_state.get_tensor_model_parallel_group()
+
+            cross_entropy = partial(fused_vocab_parallel_cross_entropy, tp_group=group)
+        else:
+            from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+            cross_entropy = vocab_parallel_cross_entropy
+        return _beside_entropy(cross_entropy, entropy)
+
+    name = f"megatron-core {'fused' if fused else 'unfused'}"
+    return Contender(name, entropy, make, "megatron-core", destroys=True)
+
+
+def _beside_entropy(cross_entropy: Callable[[Tensor, Tensor], Tensor], entropy: bool) -> Compute:
+    """A cross entropy of [T, 1, V] and [T, 1], and where asked the entropy by autograd, before the logits change."""
+
+    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+        second = plain_entropy(logits) if entropy else None
+        return -cross_entropy(logits[:, None], targets[:, None]).reshape(-1), second
+
+    return compute
+
+
+def _liger() -> Contender:
+    def make() -> Compute:
+        from liger_kernel.transformers.vocab_parallel_cross_entropy import (  # pyright: ignore
+            LigerVocabParallelCrossEntropy,
+        )
+
+        return _beside_entropy(LigerVocabParallelCrossEntropy(), entropy=False)
+
+    return Contender("liger-kernel vocab-parallel", False, make, "liger-kernel", destroys=True, cuda_only=True)
+
+
+def _transformer_engine() -> Contender:
+    def make() -> Compute:
+        from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy  # pyright: ignore
+
+        return _beside_entropy(lambda x, y: parallel_cross_entropy(x, y, 0.0, False, None, -100), entropy=False)
+
+    return Contender("transformer-engine", False, make, "transformer-engine", destroys=True, cuda_only=True)
+
+
+def _trl(entropy: bool) -> Contender:
+    def make() -> Compute:
+        from trl.trainer.utils import entropy_from_logits, selective_log_softmax  # pyright: ignore
+
+        def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+            chosen = selective_log_softmax(logits, targets)
+            return chosen, entropy_from_logits(logits) if entropy else None
+
+        return compute
+
+    return Contender("TRL selective_log_softmax", entropy, make, "trl")
+
+
+def sharded(group: dist.ProcessGroup | None) -> tuple[Contender, ...]:
+    """Those that work on a shard of the vocabulary on CPU. megatron-core has no entropy of one."""
+    return (
+        ours(True, group=group),
+        ours(False, group=group),
+        _megatron(False, fused=False),
+        _megatron(False, fused=True),
     )
 
 
-def _rounding(dtype: str) -> float:
-    """Of a gradient that was rounded to the logits' dtype, the interpreter's truncation included."""
-    return 0.0 if dtype == "fp32" else torch.finfo(DTYPES[dtype]).eps
-
-
-def check(case: Case, device: str) -> None:
-    """Raises AssertionError where the twin differs from torch or from float64, or in place from out of place."""
-    rounding = _rounding(case.dtype)
-    ours = run(case, device, "triton")
-    compare(ours, run(case, device, "torch"), rounding)
-    compare(ours, textbook(case, device), rounding)
-    # An element that nobody wrote would still be its logit.
-    for ours_value, other in zip(ours, run(case, device, "triton", inplace_gradient=True), strict=True):
-        assert torch.equal(ours_value, other)
-    assert case.dtype == "fp32" or ours[0].dtype == torch.float32
-    assert ours[-1].dtype == DTYPES[case.dtype]
-
-
-def check_shards(what: str, dtype: str, device: str, bounds: tuple[int, ...] = (0, 20, 21, 21, 52, 61)) -> None:
-    """The twin's parts over uneven shards, as ranks would hold them, against one process."""
-    case = Case(what, bounds[-1], dtype)
-    logits, targets, upstream, options = make(case, device)
-    layout = Layout(None, 0, 0, "grad", False, 1)
-    size = options.get("vocab_size", case.columns)
-    shards = []
-    for begin, end in itertools.pairwise(bounds):
-        mask = options.get("sampling_mask")
-        mask = mask[:, begin:end] if isinstance(mask, Tensor) else mask
-        own = replace(layout, vocab_start=begin, columns=min(max(size - begin, 0), end - begin))
-        shards.append(
-            log_prob_triton.prepare(
-                logits[:, begin:end], targets, options.get("rows"), options.get("temperature", 1.0), mask, own
-            )
-        )
-    statistics = torch.stack([log_prob_triton.local_statistics(shard) for shard in shards])
-    log_probs, entropy, shift, total = log_prob_triton.finish(statistics, targets, True)
-    assert entropy is not None
-    gradients = [log_prob_triton.gradient(shard, shift, total, entropy, *upstream) for shard in shards]
-    whole = run(case, device, "triton")
-    compare([log_probs, entropy, torch.cat(gradients, 1)], whole, _rounding(dtype))
-
-
-SHARDED = ("plain", "temperatures", "padded", "ignored", "rows", "mask", "ragged", "offset", "forbidden")
+def contenders() -> tuple[Contender, ...]:
+    """All of them, this package first; the baseline of ratios is torch with the same entropy."""
+    return (
+        ours(True),
+        ours(True, inplace=True),
+        _torch(True),
+        _megatron(True, fused=False),
+        _megatron(True, fused=True),
+        _trl(True),
+        ours(False),
+        _torch(False),
+        _megatron(False, fused=False),
+        _megatron(False, fused=True),
+        _trl(False),
+        _liger(),
+        _transformer_engine(),
+    )

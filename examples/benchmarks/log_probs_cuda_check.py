@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.benchmarks.log_prob_cases import CASES, SHARDED, check, check_shards, compare, results
-from mismatch_plugin.benchmark.counting import launches
+from examples.benchmarks.counting import launches
+from examples.benchmarks.triton_cases import CASES, SHARDED, check, check_shards, compare, results
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark.counting import OperationCounter
+from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.hooks import megatron_rl
 from mismatch_plugin.hooks.megatron_rl_loss import GrpoTerms, bin_lengths
 from tests.hosts.contracts.megatron_rl_batches import (

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.correction_cases import SETTINGS, Batch
-from mismatch_plugin.benchmark.counting import count
-from mismatch_plugin.benchmark.links import LINKS, sent_bytes
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
-from mismatch_plugin.benchmark.workers import in_processes
+from examples.benchmarks import machine
+from examples.benchmarks.correction_cases import SETTINGS, Batch
+from examples.benchmarks.counting import count
+from examples.benchmarks.links import LINKS, sent_bytes
+from examples.benchmarks.results import MEASURED, Row, Section
+from examples.benchmarks.workers import in_processes
 from mismatch_plugin.parallel.context import shard
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.correction_cases import Batch, Run, loop, ours, verl
-from mismatch_plugin.benchmark.counting import count, launches
-from mismatch_plugin.benchmark.log_prob_cases import NotHereError
-from mismatch_plugin.benchmark.machine import Case, measure
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+from examples.benchmarks import machine
+from examples.benchmarks.correction_cases import Batch, Run, loop, ours, verl
+from examples.benchmarks.counting import count, launches
+from examples.benchmarks.log_prob_cases import NotHereError
+from examples.benchmarks.machine import Case, measure
+from examples.benchmarks.results import MEASURED, Row, Section
 
 NOTES = [
     "Sequence-level truncated weights, one geometric criterion, metrics of level basic formed on the host; ours also "

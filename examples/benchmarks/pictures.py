@@ -8,7 +8,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from mismatch_plugin.benchmark.results import Row, Section
+from examples.benchmarks.results import Row, Section
 from mismatch_plugin.report.plots import DASHES, MARKERS, PALETTE, SIZE, STYLE, Picture, legend, png
 
 _OURS, _OTHERS = PALETTE[2], "#B0B0B0"

@@ -10,8 +10,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import mismatch_plugin
-from mismatch_plugin.benchmark.results import load
-from mismatch_plugin.benchmark.tables import findings, tables
+from examples.benchmarks.results import load
+from examples.benchmarks.tables import findings, tables
 from mismatch_plugin.report.page import TEMPLATE as REPORT
 from mismatch_plugin.report.page import numeric_columns
 
@@ -26,7 +26,7 @@ def build_page(folder: Path) -> Path:
     try:
         from jinja2 import Environment, StrictUndefined
 
-        from mismatch_plugin.benchmark.pictures import pictures
+        from examples.benchmarks.pictures import pictures
         from mismatch_plugin.report.plots import save
     except ImportError as error:
         raise ImportError(f"{error}: a page needs the extra: pip install 'mismatch-plugin[lab]'") from error
@@ -36,7 +36,7 @@ def build_page(folder: Path) -> Path:
         save(made, folder / "plots")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"base64": lambda png: base64.b64encode(png).decode("ascii"), "numeric": numeric_columns}
-    template = environment.from_string(files("mismatch_plugin.benchmark").joinpath(TEMPLATE).read_text("utf-8"))
+    template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
     html = template.render(
         sections=sections,
         tables={section.name: tables(section) for section in sections},

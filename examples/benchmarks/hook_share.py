@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.correction_cases import SETTINGS
-from mismatch_plugin.benchmark.machine import Case, measure
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+from examples.benchmarks import machine
+from examples.benchmarks.correction_cases import SETTINGS
+from examples.benchmarks.machine import Case, measure
+from examples.benchmarks.results import MEASURED, Row, Section
 
 NOTES = [
     "One step of megatron's schedule on one process: forward, backward, gradients finalised; the optimizer is not "
@@ -35,7 +35,7 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
         return Section("hook_share", title, [row], {}, NOTES, machine.describe(device))
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    from mismatch_plugin.benchmark.workers import megatron_groups
+    from examples.benchmarks.workers import megatron_groups
     from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
     from mismatch_plugin.lab.model import ModelSettings, build_model, run_step

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from mismatch_plugin.benchmark.links import LINKS
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
+from examples.benchmarks.links import LINKS
+from examples.benchmarks.results import MEASURED, Row, Section
 from mismatch_plugin.report.statistics import number
 from mismatch_plugin.report.table import NOTHING, Table
 

@@ -1,4 +1,7 @@
-"""The `bench` command. What measures is imported when it runs."""
+"""What the plugin costs next to what else there is.
+
+python -m examples.benchmarks.bench --help      # at the root of the repository, or `make bench`
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from mismatch_plugin.benchmark.results import Section
+    from examples.benchmarks.results import Section
 
 
 class Part(str, Enum):
@@ -52,7 +55,7 @@ def bench(
     repeats: Annotated[int, typer.Option(min=0, help="Repetitions that medians are taken of; 0: 5, quick 2.")] = 0,
     page: Annotated[bool, typer.Option(help="Write bench.html (needs the extra lab).")] = True,
 ) -> None:
-    """Measure what the plugin costs beside what else there is.
+    """Measure what the plugin costs next to what else there is.
 
     Log-probs from logits, correction and metrics, communication, the share of
     a train step, and scaling. Other libraries take part where they are
@@ -63,9 +66,9 @@ def bench(
     import torch
     from rich.console import Console
 
-    from mismatch_plugin.benchmark.results import load, save
-    from mismatch_plugin.benchmark.tables import SHORT, findings, tables
-    from mismatch_plugin.benchmark.workers import in_processes
+    from examples.benchmarks.results import load, save
+    from examples.benchmarks.tables import SHORT, findings, tables
+    from examples.benchmarks.workers import in_processes
 
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device: choose cpu or auto.", param_hint="--device")
@@ -95,7 +98,7 @@ def bench(
         if quick:
             console.print("A quick run: sizes are so small that these times say little.")
     if page:
-        from mismatch_plugin.benchmark.page import build_page
+        from examples.benchmarks.page import build_page
 
         try:
             console.print(f"Page: {build_page(output)}", soft_wrap=True)
@@ -118,21 +121,25 @@ def measure_part(name: str, kind: str, quick: bool, repeats: int) -> Section:
         print(f"  {what} …", flush=True)
 
     if part is Part.log_probs:
-        from mismatch_plugin.benchmark.log_probs import log_probs_section
+        from examples.benchmarks.log_probs import log_probs_section
 
         return log_probs_section(device, quick, repeats, tell)
     if part is Part.correction:
-        from mismatch_plugin.benchmark.correction import correction_section
+        from examples.benchmarks.correction import correction_section
 
         return correction_section(device, quick, repeats, tell)
     if part is Part.communication:
-        from mismatch_plugin.benchmark.communication import communication_section
+        from examples.benchmarks.communication import communication_section
 
         return communication_section(device, quick)
     if part is Part.hook_share:
-        from mismatch_plugin.benchmark.hook_share import hook_share_section
+        from examples.benchmarks.hook_share import hook_share_section
 
         return hook_share_section(device, quick, repeats)
-    from mismatch_plugin.benchmark.scaling import scaling_section
+    from examples.benchmarks.scaling import scaling_section
 
     return scaling_section(device, quick, repeats)
+
+
+if __name__ == "__main__":
+    typer.run(bench)

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.counting import count, launches
-from mismatch_plugin.benchmark.log_prob_cases import Compute, Contender, NotHereError, contenders, sharded
-from mismatch_plugin.benchmark.machine import Case, Timing, copy_bandwidth, measure
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
-from mismatch_plugin.benchmark.workers import in_processes
+from examples.benchmarks import machine
+from examples.benchmarks.counting import count, launches
+from examples.benchmarks.log_prob_cases import Compute, Contender, NotHereError, contenders, sharded
+from examples.benchmarks.machine import Case, Timing, copy_bandwidth, measure
+from examples.benchmarks.results import MEASURED, Row, Section
+from examples.benchmarks.workers import in_processes
 
 PASSES = 3
 """Over the logits, at least: read for the sums, read for the probabilities, write the gradient."""

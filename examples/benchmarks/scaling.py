@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark import machine
-from mismatch_plugin.benchmark.communication import COLUMNS
-from mismatch_plugin.benchmark.correction_cases import SETTINGS, Batch, ours
-from mismatch_plugin.benchmark.counting import count
-from mismatch_plugin.benchmark.links import LINKS
-from mismatch_plugin.benchmark.log_prob_cases import ours as our_log_probs
-from mismatch_plugin.benchmark.log_probs import Problem, step_of
-from mismatch_plugin.benchmark.machine import Case, measure
-from mismatch_plugin.benchmark.results import MEASURED, Row, Section
-from mismatch_plugin.benchmark.workers import in_processes
+from examples.benchmarks import machine
+from examples.benchmarks.communication import COLUMNS
+from examples.benchmarks.correction_cases import SETTINGS, Batch, ours
+from examples.benchmarks.counting import count
+from examples.benchmarks.links import LINKS
+from examples.benchmarks.log_prob_cases import ours as our_log_probs
+from examples.benchmarks.log_probs import Problem, step_of
+from examples.benchmarks.machine import Case, measure
+from examples.benchmarks.results import MEASURED, Row, Section
+from examples.benchmarks.workers import in_processes
 from mismatch_plugin.parallel.context import shard
 from mismatch_plugin.parallel.groups import ParallelGroups
 
