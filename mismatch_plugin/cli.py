@@ -123,7 +123,7 @@ app.add_typer(patching, name="patch")
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def bench() -> None:
     """Say where the benchmark is: in the repository, not in the package."""
-    typer.echo("The benchmark is in the repository: `make bench` (python -m examples.benchmarks.bench) at its root.")
+    typer.echo("The benchmark is in the repository: `make bench`, or `python -m examples.benchmarks.bench`.")
     raise typer.Exit(2)
 
 

@@ -32,7 +32,13 @@ def test_help_names_the_commands():
     assert result.exit_code == 0
     assert all(name in result.output for name in ("explain", "presets", "compare", "inspect", "check", "patch"))
     said = result.output.partition("Options")[0]
-    assert all(word in said for word in ("presets", "check", "judge a run", "compare", "patch", "costs"))
+    assert all(word in said for word in ("presets", "check", "judge a run", "compare", "patch"))
+
+
+def test_bench_says_where_it_is_whatever_follows_it():
+    """Until 0.1 it was a command of the package."""
+    result = _run("bench", "--quick", "--device", "cpu")
+    assert result.exit_code == 2 and "make bench" in result.output
 
 
 def test_module_and_script_are_the_same():
