@@ -59,6 +59,7 @@ class SGLangClient(ServerControl):
         rollout_log_prob_policy: with `error` a log-prob that is none fails its sample; otherwise it stays
             in the record, for `to_packed` and the correction to handle.
         headers: sent with every request, such as {"Authorization": "Bearer …"}.
+        verify_updates_every: as in `ServerControl`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class SGLangClient(ServerControl):
         connect_timeout: float = 10.0,
         rollout_log_prob_policy: InvalidPolicy = "error",
         headers: Mapping[str, str] | None = None,
+        verify_updates_every: int = 1,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency={concurrency} must be at least 1.")
@@ -87,7 +89,8 @@ class SGLangClient(ServerControl):
             connect_timeout=connect_timeout,
             headers=dict(headers or {}),
         )
-        super().__init__(transport, Retries(attempts=1 + retries) if isinstance(retries, int) else retries)
+        retries = Retries(attempts=1 + retries) if isinstance(retries, int) else retries
+        super().__init__(transport, retries, verify_updates_every)
         self.url, self.concurrency, self.policy = transport.url, concurrency, rollout_log_prob_policy
 
     async def __aenter__(self) -> SGLangClient:
