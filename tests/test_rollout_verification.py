@@ -59,14 +59,25 @@ def test_a_whole_update_passes_and_its_cost_is_in_the_log(caplog: pytest.LogCapt
 
 
 def test_names_that_the_server_does_not_have_are_an_error() -> None:
-    wrong = {f"module.{name}": tensor for name, tensor in NEW.items()}
+    wrong = {name.replace("model.", "decoder.").replace("lm_", "x."): tensor for name, tensor in NEW.items()}
     says = (
         rf"version 1, but no tensor changed \({COUNT} compared\). {len(NEW)} of {len(NEW)} names that were sent belong "
-        r"to no tensor of the server and were skipped: module.model.embed_tokens.weight, .* and \d+ more; "
+        r"to no tensor of the server and were skipped: decoder.embed_tokens.weight, .* and \d+ more; "
         r"it has model.embed_tokens.weight, "
     )
     with pytest.raises(WeightUpdateError, match=says):
         update(WeightsServer(BASE), wrong)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "module._orig_mod."])
+def test_names_of_a_trainers_wrapper_are_refused_before_they_are_sent(prefix: str) -> None:
+    wrong = {prefix + name: tensor for name, tensor in NEW.items()}
+    served = WeightsServer(BASE)
+    with pytest.raises(WeightUpdateError, match=f"no weights were sent: all {len(NEW)} names begin with '{prefix}', "):
+        update(served, wrong)
+    assert served.version == "default"
+    with pytest.raises(WeightUpdateError, match="but no tensor changed"):
+        update(served, wrong, expect_changed="some")
 
 
 def test_one_layer_alone_is_an_error_that_names_the_others() -> None:

@@ -1,8 +1,9 @@
 """Whether a weight update arrived: the server's checksums before and after it, judged by what was sent.
 
-SGLang reports success, and moves the weight version, whatever became of the tensors: names that its model does not
-have are skipped. `POST /weights_checker` tells a checksum of every tensor that it computes with, which costs one pass
-over the weights. They say that a tensor changed, not that it is right: compare `rescore` with a recomputation for that.
+SGLang reports success, and moves the weight version, whatever became of the tensors: most of its models skip names that
+they do not have, and some end the server. `POST /weights_checker` tells a checksum of every tensor that it computes
+with, which costs one pass over the weights. Checksums say that a tensor changed, not that it is right: compare
+`rescore` with a recomputation for that.
 
 The rule, for `expect_changed`:
 
@@ -47,6 +48,7 @@ Checksums = Sequence[Mapping[str, str]]
 
 logger = logging.getLogger("mismatch_plugin")
 _SHOWN = 4
+_WRAPPERS = 3  # how many of a trainer's wrappers are looked through: `module.module.model.…`
 _VECTOR_NAMES = ("norm", "bias", "scale", "sink", "A_log")
 """Parts of the names of tensors with one dimension, for servers whose tensors were not sent from here."""
 
@@ -98,7 +100,8 @@ class UpdateVerifier:
 
         Raises:
             ValueError: a name of `expect` that is no tensor of the server's, before the block.
-            WeightUpdateError: the update is not what was expected. The server keeps the new version's name.
+            WeightUpdateError: the update is not what was expected; the server keeps the new version's name. Or, before
+                the block: all names have a prefix in front of the server's.
         """
         number, self._number = self._number, self._number + 1
         previous, self._sent = self._sent, {}  # an update that fails leaves the server with nobody knows what
@@ -111,7 +114,7 @@ class UpdateVerifier:
             for name, tensor in pairs or ()
         }
         before = await self._checksums() if self._due(number) and expect != "any" else None
-        if before is not None and not isinstance(expect, str):
+        if before is not None:
             _check_names(before, sent, expect)
         taken = time.perf_counter() - started
         yield
@@ -180,7 +183,7 @@ def fault(before: Checksums, after: Checksums, sent: Mapping[str, Sent], expect:
 class _Sources:
     """Which of the sent tensors a tensor of the server is made of, without knowledge of the model.
 
-    Names are the same, or the server fuses: q_proj, k_proj, v_proj -> qkv_proj; experts.0.up_proj -> experts.w13_weight.
+    Names are the same, or the server fuses: q_proj, k_proj and v_proj are qkv_proj, experts.0.up_proj is in w13_weight.
     So what goes by no name of the server's belongs to the fused tensors of the module that it lies in.
     """
 
@@ -208,10 +211,14 @@ class _Sources:
         parent = module.rpartition(".")[0]
         return [source for source in self._siblings.get(parent, ()) if source.rpartition(".")[2] == leaf]
 
+    def unknown(self) -> list[str]:
+        """Sent names that belong to no tensor of the server."""
+        used = {source for name in self._names for source in self.of(name)}
+        return [name for name in self._sent if name not in used]
+
     def foreign(self) -> str:
         """A sentence about sent names that belong to no tensor of the server, or nothing."""
-        used = {source for name in self._names for source in self.of(name)}
-        unknown = [name for name in self._sent if name not in used]
+        unknown = self.unknown()
         if not unknown:
             return ""
         return (
@@ -245,10 +252,19 @@ def _expected(name: str, sources: Sequence[str], expect: ExpectChanged) -> bool:
     return any(fnmatchcase(known, pattern) for known in (name, *sources) for pattern in expect)
 
 
-def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: Collection[str]) -> None:
+def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChanged) -> None:
     sources = _Sources(sent, ranks)
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
-    for pattern in expect:
+    if sent and expect != "some" and len(sources.unknown()) == len(sent):
+        for depth in range(1, 1 + _WRAPPERS):
+            prefixes = {".".join(name.split(".")[:depth]) + "." for name in sent}
+            if len(prefixes) == 1 and any(name.split(".", depth)[-1] in names for name in sent):
+                raise WeightUpdateError(
+                    f"no weights were sent: all {len(sent)} names begin with {prefixes.pop()!r}, and without it they "
+                    f"are the server's ({_some(names)}). Send the names of the checkpoint; if the server drops the prefix "
+                    "by itself, say expect_changed='some'."
+                )
+    for pattern in () if isinstance(expect, str) else expect:
         if not any(_expected(name, sources.of(name), (pattern,)) for name in names):
             raise ValueError(f"expect_changed: {pattern!r} is no tensor of the server, which has {_some(names)}.")
 
