@@ -261,8 +261,8 @@ def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChang
             if len(prefixes) == 1 and any(name.split(".", depth)[-1] in names for name in sent):
                 raise WeightUpdateError(
                     f"no weights were sent: all {len(sent)} names begin with {prefixes.pop()!r}, and without it they "
-                    f"are the server's ({_some(names)}). Send the names of the checkpoint; if the server drops the prefix "
-                    "by itself, say expect_changed='some'."
+                    f"are the server's ({_some(names)}). Send the names of the checkpoint; if the server drops the "
+                    "prefix by itself, say expect_changed='some'."
                 )
     for pattern in () if isinstance(expect, str) else expect:
         if not any(_expected(name, sources.of(name), (pattern,)) for name in names):
