@@ -241,6 +241,27 @@ def test_only_every_nth_update_is_verified(every: int, verified: list[int], capl
     assert [line.split(" verified")[0] for line in lines] == [f"version {number}" for number in verified]
 
 
+def test_an_update_that_failed_or_that_nobody_looked_at_takes_no_turn() -> None:
+    async def run(url: str) -> None:
+        async with SGLangClient(url, verify_updates_every=9) as client:
+            await client.update_weights_from_tensors(BASE, 1, expect_changed="any")
+            with pytest.raises(WeightUpdateError, match="10 of"):
+                await client.update_weights_from_tensors(layer(NEW, 0), 2)
+            await client.update_weights_from_tensors(NEW, 2, expect_changed="some")
+
+    with FaultyServer(WeightsServer(BASE)) as server:
+        asyncio.run(run(server.url))
+        assert server.paths().count("/weights_checker") == 4
+
+
+def test_a_server_that_is_gone_is_an_error_and_no_reason_to_update_unseen() -> None:
+    served = WeightsServer(BASE)
+    served.answers["/weights_checker"] = Reply(cut=3)
+    with pytest.raises(WeightUpdateError, match="no weights were sent: "):
+        update(served, NEW)
+    assert served.version == "default"
+
+
 def test_tensors_are_compared_with_the_last_update_whether_it_was_verified_or_not() -> None:
     # Version 3 is compared with version 2, of which nothing was verified: only the norm moved since.
     update(WeightsServer(BASE), NEW, NEWER, NEWER | {"model.norm.weight": torch.zeros(4)}, every=2)

@@ -103,7 +103,7 @@ class UpdateVerifier:
             WeightUpdateError: the update is not what was expected; the server keeps the new version's name. Or, before
                 the block: all names have a prefix in front of the server's.
         """
-        number, self._number = self._number, self._number + 1
+        number = self._number
         previous, self._sent = self._sent, {}  # an update that fails leaves the server with nobody knows what
         started = time.perf_counter()
         new: dict[str, int] = {}
@@ -129,6 +129,7 @@ class UpdateVerifier:
                 logger.warning("version %s has the same weights as the update before it: no step in between?", version)
             logger.info("version %s verified on the server: %s; %.3f s", version, _counts(before, after), taken)
         self._sent = {**previous, **new} if new else {}
+        self._number += expect != "any"  # neither a failed update nor one that nobody looked at takes a turn
 
     def _due(self, number: int) -> bool:
         return self._supported and self._every > 0 and number % self._every == 0
@@ -141,7 +142,8 @@ class UpdateVerifier:
             return _read(answer.json)
         except RequestError as error:
             if sure or error.kind in ("connection", "timeout", "deadline"):
-                raise WeightUpdateError(f"whether the weights arrived cannot be told: {error}") from error
+                then = "whether the weights arrived cannot be told" if sure else "no weights were sent"
+                raise WeightUpdateError(f"{then}: {error}") from error
             self._supported = False
             logger.warning("weight updates are not verified: the server has no checksums of its weights (%s).", error)
             return None
