@@ -318,6 +318,13 @@ def test_the_rule_by_rank_and_by_what_was_sent(
     assert found is None if says is None else re.search(says, found or ""), found
 
 
+def test_constants_that_the_server_keeps_beside_its_weights_may_stay() -> None:
+    before = [{"visual.embeddings.position_ids": "a", "visual.patch.weight": "b"}]
+    after = [{**before[0], "visual.patch.weight": "c"}]
+    assert fault(before, after, {}, "all") is None
+    assert fault(before, after, {"visual.patch.weight": Sent(True, True)}, "all") is None
+
+
 def test_experts_that_the_server_fuses_are_known_by_their_module() -> None:
     before = [{"l.0.experts.w13_weight": "a", "l.0.experts.w2_weight": "b", "l.0.gate.weight": "c"}]
     after = [{**before[0], "l.0.gate.weight": "d"}]

@@ -10,9 +10,9 @@ The rule, for `expect_changed`:
 "all" (default)
     A tensor of the server may stay the same where nothing else was asked for: what was sent for it is, rounded to the
     server's dtype, what was sent before. Where that is unknown (the first update, an update from disk, tensors that
-    were not sent), vectors may stay and matrices may not: after a step of RL a bfloat16 norm is often the same bit for
-    bit, while a matrix has small entries that move. Any other tensor that stays the same is an error, and so is an
-    update that changes nothing at all, unless exactly the tensors of the update before were sent (then a warning).
+    were not sent), vectors and constants may stay and matrices may not: after a step of RL a bfloat16 norm is often the
+    same bit for bit, while a matrix has small entries that move. Any other tensor that stays the same is an error, and
+    so is an update that changes nothing at all, unless exactly the tensors of the update before were sent (a warning).
 "some"
     At least one tensor changes: LoRA, frozen layers, weights sent in several updates.
 a collection of names
@@ -49,8 +49,8 @@ Checksums = Sequence[Mapping[str, str]]
 logger = logging.getLogger("mismatch_plugin")
 _SHOWN = 4
 _WRAPPERS = 3  # how many of a trainer's wrappers are looked through: `module.module.model.…`
-_VECTOR_NAMES = ("norm", "bias", "scale", "sink", "A_log")
-"""Parts of the names of tensors with one dimension, for servers whose tensors were not sent from here."""
+_VECTOR_NAMES = ("norm", "bias", "scale", "sink", "A_log", "position_ids", "expert_map", "mask")
+"""Parts of the names of vectors and of constants that a server keeps beside its weights. A reply has no shapes."""
 
 
 @dataclass(frozen=True)
