@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from mismatch_plugin.rollout.client import RequestError, Retries, ServerInfo, SGLangClient, WeightUpdateError
+from mismatch_plugin.rollout.client import PauseMode, RequestError, Retries, ServerInfo, SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.records import SamplingParameters
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
 
@@ -34,6 +34,7 @@ class Trainee:
     def __init__(self) -> None:
         self.version = "default"
         self.tp_size = 2
+        self.radix_cache = True
         self.refuse: dict[str, Reply] = {}
 
     def __call__(self, request: Request) -> Reply:
@@ -42,7 +43,8 @@ class Trainee:
         if request.path == "/generate":
             return Reply(hang=True)
         if request.path == "/server_info":
-            return Reply({"version": "0.5.23", "tp_size": self.tp_size, "dtype": "bfloat16", "weight_version": "old"})
+            info = {"version": "0.5.23", "tp_size": self.tp_size, "dtype": "bfloat16", "weight_version": "old"}
+            return Reply({**info, "disable_radix_cache": not self.radix_cache})
         if request.path == "/model_info":
             return Reply({"weight_version": self.version, "model_path": "m"})
         if request.path.startswith("/update_weights"):
@@ -62,7 +64,7 @@ def call(server: FaultyServer, action: Callable[[SGLangClient], Awaitable[T]], *
 
 def orders(server: FaultyServer) -> list[str]:
     """Paths that change something, in order."""
-    return [path for path in server.paths() if not path.endswith("_info")]
+    return [path for path in server.paths() if not path.endswith(("_info", "/weights_checker"))]
 
 
 def unpacked(body: Any) -> dict[str, torch.Tensor]:
@@ -102,16 +104,72 @@ def test_buckets_pause_generation_and_the_last_one_brings_the_version() -> None:
         assert last["weight_version"] == "8" and last["flush_cache"] is True
 
 
-def test_under_a_pause_nothing_is_paused_twice_and_the_cache_in_use_stays() -> None:
+def _under(mode: PauseMode, **options: Any) -> Callable[[SGLangClient], Awaitable[None]]:
+    async def update(client: SGLangClient) -> None:
+        async with client.paused(mode):
+            await client.update_weights_from_tensors(WEIGHTS, 9, bucket_bytes=1, **options)
+
+    return update
+
+
+def test_under_a_pause_nothing_is_paused_twice() -> None:
+    with FaultyServer(Trainee()) as server:
+        call(server, _under("in_place"))
+        assert orders(server).count("/pause_generation") == 1
+        assert server.bodies("/pause_generation") == [{"mode": "in_place"}]
+
+
+def test_an_in_place_pause_flushes_the_cache_before_the_first_weight_is_sent() -> None:
+    trainee = Trainee()
+    trainee.refuse["/flush_cache"] = Reply(body=b"Cache flushed.\nPlease check", content_type="")
+    with FaultyServer(trainee) as server:
+        call(server, _under("in_place"))
+        assert orders(server)[:3] == ["/pause_generation", "/flush_cache", "/begin_weight_update"]
+        assert [body["flush_cache"] for body in server.bodies("/update_weights_from_tensor")] == [False] * 3
+
+
+@pytest.mark.parametrize("flush_cache", [None, True])
+def test_requests_that_hold_the_cache_in_place_refuse_the_update_before_it_is_sent(flush_cache: bool | None) -> None:
+    trainee = Trainee()
+    trainee.refuse["/flush_cache"] = Reply(body=b"Flush cache failed.\n", content_type="", status=400)
+    with FaultyServer(trainee) as server:
+        with pytest.raises(WeightUpdateError, match=r"no weights were sent: (.|\n)*failed(.|\n)*--disable-radix-cache"):
+            call(server, _under("in_place", flush_cache=flush_cache))
+        assert orders(server) == ["/pause_generation", "/flush_cache", "/continue_generation"]
+        assert trainee.version == "default"
+
+
+@pytest.mark.parametrize(
+    ("mode", "radix_cache", "flush_cache", "flushed"),
+    [
+        ("in_place", True, False, False),  # asked for
+        ("in_place", False, None, False),  # nothing is shared
+        ("retract", True, None, True),
+        ("abort", False, None, True),
+    ],
+)
+def test_other_pauses_leave_the_flush_to_the_update(
+    mode: PauseMode, radix_cache: bool, flush_cache: bool | None, flushed: bool
+) -> None:
+    trainee = Trainee()
+    trainee.radix_cache = radix_cache
+    with FaultyServer(trainee) as server:
+        call(server, _under(mode, flush_cache=flush_cache))
+        assert "/flush_cache" not in orders(server)
+        sent = [body["flush_cache"] for body in server.bodies("/update_weights_from_tensor")]
+        assert sent == [False, False, flushed]
+
+
+def test_an_in_place_update_from_disk_flushes_too() -> None:
     async def update(client: SGLangClient) -> None:
         async with client.paused("in_place"):
-            await client.update_weights_from_tensors(WEIGHTS, 9, bucket_bytes=1)
+            await client.update_weights_from_disk("somewhere", 5)
 
     with FaultyServer(Trainee()) as server:
         call(server, update)
-        assert orders(server).count("/pause_generation") == 1
-        assert server.bodies("/pause_generation") == [{"mode": "in_place"}]
-        assert [body["flush_cache"] for body in server.bodies("/update_weights_from_tensor")] == [False] * 3
+        updates = ["/flush_cache", "/update_weights_from_disk"]
+        assert orders(server) == ["/pause_generation", *updates, "/continue_generation"]
+        assert [body["flush_cache"] for body in server.bodies("/update_weights_from_disk")] == [False]
 
 
 @pytest.mark.parametrize(

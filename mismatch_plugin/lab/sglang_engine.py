@@ -25,6 +25,7 @@ from mismatch_plugin.lab.tasks import TASKS, get_task
 from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.verification import ExpectChanged
 
 SERVER_ARGUMENTS = ("--skip-tokenizer-init",)
 """What the server of the lab's model is started with beyond the rest: the lab has token ids and no tokenizer."""
@@ -81,7 +82,10 @@ class SGLangEngine:
 
     def load_weights(self, state_dict: Mapping[str, Tensor], version: int) -> None:
         """Send all weights in one request, as the server's next version. Raises WeightUpdateError."""
-        self._wait(self._client.update_weights_from_tensors(state_dict, self._named(version)))
+        # The server may have a run's first weights already, from a run before it.
+        expected: ExpectChanged = "any" if self.version < 0 else "all"
+        update = self._client.update_weights_from_tensors(state_dict, self._named(version), expect_changed=expected)
+        self._wait(update)
         self.version = version
 
     def generate(

@@ -53,6 +53,7 @@ class SGLangClient(ServerControl):
         url: http(s)://host:port. No redirect is followed and no proxy read from the environment.
         concurrency: requests under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
+        verify_updates_every: verify the first weight update and every n-th by the server's checksums; 0: none.
         retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         connect_timeout: seconds to reach the server.
@@ -67,6 +68,7 @@ class SGLangClient(ServerControl):
         *,
         concurrency: int = 64,
         timeout: float = 600.0,
+        verify_updates_every: int = 1,
         retries: Retries | int = 4,
         connect_timeout: float = 10.0,
         rollout_log_prob_policy: InvalidPolicy = "error",
@@ -87,7 +89,8 @@ class SGLangClient(ServerControl):
             connect_timeout=connect_timeout,
             headers=dict(headers or {}),
         )
-        super().__init__(transport, Retries(attempts=1 + retries) if isinstance(retries, int) else retries)
+        attempts = Retries(attempts=1 + retries) if isinstance(retries, int) else retries
+        super().__init__(transport, attempts, verify_updates_every)
         self.url, self.concurrency, self.policy = transport.url, concurrency, rollout_log_prob_policy
 
     async def __aenter__(self) -> SGLangClient:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
 from mismatch_plugin.rollout.server_info import ServerInfo
 from mismatch_plugin.rollout.transport import Answer, Retries, Transport
+from mismatch_plugin.rollout.verification import ExpectChanged, UpdateVerifier, check_expectation
 from mismatch_plugin.rollout.weights import (
     NamedTensors,
     broadcast,
@@ -20,20 +21,27 @@ from mismatch_plugin.rollout.weights import (
     join_weights_update_group,
     named_pairs,
     serialised,
+    torch_dtype,
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
 GROUP_NAME = "weight_update_group"
 
 _ONCE = Retries(attempts=1)
+_OK = 200
 
 
 class ServerControl:
     """The control half of `SGLangClient`. Nothing here is sent twice: an update may have worked though its answer was
-    lost. Questions (health, server_info) are asked again."""
+    lost. Questions (health, server_info) are asked again.
 
-    def __init__(self, transport: Transport, retries: Retries) -> None:
+    Every weight update is verified by the server's checksums, as far as it has them: see `verification.py` for the rule
+    behind each method's `expect_changed`. verify_updates_every: only the first and every n-th; 0: none.
+    """
+
+    def __init__(self, transport: Transport, retries: Retries, verify_updates_every: int = 1) -> None:
         self._transport, self._retries = transport, retries
+        self._verifier = UpdateVerifier(transport, retries, verify_updates_every)
         self._paused: PauseMode | None = None
         self._info: ServerInfo | None = None
 
@@ -56,7 +64,7 @@ class ServerControl:
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Stop generating. Running requests are returned cut off (abort), wait to be computed again (retract), or keep
-        their KV cache of the old weights (in_place)."""
+        their KV cache of the old weights (in_place; with a radix cache weights are updated only if none is running)."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
         await self._post("/pause_generation", {"mode": mode})
@@ -82,15 +90,29 @@ class ServerControl:
             raise ValueError("name one request_id, or say all=True.")
         await self._post("/abort_request", {"rid": request_id or "", "abort_all": all})
 
-    async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool | None = None) -> None:
+    async def update_weights_from_disk(
+        self,
+        path: str,
+        version: str | int,
+        *,
+        flush_cache: bool | None = None,
+        expect_changed: ExpectChanged = "all",
+    ) -> None:
         """Load a checkpoint that the server can read at `path`. Raises WeightUpdateError.
 
-        flush_cache: drop the KV cache of the old weights. None: yes, except under an in-place pause, where requests
-        hold it and the server refuses.
+        flush_cache: drop the KV cache of the old weights. None: yes, or later requests would reuse it under the new
+            version; under an in-place pause before the update, which is refused if requests hold the cache. A server
+            without a radix cache shares none: there an in-place pause leaves it alone. False: keep it all the same.
+        expect_changed: which tensors must change on the server: "all", "some" (LoRA, frozen layers), names, or "any"
+            (a re-sync, which may change nothing). Anything else is a WeightUpdateError that names tensors; the server
+            has the new version's name by then.
         """
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": self._flush(flush_cache)}
-        await self._update("/update_weights_from_disk", body)
-        await self._confirm(version)
+        check_expectation(expect_changed)
+        flush = await self._flush(flush_cache)
+        async with self._verifier.around(version, expect_changed):
+            body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
+            await self._update("/update_weights_from_disk", body)
+            await self._confirm(version)
 
     async def update_weights_from_tensors(
         self,
@@ -99,25 +121,30 @@ class ServerControl:
         *,
         bucket_bytes: int | None = None,
         flush_cache: bool | None = None,
+        expect_changed: ExpectChanged = "all",
     ) -> None:
         """Send weights under the checkpoint's names, inside the request. Raises WeightUpdateError.
 
-        SGLang skips a name that its model does not have without a word: compare log-probs after the first update.
-
         bucket_bytes: at most so many bytes a request. More than one request means a time in which the server has half
-        of the new weights, so generation is paused (retract) meanwhile unless it is already.
+            of the new weights, so generation is paused (retract) meanwhile unless it is already.
+        flush_cache, expect_changed: as in `update_weights_from_disk`. A tensor that is sent as it was sent before may
+            stay the same.
         """
-        parts = list(buckets(named_pairs(named_tensors), bucket_bytes))
-        copies = await self._tp_size()
+        check_expectation(expect_changed)
+        pairs = named_pairs(named_tensors)
+        parts = list(buckets(pairs, bucket_bytes))
+        info = self._info or await self.server_info()
+        flush = await self._flush(flush_cache)
 
         async def send() -> None:
             for number, part in enumerate(parts):
-                body: dict[str, Any] = {"serialized_named_tensors": [serialised(part)] * copies}
-                body |= self._last(number + 1 == len(parts), version, flush_cache)
+                body: dict[str, Any] = {"serialized_named_tensors": [serialised(part)] * info.tp_size}
+                body |= _last(number + 1 == len(parts), version, flush)
                 await self._update("/update_weights_from_tensor", body)
 
-        await self._session(send, pause=len(parts) > 1)
-        await self._confirm(version)
+        async with self._verifier.around(version, expect_changed, pairs, torch_dtype(info.dtype)):
+            await self._session(send, pause=len(parts) > 1)
+            await self._confirm(version)
 
     async def init_weights_update_group(
         self,
@@ -168,13 +195,18 @@ class ServerControl:
         group_name: str = GROUP_NAME,
         bucket_bytes: int | None = None,
         flush_cache: bool | None = None,
+        expect_changed: ExpectChanged = "all",
     ) -> None:
         """Broadcast weights over the group of `init_weights_update_group`; otherwise as `update_weights_from_tensors`.
 
         The tensors must be where the group's backend reads them (CPU for gloo, CUDA for nccl). If the server refuses
         in the middle, the broadcast hangs until the group's time limit: make a new group afterwards.
         """
-        parts = list(buckets(named_pairs(named_tensors), bucket_bytes))
+        check_expectation(expect_changed)
+        pairs = named_pairs(named_tensors)
+        parts = list(buckets(pairs, bucket_bytes))
+        info = self._info or await self.server_info()
+        flush = await self._flush(flush_cache)
 
         async def send() -> None:
             for number, part in enumerate(parts):
@@ -184,19 +216,32 @@ class ServerControl:
                     "shapes": [list(tensor.shape) for _, tensor in part],
                     "group_name": group_name,
                 }
-                body |= self._last(number + 1 == len(parts), version, flush_cache)
+                body |= _last(number + 1 == len(parts), version, flush)
                 update = self._update("/update_weights_from_distributed", body)
                 await self._beside(update, asyncio.to_thread(broadcast, part, group))
 
-        await self._session(send, pause=len(parts) > 1)
-        await self._confirm(version)
+        async with self._verifier.around(version, expect_changed, pairs, torch_dtype(info.dtype)):
+            await self._session(send, pause=len(parts) > 1)
+            await self._confirm(version)
 
-    def _flush(self, wanted: bool | None) -> bool:
-        return self._paused != "in_place" if wanted is None else wanted
-
-    def _last(self, last: bool, version: str | int, flush_cache: bool | None) -> dict[str, Any]:
-        """The version takes effect with the last bucket."""
-        return {"weight_version": str(version), "flush_cache": self._flush(flush_cache)} if last else _NOT_LAST
+    async def _flush(self, wanted: bool | None) -> bool:
+        """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""
+        if self._paused != "in_place":
+            return wanted is not False
+        info = self._info or await self.server_info()
+        if wanted is False or (wanted is None and info.disable_radix_cache):
+            return False
+        try:
+            await self._transport.call("POST", "/flush_cache", retries=_ONCE)
+        except RequestError as error:
+            if error.status != _OK:  # SGLang answers in plain text
+                raise WeightUpdateError(
+                    f"no weights were sent: {error.message} Requests that are paused in place hold keys and values of "
+                    "the old weights in the radix cache, and later requests would compute with them under version "
+                    "names of the new ones. Pause with 'retract' or 'abort', or start the server with "
+                    "--disable-radix-cache."
+                ) from error
+        return False
 
     async def _session(self, send: Callable[[], Awaitable[None]], *, pause: bool) -> None:
         """`send` between begin and end, which SGLang needs around tensors; end also where it failed."""
@@ -256,4 +301,6 @@ class ServerControl:
         return answer
 
 
-_NOT_LAST: dict[str, Any] = {"flush_cache": False}
+def _last(last: bool, version: str | int, flush: bool) -> dict[str, Any]:
+    """The version takes effect with the last bucket."""
+    return {"weight_version": str(version), "flush_cache": flush} if last else {"flush_cache": False}

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_CHUNK = 1 << 20
+_NEXT = 6364136223846793005  # odd, as are the keys: what a chunk adds is never lost in the chunks after it
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 
 
@@ -54,6 +56,43 @@ def serialised(bucket: list[tuple[str, Tensor]]) -> str:
     # A view would drag its whole storage along, so each tensor is copied into one of its own.
     own = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in bucket]
     return base64.b64encode(pickle.dumps(own)).decode("ascii")
+
+
+def digests(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> dict[str, int]:
+    """Name -> 64-bit digest of the bytes that a server in `dtype` gets from each tensor; None: it is not known.
+
+    Unequal digests mean unequal tensors; equal ones mean equal tensors but for one chance in 2^64. Floating-point
+    tensors are rounded to `dtype` first; where it is unknown, those wider than 2 bytes are to bfloat16. Computed where
+    the tensors are; one host sync a device.
+    """
+    keys: dict[torch.device, Tensor] = {}
+    found: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    for name, tensor in pairs:
+        if tensor.device not in keys:
+            random = torch.Generator().manual_seed(0)
+            low, high = -(2**63), 2**63 - 1
+            # Odd, so that a change of one word always shows.
+            keys[tensor.device] = (torch.randint(low, high, (_CHUNK,), generator=random) | 1).to(tensor.device)
+        found.setdefault(tensor.device, []).append((name, _digest(tensor.detach(), dtype, keys[tensor.device])))
+    return {
+        name: value
+        for pairs_there in found.values()
+        for (name, _), value in zip(
+            pairs_there, torch.stack([digest for _, digest in pairs_there]).tolist(), strict=True
+        )
+    }
+
+
+def _digest(tensor: Tensor, dtype: torch.dtype | None, keys: Tensor) -> Tensor:
+    """Σ keys · words of 8 bytes, modulo 2^64, chunk by chunk: no copy of the whole is made of a contiguous tensor."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for chunk in tensor.reshape(-1).split(_CHUNK):
+        if chunk.is_floating_point() and (dtype is not None or chunk.element_size() > 2):
+            chunk = chunk.to(dtype or torch.bfloat16)
+        raw = chunk.contiguous().view(torch.uint8)
+        words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
+        total = total * _NEXT + (words * keys[: words.numel()]).sum()
+    return total
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -99,3 +138,9 @@ def broadcast(pairs: list[tuple[str, Tensor]], group: dist.ProcessGroup) -> None
     """Send each tensor from rank 0 to the group, in order."""
     for _, tensor in pairs:
         dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """torch.bfloat16 for "bfloat16"; None for a name that is no dtype ("auto") or unknown."""
+    dtype = getattr(torch, name or "", None)
+    return dtype if isinstance(dtype, torch.dtype) else None

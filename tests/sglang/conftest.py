@@ -59,5 +59,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.failed:
         values: dict[str, Any] = getattr(item, "funcargs", {})
         shown = {name: value for name, value in values.items() if isinstance(value, CpuServer)}
-        report.sections += [(f"log of {name}", server.log_tail()) for name, server in shown.items()]
+        # A server that has ended took its log along, unless it was told where to write it.
+        report.sections += [
+            (f"log of {name}", server.log_tail()) for name, server in shown.items() if server.log.exists()
+        ]
     return report
