@@ -1,4 +1,4 @@
-"""Ranks that do not bring the same to a step: all of them say so, with one sentence, before anything else of it runs."""
+"""Ranks that do not bring the same to a step: all say so, with one sentence, before anything else of it runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.agreement_worker import Case, Grid, begin
+import mismatch_plugin as mp
+from mismatch_plugin.parallel.agreement import StepKind, difference
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.step import Step
+from tests.distributed.agreement_worker import CONFIGS as SETTINGS
+from tests.distributed.agreement_worker import Case, Grid, batch, begin, hook_of
 from tests.distributed.launch import launch
 
 TWO = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2))
@@ -102,3 +107,47 @@ def test_start_makes_one_small_reduction_a_dimension(layout: str, count: int) ->
                 assert after[-1] == TOLD
             elif grid.dp > 1:
                 assert after[-1] == SUM_OF_SEVEN
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_without_micro_batches_is_refused_alone_too(config: str) -> None:
+    hook = hook_of(mp.MismatchConfig(**SETTINGS[config]), ParallelGroups())
+    with pytest.raises(ValueError, match=r"^no micro-batch was given to this step\. Give every rank at least one"):
+        hook.start([])
+    with pytest.raises(ValueError, match="no step was begun"):
+        hook.from_log_probs(batch(1).loss_mask.double(), batch(1))
+
+
+def test_old_log_probs_in_some_micro_batches_only_are_refused() -> None:
+    """Some would be anchored at another policy than the others, without a word."""
+    hook = hook_of(mp.MismatchConfig(), ParallelGroups())
+    with pytest.raises(ValueError, match="micro-batch 0 has old_log_probs, micro-batch 1 does not"):
+        hook.start([batch(2), batch(2).replace(old_log_probs=None)])
+
+
+def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> None:
+    step, log_probs = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).loss_mask.double() - 2.0
+    step.start([batch(1), batch(1)])
+    step.loss(log_probs, batch(1))
+    with pytest.raises(ValueError, match=r"is not among those that start was given: .*version_log_ratio"):
+        step.loss(log_probs, batch(1).replace(weight_versions=None))
+
+
+def test_many_ranks_are_named_by_their_numbers() -> None:
+    kinds = {rank: StepKind({"tis": {"level": "token" if rank % 2 else "sequence"}}) for rank in range(16)}
+    assert difference({rank: {rank: kind} for rank, kind in kinds.items()}) == (
+        "the ranks of this step have different settings: ranks 0, 2, 4, 6, 8, 10 and 2 more have tis.level = "
+        "'sequence', ranks 1, 3, 5, 7, 9, 11 and 2 more have tis.level = 'token'. Give every rank the same "
+        "configuration."
+    )
+
+
+def test_what_is_not_known_on_a_rank_differs_from_nothing() -> None:
+    """A stage without the loss, and replicas that hold other data."""
+    last = StepKind({"a": 1}, ("loss_mask",), (2,), (3, 4))
+    first, other = StepKind({"a": 1}, None, (2,)), StepKind({"a": 1}, ("loss_mask",), (1,), (9,))
+    assert difference({0: {0: first, 1: last}, 2: {2: other}}) == ""
+    assert "rank 0 has 2, rank 1 has 1" in difference({0: {0: first, 1: other}})

@@ -193,9 +193,9 @@ class RayAdapter:
     def prepare_rollout(self, args: Namespace, rollout_data: Mapping[str, Any]) -> None:
         """Between the log-prob passes and training, on every rank: what is missing, and the steps' mean weights.
 
-        Collectives: those of `ParallelGroups.agree`, on every rank; then on the last stage, where weights are normalised
-        over the step and known before it (algorithm 2), for each step those of `Step.prepare`. Raises ValueError, the
-        same on every rank, where ranks differ, or rollout log-probs are needed and not there.
+        Collectives: those of `ParallelGroups.agree` on every rank; then on the last stage, where weights are
+        normalised over the step and known before it (algorithm 2), for each step those of `Step.prepare`.
+        Raises ValueError, the same on every rank, where ranks differ, or rollout log-probs are needed and not there.
         """
         config = check_arguments(args, self.host.name)
         if config is None:

@@ -20,6 +20,8 @@ NO_MICRO_BATCH = (
     "no micro-batch was given to this step. Give every rank at least one: a response whose loss_mask is 0 "
     "throughout trains nothing."
 )
+SAME_FIELDS = "All micro-batches of a step need the same fields, on every rank."
+_SHARED = "Give ranks of one context-, tensor- or pipeline-parallel group the same samples in the same order."
 _OPTIONAL = tuple(item.name for item in fields(PackedSequences) if item.default is None)
 _NAMED = 6
 _UNKNOWN = float("-inf")
@@ -63,7 +65,10 @@ def settings_of(config: MismatchConfig, **loop: object) -> dict[str, Any]:
 def step_kind(
     config: MismatchConfig, micro_batches: Sequence[PackedSequences], has_loss: bool, **loop: object
 ) -> StepKind:
-    """The kind of a step of these micro-batches. has_loss: the last pipeline stage, whose fields and sequences count."""
+    """The kind of a step of these micro-batches. has_loss: on the last stage, whose fields and sequences count.
+
+    loop: settings of the training loop that must be the same on all ranks.
+    """
     settings, count = settings_of(config, **loop), (len(micro_batches),)
     if not micro_batches:
         return StepKind(settings, micro_batches=count, failure=NO_MICRO_BATCH)
@@ -84,9 +89,6 @@ def step_kind(
             failure = str(error)
     sequences = tuple(len(packed.lengths) for packed in micro_batches)
     return StepKind(settings, ("loss_mask", *held[0]), count, sequences, failure)
-
-
-SAME_FIELDS = "All micro-batches of a step need the same fields, on every rank."
 
 
 def difference(replicas: Replicas) -> str:
@@ -117,10 +119,10 @@ def _fields_differ(ranks: Mapping[int, StepKind]) -> str:
     held = _holders(known)
     if len(held) < 2:
         return ""
-    everything = dict.fromkeys(name for names in held for name in names)
     parts = []
-    for name in everything:
-        has, lacks = _split(known, name)
+    for name in dict.fromkeys(name for names in held for name in names):
+        has = [rank for rank, names in known.items() if name in names]
+        lacks = [rank for rank in known if rank not in has]
         if lacks:
             parts.append(f"{_names(has)} {_has(has)} {name}, {_names(lacks)} {'does' if len(lacks) == 1 else 'do'} not")
     what = "; ".join(parts[:_NAMED]) or "the same fields come in another order"
@@ -147,9 +149,6 @@ def _replicas_differ(replicas: Replicas) -> str:
     return ""
 
 
-_SHARED = "Give ranks of one context-, tensor- or pipeline-parallel group the same samples in the same order."
-
-
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """("tis.upper_bound", 2.0), …"""
     for key, value in settings.items():
@@ -169,11 +168,6 @@ def _holders(values: Mapping[int, Any]) -> dict[Any, list[int]]:
     for rank, value in sorted(values.items()):
         held.setdefault(value, []).append(rank)
     return held
-
-
-def _split(known: Mapping[int, tuple[str, ...]], name: str) -> tuple[list[int], list[int]]:
-    has = [rank for rank, names in known.items() if name in names]
-    return has, [rank for rank in known if rank not in has]
 
 
 def _names(ranks: Sequence[int]) -> str:

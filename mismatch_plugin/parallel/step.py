@@ -17,7 +17,7 @@ from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import DEFECTS, invalid_error
-from mismatch_plugin.parallel.agreement import StepKind, settings_of, step_kind
+from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -83,9 +83,7 @@ class Step:
             mine = self._sums(packed, known)
             sums = mine if sums is None else sums + mine
         if sums is None:
-            raise ValueError(
-                "a step needs at least one micro-batch on every rank: pass an empty one where there is none."
-            )
+            raise ValueError(NO_MICRO_BATCH)
         # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
         sums = torch.cat([sums, sums.new_tensor([float(not known), float(fed_tokens)])])
         tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
