@@ -171,16 +171,15 @@ def test_invalid_log_probs_under_every_policy(policy: str):
 def test_ranks_with_different_fields_or_settings_are_refused_on_all(name: str):
     """Under a host that calls no `start`: vectors of different lengths in one all-reduce, a rank that raises alone."""
     layout = next(layout for layout in LAYOUTS if layout.name == name)
-    batches = ["no versions", "other metrics", "versions once"]
-    batches += ["no loss"] if layout.cp == 1 else []  # the others of its sequences would wait for it before
-    cases = [Case(batch, layout, 2, SOME[:2]) for batch in batches]
-    expected = (
-        "rank 0 has version_log_ratio, rank 1 does not; rank 0 has ",
-        "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
-        "on rank 0: statistics cannot be merged: one has -version, version, ",
-        "rank 1 ran no micro-batch in this step, other ranks did",
-    )
-    for ranks, sentence in zip(launch(run_different, cases, layout.world_size), expected, strict=False):
+    sentences = {
+        "no versions": "rank 0 has version_log_ratio, rank 1 does not; rank 0 has ",
+        "versions once": "on rank 0: statistics cannot be merged: one has -version, version, ",
+    }
+    if layout.cp == 1:  # under CP the loss itself would wait, or abort: hence `start`
+        sentences["other metrics"] = "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'"
+        sentences["no loss"] = "rank 1 ran no micro-batch in this step, other ranks did"
+    cases = [Case(batch, layout, 2, SOME[:2]) for batch in sentences]
+    for ranks, sentence in zip(launch(run_different, cases, layout.world_size), sentences.values(), strict=True):
         for one, two in zip(*ranks, strict=True):
             assert one == two and sentence in one, one
 
