@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark.counting import OperationCounter
+from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.parallel.groups import ParallelGroups
 
