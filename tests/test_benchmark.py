@@ -170,7 +170,7 @@ def test_the_formula_of_scaling_by_hand() -> None:
     assert row["us, tp all-gather"] == pytest.approx(3 * (3 + 16000 / 360e9 * 1e6))
     assert row["us, correction"] == pytest.approx(500)  # launches: 50 bytes a token take 0.01 us
     assert row["us, cp SUM"] == pytest.approx(2 * (8 + 8 * 6 * 10 / 2 / 45e9 * 1e6))
-    assert row["us, step's statistics"] == pytest.approx(3 * 6 * 8 + 6 * 8 * (3 + 20 + 5) / 45e9 * 1e6)
+    assert row["us, step's statistics"] == pytest.approx(3 * 6 * 8 + 6 * 8 * (9 + 20 + 5) / 45e9 * 1e6)
     model = 6 * 10**9 * 1000 / 4 / 4e14 * 1e6
     assert row["share"] == pytest.approx(row["us, all"] / (row["us, all"] + model))
     many = extrapolate("by hand", {**job, "R": 10**8}, kernels=100, token_bytes=50.0, statistics=(20, 5))

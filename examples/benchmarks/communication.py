@@ -14,6 +14,7 @@ from examples.benchmarks.counting import count
 from examples.benchmarks.links import LINKS, sent_bytes
 from examples.benchmarks.results import MEASURED, Row, Section
 from examples.benchmarks.workers import in_processes
+from mismatch_plugin.parallel.agreement import step_kind
 from mismatch_plugin.parallel.context import shard
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
@@ -24,7 +25,7 @@ COLUMNS = ("train", "log_ratio", "tokens", "k3", "ratio", "ratio_squared", "cata
 """Whose sums per sequence the settings of the correction need."""
 NOTES = [
     "Payload: what one rank puts into its collectives. tp, a micro-batch: one all-gather of 4 float32 a target. cp, a "
-    f"micro-batch: one SUM of {len(COLUMNS)} float64 a sequence. dp x cp, a step: one MAX of 3, one SUM of S, "
+    f"micro-batch: one SUM of {len(COLUMNS)} float64 a sequence. dp x cp, a step: one MAX of 9, one SUM of S, "
     "one MAX of M float64.",
     "Counted: the bytes handed to torch.distributed by real processes over gloo. The others follow the formula.",
     "Peers, from their sources: megatron-core reduces maximum, predicted logit and sum of exponentials one after "
@@ -53,7 +54,7 @@ def communication_section(device: torch.device, quick: bool) -> Section:
         rows.append(_row("cp: correction", ranks, summed, counted.get(ranks, {}).get("cp")))
         each = [("all-reduce", 4 * whole // sequences)] * (2 * sequences)
         rows.append(_row("cp: a loop over sequences", ranks, each, None))
-        step = [("all-reduce", 8 * size) for size in (3, sums, maxima)]
+        step = [("all-reduce", 8 * size) for size in (9, sums, maxima)]
         rows.append(_row("dp x cp: a step's statistics", ranks, step, counted.get(ranks, {}).get("dp")))
     facts = {**sizes, "S": sums, "M": maxima}
     return Section("communication", "Communication", rows, facts, NOTES, machine.describe(device))
@@ -94,10 +95,15 @@ def sent_by_rank(tokens: int, sequences: int, longest: int) -> dict[str, int]:
     packed = shard(Batch(sequences, longest, torch.device("cpu")).packed, "zigzag", groups.cp_size, groups.cp_rank)
     config = mp.MismatchConfig(**SETTINGS)
     statistics = mp.correct(packed, config, groups).statistics
+
+    def step() -> None:
+        ParallelGroups(dp_cp=world).agree(step_kind(config, [packed], has_loss=True))
+        groups.reduce_step(statistics)
+
     sent = {
         "tp": count(log_probs).sent,
         "cp": count(lambda: mp.correct(packed, config, groups)).sent,
-        "dp": count(lambda: groups.reduce_step(statistics)).sent,
+        "dp": count(step).sent,
     }
     found = {name: sum(size for _, size in collectives) for name, collectives in sent.items()}
     return {**found, "S": len(statistics.sum_names), "M": len(statistics.maximum_names)}

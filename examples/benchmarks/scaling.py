@@ -149,7 +149,7 @@ def extrapolate(name: str, job: dict[str, int], kernels: int, token_bytes: float
         "tp all-gather": nvlink.all_gather(16 * targets, tp),
         "correction": max(token_bytes * targets / MEMORY, kernels * LAUNCH),
         "cp SUM": infiniband.all_reduce(8 * len(COLUMNS) * job["N"], cp),
-        "step's statistics": sum(infiniband.tree(8 * size, ranks) for size in (3, *statistics)) if ranks > 1 else 0.0,
+        "step's statistics": sum(infiniband.tree(8 * size, ranks) for size in (9, *statistics)) if ranks > 1 else 0.0,
     }
     model = 6 * job["P"] * targets / tp / FLOPS
     row: Row = {"name": name, "status": "by formula", **job, **{f"us, {n}": 1e6 * v for n, v in terms.items()}}

@@ -9,10 +9,9 @@ the sequences: `tokens` by their response tokens, `sequences` by 1.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,14 +21,6 @@ from mismatch_plugin.core.weights import batch_factor
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
-
-
-class Kind(NamedTuple):
-    """Names and configuration of a state, without its figures."""
-
-    sum_names: tuple[str, ...]
-    maximum_names: tuple[str, ...]
-    settings: dict[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +41,7 @@ class Statistics:
         """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
         same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         if not same_names or self.config != other.config:
-            refuse_different({"one": self.kind, "the other": other.kind})
+            refuse_different(self, other)
         return Statistics(
             self.sums + other.sums,
             torch.maximum(self.maxima, other.maxima),
@@ -61,15 +52,9 @@ class Statistics:
         )
 
     @property
-    def kind(self) -> Kind:
-        """What must be equal for states to merge."""
-        settings = self.config.model_dump(exclude={"report_dir"})  # a rank may write elsewhere
-        return Kind(self.sum_names, self.maximum_names, settings)
-
-    @property
-    def digest(self) -> float:
-        """An integer below 2^48 that differs, all but surely, where kinds do."""
-        return float(int.from_bytes(hashlib.blake2b(repr(self.kind).encode(), digest_size=6).digest(), "big"))
+    def fields(self) -> tuple[str, ...]:
+        """What it is about: the names of its sums and maxima, each vector once."""
+        return tuple(dict.fromkeys(name.split("[")[0] for name in (*self.sum_names, *self.maximum_names)))
 
     def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
         """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
@@ -124,22 +109,21 @@ class Statistics:
         raise invalid_error([], f"rollout log-probs on another rank are no log-probs: {kinds}")
 
 
-def refuse_different(kinds: Mapping[str, Kind]) -> None:
-    """Raise ValueError that names the first two, by who holds them, that differ, and in what; nothing if none do."""
-    (first, mine), *others = kinds.items()
-    for name, theirs in others:
-        for key, value in mine.settings.items():
-            if value != theirs.settings[key]:
-                raise ValueError(
-                    f"statistics cannot be merged: {first} has {key} = {value!r}, {name} has "
-                    f"{theirs.settings[key]!r}. Give every rank the same configuration."
-                )
-        if mine[:2] == theirs[:2]:
-            continue
-        more, less = {*mine.sum_names, *mine.maximum_names}, {*theirs.sum_names, *theirs.maximum_names}
-        has, lacks, extra = (first, name, more - less) if more - less else (name, first, less - more)
-        what = ", ".join(sorted({key.split("[")[0] for key in extra})[:6]) or "another order of names"
-        raise ValueError(
-            f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same "
-            f"fields (rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
-        )
+def refuse_different(one: Statistics, other: Statistics) -> None:
+    """Raise ValueError that names what two states differ in; nothing where only their report folders do."""
+    settings, theirs = (each.config.model_dump(exclude={"report_dir"}) for each in (one, other))
+    for key, value in settings.items():
+        if value != theirs[key]:
+            raise ValueError(
+                f"statistics cannot be merged: one has {key} = {value!r}, the other has {theirs[key]!r}. Give every "
+                f"batch of a step the same configuration."
+            )
+    if (one.sum_names, one.maximum_names) == (other.sum_names, other.maximum_names):
+        return
+    more, less = {*one.fields}, {*other.fields}
+    has, lacks, extra = ("one", "the other", more - less) if more - less else ("the other", "one", less - more)
+    what = ", ".join(sorted(extra)[:6]) or "another order of names"
+    raise ValueError(
+        f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same fields "
+        f"(rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
+    )

@@ -27,7 +27,7 @@ from mismatch_plugin.hooks.megatron_batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_beside_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
-from mismatch_plugin.parallel.step import Step, end_step
+from mismatch_plugin.parallel.step import Step, StepTotals, end_step
 from mismatch_plugin.report.log import refuse_other_settings, write_step
 
 
@@ -93,28 +93,35 @@ class MegatronLoss:
     def start(self, batches: Sequence[MegatronBatch | PackedSequences]) -> None:
         """Begin an optimizer step with all of this rank's micro-batches (their data, not yet run).
 
-        Every rank must call it. Collectives, if `needs_totals`: those of `Step.prepare` on the last pipeline stage, and
-        with a pipeline one broadcast, for a refusal that depends on the data to be raised on all ranks together.
+        On every rank of every pipeline stage; off the last one only their number and their kind count.
+        Collectives: those of `ParallelGroups.agree`. If `needs_totals`, then those of `Step.prepare` on the last
+        pipeline stage, and with a pipeline one broadcast, for a refusal that depends on the data to be raised on all
+        ranks together. Host syncs: one each; none in the micro-batches.
+        Raises ValueError, the same on every rank, where ranks differ in configuration, fields of the data or numbers of
+        micro-batches and sequences, naming them, and where a rank has no micro-batch.
         """
-        self.step, self.finished, self.micro_batches = Step(self.config, self.groups), None, len(batches)
-        if not self.needs_totals:
-            return
+        self.step, self.finished, self.micro_batches = None, None, len(batches)
+        fed = sum(self._fed_tokens(batch) for batch in batches) if self.extra_losses else 0
+        step, packed = Step(self.config, self.groups), [_packed(batch) for batch in batches]
+        step.start(packed, calculate_per_token_loss=self.per_token, extra_losses=tuple(self.extra_losses))
+        if self.needs_totals:
+            refusal = ""
+            if self.groups.is_last_stage:
+                refusal = self._refusal(step, step.prepare(packed, fed))
+            self.groups.refuse_with_last_stage(refusal, packed[0].loss_mask.device)
+        self.step = step
+
+    def _refusal(self, step: Step, totals: StepTotals) -> str:
+        """Why the step's data cannot be exact with these settings, or ""."""
         others = _own_terms(self.config) + self.extra_losses
-        refusals = [
-            _DEFERRED_WITH.format("; ".join(others)),
-            "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
-            "the step: pass it, or choose mismatch-denominator original.",
-        ]
-        refused = torch.zeros(1, device=batches[0].tokens.device if isinstance(batches[0], MegatronBatch) else None)
-        if self.groups.is_last_stage:
-            fed = sum(self._fed_tokens(batch) for batch in batches) if self.extra_losses else 0
-            totals = self.step.prepare([_packed(batch) for batch in batches], fed)
-            if self.step.defers_factor and others:
-                refused += 1
-            elif totals.accepted is None and _changes_count(self.config):
-                refused += 2
-        if (number := int(self.groups.from_last_stage(refused))) > 0:
-            raise ValueError(refusals[number - 1])
+        if step.defers_factor and others:
+            return _DEFERRED_WITH.format("; ".join(others))
+        if totals.accepted is None and _changes_count(self.config):
+            return (
+                "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
+                "the step: pass it, or choose mismatch-denominator original."
+            )
+        return ""
 
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""

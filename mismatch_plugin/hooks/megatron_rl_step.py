@@ -41,11 +41,13 @@ class StepEnd(MegatronLoss):
             )
 
     def add(self, statistics: Statistics) -> None:
-        """Merge a micro-batch's statistics into the step's. No collective, no sync."""
+        """Merge a micro-batch's statistics into the step's. No collective, no sync.
+
+        Nothing calls `start` here: the loss has no collective of its own, and ranks are compared at the step's end.
+        """
         if self.step is None:
             self.step = Step(self.config, self.groups)
-        mine = self.step.statistics
-        self.step.statistics = statistics if mine is None else mine.merge(statistics)
+        self.step.record(statistics)
 
     @property
     def batch_factor(self) -> float | None:
@@ -55,6 +57,8 @@ class StepEnd(MegatronLoss):
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, then as in `MegatronLoss`; on the last stage the metrics are logged."""
         self.finished = None
+        if self.step is None and self.groups.is_last_stage:  # the other ranks compare themselves with this one
+            self.step = Step(self.config, self.groups)
         outcome = super().finalize_model_grads(model, *args, **kwargs)
         if self.finished is not None and self.config.metrics != "off":
             log_metrics(self.finished.metrics(), self.config, self.args, first=_is_first(self.groups))

@@ -27,6 +27,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.slime_batch import pack_local
 from mismatch_plugin.hooks.slime_settings import check_arguments, check_entry, describe_settings, read_settings
 from mismatch_plugin.hooks.slime_step import StepRun, logger, normalizes_step
+from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 Reduce = Callable[[Tensor], Tensor]
@@ -192,28 +193,29 @@ class RayAdapter:
     def prepare_rollout(self, args: Namespace, rollout_data: Mapping[str, Any]) -> None:
         """Between the log-prob passes and training, on every rank: what is missing, and the steps' mean weights.
 
-        Collectives, on the last stage, where weights are normalised over the step and known before it (algorithm 2):
-        for each step those of `Step.prepare`. Raises ValueError where rollout log-probs are needed and not there.
+        Collectives: those of `ParallelGroups.agree` on every rank; then on the last stage, where weights are
+        normalised over the step and known before it (algorithm 2), for each step those of `Step.prepare`.
+        Raises ValueError, the same on every rank, where ranks differ, or rollout log-probs are needed and not there.
         """
         config = check_arguments(args, self.host.name)
         if config is None:
             return
-        needed = config.algorithm != 0 or config.rejects
-        if self.groups.is_last_stage and needed and not rollout_data.get("rollout_log_probs"):
-            raise ValueError(
-                f"the rollout batch has no rollout_log_probs, and algorithm {config.algorithm} with these settings "
-                f"needs them: let the rollout (or the custom generate function) return SGLang's log-probs "
-                f"(return_logprob) for every sample, or leave the correction's flags out."
-            )
-        counts = list(rollout_data["num_microbatches"])
+        counts, batches = list(rollout_data["num_microbatches"]), list(rollout_data["micro_batch_indices"])
         data: list[PackedSequences] = []
-        if normalizes_step(config) and not config.use_rollout_log_probs and self.groups.is_last_stage:
-            batches, start = list(rollout_data["micro_batch_indices"]), 0
-            for count in counts:
-                samples = [sample for batch in batches[start : start + count] for sample in batch]
-                data.append(self._pack_samples(args, rollout_data, samples))
-                start += count
-        self.run.prepare(config, self.groups, len(counts), data)
+        failure, held, sequences = "", None, None
+        if self.groups.is_last_stage:
+            held = ("loss_mask", *(name for key, name in _HELD.items() if rollout_data.get(key)))
+            sequences = tuple(len(batch) for batch in batches)
+            try:
+                _refuse_missing(config, held)
+                if normalizes_step(config) and not config.use_rollout_log_probs:
+                    data = self._pack_steps(args, rollout_data, counts, batches)
+            except ValueError as error:  # on all ranks together
+                failure = str(error)
+        settings = settings_of(config, optimizer_steps=len(counts))
+        self.run.prepare(
+            config, self.groups, len(counts), data, StepKind(settings, held, tuple(counts), sequences, failure)
+        )
 
     def begin_step(self, args: Namespace, rollout_id: int, step_id: int, model: Sequence[Any]) -> None:
         """Before a step's first micro-batch, on every rank. Steps of another loss (a critic's) are left alone."""
@@ -223,6 +225,17 @@ class RayAdapter:
 
         device = next((p.device for p in model[0].parameters()), "cpu")
         self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]), device)
+
+    def _pack_steps(
+        self, args: Namespace, data: Mapping[str, Any], counts: Sequence[int], batches: Sequence[Sequence[int]]
+    ) -> list[PackedSequences]:
+        """One packed batch a step. counts: micro-batches of each. batches: the samples of every micro-batch."""
+        packed, start = [], 0
+        for count in counts:
+            samples = [sample for batch in batches[start : start + count] for sample in batch]
+            packed.append(self._pack_samples(args, data, samples))
+            start += count
+        return packed
 
     def _pack_samples(self, args: Namespace, data: Mapping[str, Any], samples: Sequence[int]) -> PackedSequences:
         chosen = {key: [data[key][i] for i in samples] for key in _PREPARED if data.get(key) is not None}
@@ -251,7 +264,20 @@ class RayAdapter:
 
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))
+_HELD = {
+    "log_probs": "old_log_probs",
+    **{name: name for name in ("rollout_log_probs", "ref_log_probs", "advantages", "weight_versions")},
+}
 _PREPARED = ("loss_masks", "total_lengths", "response_lengths", "log_probs", "rollout_log_probs", "max_seq_lens")
+
+
+def _refuse_missing(config: MismatchConfig, held: Sequence[str]) -> None:
+    if (config.algorithm != 0 or config.rejects) and "rollout_log_probs" not in held:
+        raise ValueError(
+            f"the rollout batch has no rollout_log_probs, and algorithm {config.algorithm} with these settings "
+            f"needs them: let the rollout (or the custom generate function) return SGLang's log-probs "
+            f"(return_logprob) for every sample, or leave the correction's flags out."
+        )
 
 
 def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, Tensor]:

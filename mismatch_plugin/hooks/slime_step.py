@@ -16,6 +16,7 @@ from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.hooks.megatron_extra_losses import extra_losses
+from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, end_step
 from mismatch_plugin.report.log import write_step
@@ -55,6 +56,7 @@ class StepRun:
     """Of the last step that ended, on the ranks of the last pipeline stage."""
     _prepared: list[Step] = field(default_factory=list)
     _steps_per_rollout: int = 0
+    _agreed: bool = False
     _begun: _Begun | None = None
     _seen: list[object] = field(default_factory=list)
 
@@ -64,12 +66,19 @@ class StepRun:
         groups: ParallelGroups,
         steps_per_rollout: int,
         data: Sequence[PackedSequences] = (),
+        rollout: StepKind | None = None,
     ) -> None:
-        """A rollout's steps, before the first. data: a packed batch for each step where its mean weight is wanted now.
+        """A rollout's steps, before the first, on every rank.
 
-        Collectives, for each of `data`: one CP SUM (and a MAX for some criteria), one SUM over DP × CP.
+        data: a packed batch for each step where its mean weight is wanted now.
+        rollout: what this rank holds of all steps; then they are compared here, and no more in the steps themselves.
+        Collectives: those of `ParallelGroups.agree` for `rollout`; for each of `data` one CP SUM (and a MAX for some
+        criteria), one SUM over DP × CP. Raises ValueError, the same on every rank, where ranks differ.
         """
-        self._steps_per_rollout, self._prepared = steps_per_rollout, []
+        self._steps_per_rollout, self._prepared, self._agreed = steps_per_rollout, [], False
+        if rollout is not None:
+            groups.agree(rollout)
+            self._agreed = True
         for packed in data:
             step = Step(config, groups)
             step.prepare([packed])
@@ -87,9 +96,15 @@ class StepRun:
     ) -> None:
         """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end.
 
-        Collectives: one broadcast over a pipeline where batch normalisation meets other sources of gradient.
+        Where no rollout was compared before (`prepare`), configurations are compared here, and what the micro-batches
+        hold at the step's end.
+        Collectives: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch normalisation
+        meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ.
         """
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
+        step.agreed = self._agreed
+        if not self._agreed:
+            groups.agree(StepKind(settings_of(config)))
         others = [
             name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
         ]

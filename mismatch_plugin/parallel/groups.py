@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_plugin.core.statistics import Statistics, refuse_different
+from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.parallel.agreement import StepKind, difference
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,50 +84,62 @@ class ParallelGroups:
         """Sum over DP × CP, in place. One all-reduce."""
         return _all_reduce(values, self.dp_cp, dist.ReduceOp.SUM)
 
-    def reduce_step(self, statistics: Statistics, failure: str | None = None) -> Statistics:
-        """A step's statistics over DP × CP, whatever this rank holds. Last stage only.
+    def agree(self, kind: StepKind, *, stages: bool = True) -> None:
+        """Raise the same ValueError on every rank, naming ranks, where what they bring to a step cannot go together.
 
-        failure: why this rank's micro-batches could not be merged.
-        Collectives, none where this rank is alone: one MAX of three floats, which tells whether all ranks hold the same
-        names and configuration (one host sync), one SUM, one MAX. Raises the same ValueError on every rank where they
-        do not, or where one failed.
+        Called on every rank of every pipeline stage, before any collective of the step whose shape depends on it.
+        stages=False compares over DP × CP alone, on the last stage: for the end of a step whose data nobody saw before.
+        Collectives: one MAX of nine floats over each of TP, PP, CP and DP × CP that has several ranks (not over DP × CP
+        where that is CP). Host syncs: one; none for a rank alone. Where they differ, also gathers of what they hold.
         """
-        self.agree(statistics, failure)
+        replica = [group for group in (self.tp, self.pp, self.cp) if stages and group and group.size() > 1]
+        seen = _size(self.cp) if stages else 1
+        data = [group for group in (self.dp_cp,) if group and group.size() > seen]
+        if _agreed(kind, replica, data):
+            return
+        held = {dist.get_rank() if replica or data else 0: kind}
+        for group in replica:
+            held = _gathered(held, group)
+        replicas = {min(held): held}
+        for group in data:
+            replicas = _gathered(replicas, group)
+        raise ValueError(difference(replicas))
+
+    def reduce_step(self, statistics: Statistics) -> Statistics:
+        """A step's statistics over DP × CP, whatever this rank holds. Last stage only, once the ranks agree.
+
+        Collectives, none where this rank is alone: one SUM, one MAX. Host syncs: none.
+        """
         sums = _all_reduce(statistics.sums.clone(), self.dp_cp, dist.ReduceOp.SUM)
         maxima = _all_reduce(statistics.maxima.clone(), self.dp_cp, dist.ReduceOp.MAX)
         return statistics.replace(sums, maxima)
 
-    def agree(self, statistics: Statistics | None, failure: str | None = None) -> None:
-        """The part of `reduce_step` before its sums, for a rank without statistics, too. Alone: nothing to do."""
-        if self.dp_cp is None or self.dp_cp.size() == 1:
-            if failure is not None:
-                raise ValueError(f"on rank 0 {failure}")
-            return
-        digest = 0.0 if statistics is None else statistics.digest
-        values = torch.tensor([digest, -digest, float(failure is not None)], dtype=torch.float64)
-        if statistics is not None:
-            values = values.to(statistics.sums.device)
-        elif "nccl" in dist.get_backend(self.dp_cp):
-            values = values.cuda()
-        largest, smallest, failed = _all_reduce(values, self.dp_cp, dist.ReduceOp.MAX).tolist()
-        if largest == -smallest and not failed:
-            return
-        held: list[Any] = [None] * self.dp_cp.size()
-        dist.all_gather_object(held, (None if statistics is None else statistics.kind, failure), group=self.dp_cp)
-        kinds = {}
-        for rank, (kind, reason) in enumerate(held):
-            if reason is not None:
-                raise ValueError(f"on rank {rank} {reason}")
-            if kind is None:
-                raise ValueError(f"rank {rank} ran no micro-batch in this step: pass it an empty one.")
-            kinds[f"rank {rank}"] = kind
-        refuse_different(kinds)
-
     def from_last_stage(self, values: Tensor) -> Tensor:
         """The last pipeline stage's values on every stage, in place. One broadcast; none without a pipeline."""
         if self.pp is not None and self.pp.size() > 1:
-            dist.broadcast(values, dist.get_global_rank(self.pp, self.pp.size() - 1), group=self.pp)
+            dist.broadcast(values, self._last_stage(self.pp), group=self.pp)
         return values
+
+    def refuse_with_last_stage(self, refusal: str, device: torch.device | str) -> None:
+        """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence.
+
+        Collectives with a pipeline: one broadcast of one float, and of the sentence if there is one. Host syncs: one.
+        """
+        refused = self.from_last_stage(torch.full((1,), float(bool(refusal)), device=device))
+        if not refused.item():
+            return
+        raise ValueError(self.sentence_from_last_stage(refusal))
+
+    def sentence_from_last_stage(self, sentence: str) -> str:
+        """The last pipeline stage's sentence on every stage. For errors: it waits for the host on both sides."""
+        if self.pp is None or self.pp.size() == 1:
+            return sentence
+        said = [sentence]
+        dist.broadcast_object_list(said, self._last_stage(self.pp), group=self.pp)
+        return said[0]
+
+    def _last_stage(self, pp: dist.ProcessGroup) -> int:
+        return dist.get_global_rank(pp, pp.size() - 1)
 
 
 def _size(group: dist.ProcessGroup | None) -> int:
@@ -139,3 +152,25 @@ def _all_reduce(values: Tensor, group: dist.ProcessGroup | None, op: dist.Reduce
     if values.numel():
         dist.all_reduce(values, op=op, group=group)
     return values
+
+
+def _agreed(kind: StepKind, replica: list[dist.ProcessGroup], data: list[dist.ProcessGroup]) -> bool:
+    if not (replica or data):
+        return not kind.failure
+    values = torch.tensor(kind.digests(), dtype=torch.float64)
+    if "nccl" in dist.get_backend((replica or data)[0]):
+        values = values.cuda()
+    for group in replica:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    # The largest d plus the largest −d is 0 where all are equal. The last two pairs count inside a replica only.
+    values[0] += (values[5::2] + values[6::2] > 0).sum()
+    for group in data:
+        dist.all_reduce(values, dist.ReduceOp.MAX, group)
+    failed, highest, lowest, *rest = values.tolist()
+    return not failed and highest + lowest <= 0 and rest[0] + rest[1] <= 0
+
+
+def _gathered(held: dict[int, Any], group: dist.ProcessGroup) -> dict[int, Any]:
+    everything: list[Any] = [None] * group.size()
+    dist.all_gather_object(everything, held, group=group)
+    return {rank: kind for part in everything for rank, kind in part.items()}

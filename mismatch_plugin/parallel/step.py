@@ -17,6 +17,7 @@ from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import DEFECTS, invalid_error
+from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -37,9 +38,10 @@ class StepTotals:
 
 
 class Step:
-    """One optimizer step of the correction: `prepare` where needed, `loss` per micro-batch, `finish` once.
+    """One optimizer step of the correction: `start`, `prepare` where needed, `loss` per micro-batch, `finish` once.
 
-    Create one per step, on the last pipeline stage. No collective but those named; none depends on what a rank holds.
+    Create one per step; `start` runs on every pipeline stage, the rest on the last. No collective but those named; none
+    depends on what a rank holds. Without `start` (a host that knows no data before its loss) `finish` compares ranks.
     """
 
     def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
@@ -49,8 +51,22 @@ class Step:
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
         self.failure: str | None = None
+        self.agreed = False
+        """True where the ranks were compared before the step, so that `finish` need not."""
         normalizes = config.weighted and config.tis.batch_normalize and not config.dry_run
         self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
+
+    def start(self, micro_batches: Sequence[PackedSequences], **loop: object) -> None:
+        """Compare what the ranks bring to the step: on every rank of every pipeline stage, before all else.
+
+        micro_batches: all of this rank's, not yet run; off the last stage only their number counts. loop: settings of
+        the training loop that must be the same on all ranks, too.
+        Collectives, host syncs: those of `ParallelGroups.agree`. Raises the same ValueError on every rank where
+        configurations, fields or, among ranks that share sequences, numbers of micro-batches and sequences differ, or
+        where a rank has no micro-batch or lacks what the configuration needs.
+        """
+        self.groups.agree(step_kind(self.config, micro_batches, self.groups.is_last_stage, **loop))
+        self.agreed = True
 
     def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0) -> StepTotals:
         """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it.
@@ -67,9 +83,7 @@ class Step:
             mine = self._sums(packed, known)
             sums = mine if sums is None else sums + mine
         if sums is None:
-            raise ValueError(
-                "a step needs at least one micro-batch on every rank: pass an empty one where there is none."
-            )
+            raise ValueError(NO_MICRO_BATCH)
         # Known on every rank, or treated as unknown on every rank: the sixth float counts those that lack π_old.
         sums = torch.cat([sums, sums.new_tensor([float(not known), float(fed_tokens)])])
         tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
@@ -119,22 +133,31 @@ class Step:
         return result
 
     def record(self, statistics: Statistics) -> None:
-        """Merge a micro-batch's statistics into the step's. What does not merge is raised by `finish`, on all ranks."""
+        """Merge a micro-batch's statistics into the step's. What does not merge is raised by `finish`, on all ranks.
+
+        Raises ValueError at once after `start`, to which this micro-batch was not given.
+        """
         try:
             self.statistics = statistics if self.statistics is None else self.statistics.merge(statistics)
         except ValueError as error:
+            if self.agreed:
+                raise ValueError(f"a micro-batch that runs is not among those that start was given: {error}") from None
             self.failure = self.failure or str(error)
 
     def finish(self) -> tuple[Statistics | None, Tensor]:
         """(statistics over the whole step, [2] float64: weight mean to divide gradients by, invalid log-probs counted).
 
-        Collectives: those of `ParallelGroups.reduce_step`. Raises ValueError, on every rank, where micro-batches or
-        ranks hold different statistics.
+        Collectives: those of `ParallelGroups.reduce_step`. Without `start` before them those of `agree` over DP × CP,
+        with one host sync, and then raises ValueError, on every rank, where micro-batches or ranks hold different
+        statistics.
         """
+        if not self.agreed:
+            held = () if self.statistics is None else self.statistics.fields
+            kind = StepKind(settings_of(self.config), held, failure=self.failure or "")
+            self.groups.agree(kind, stages=False)
         if self.statistics is None:
-            self.groups.agree(None)
             return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
-        reduced = self.groups.reduce_step(self.statistics, self.failure)
+        reduced = self.groups.reduce_step(self.statistics)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
         counted = [reduced.sum_of(f"invalid_{kind}") for kind in DEFECTS if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
@@ -151,22 +174,22 @@ def end_step(
     pipeline stage, None elsewhere.
 
     Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync,
-    and with several ranks one in `Step.finish`.
+    besides that of `Step.finish`.
     Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; ValueError where
     ranks cannot merge their statistics.
     """
-    finished, unmerged = None, None
+    finished, unmerged = None, ""
     verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=next(model[0].parameters()).device)
     if step is not None and groups.is_last_stage:
         try:
             finished, outcome = step.finish()
             verdict = outcome.to(verdict.device)
         except ValueError as error:  # the other stages wait for this one
-            unmerged = error
+            unmerged = str(error)
             verdict.fill_(torch.nan)
     factor, invalid = groups.from_last_stage(verdict).tolist()
     if math.isnan(factor) and math.isnan(invalid):
-        raise unmerged or ValueError("the statistics of the last pipeline stage cannot be merged: see its ranks.")
+        raise ValueError(groups.sentence_from_last_stage(unmerged))
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it

@@ -29,6 +29,7 @@ class Case:
     settings: tuple[Settings, ...]
     changes: tuple[tuple[str, Any], ...] = ()  # of every configuration
     always_prepares: bool = True  # else where a hook must, and in every third other step
+    starts: bool = True  # False: as a host that sees no data before its loss
 
     def prepares(self, settings: Settings) -> bool:
         needed = settings.normalizes and settings.algorithm == 2
@@ -84,6 +85,8 @@ def run(case: Case) -> list[Part]:
     for settings in case.settings:
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
+        if case.starts:
+            step.start([packed for packed, _ in local])
         known: list[float | None] = []
         if case.prepares(settings):
             totals = step.prepare(packed for packed, _ in local)
@@ -131,6 +134,7 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
     outcomes = []
     for settings in case.settings:
         step = Step(settings.config(), groups)
+        step.start([packed for packed, _ in local])
         step.prepare(packed for packed, _ in local)
         for packed, places in local:
             step.loss(whole.log_probs[places], packed)
@@ -146,7 +150,7 @@ def run_invalid(case: Case) -> list[dict[str, Any]]:
 
 
 def run_different(case: Case) -> list[str]:
-    """What `finish` raises where rank 1 differs as the batch's name says."""
+    """What `finish` raises where rank 1 differs as the batch's name says, and nothing called `start`."""
     groups, rank = groups_of(case.layout), dist.get_rank()
     whole, outcomes = make("product"), []
     for settings in case.settings:
@@ -210,12 +214,14 @@ def op_name(op: Any) -> str:
 
 
 def run_counted(case: Case) -> list[dict[str, Any]]:
-    """Per settings: the collectives of `prepare`, of each micro-batch's loss and backward, and of `finish`."""
+    """Per settings: the collectives of `start`, `prepare`, each micro-batch's loss and backward, and `finish`."""
     whole, groups = make(case.batch), groups_of(case.layout)
     local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
     counts = []
     for settings in case.settings:
         step = Step(settings.config(**dict(case.changes)), groups)
+        with CallRecorder() as start:
+            step.start([packed for packed, _ in local])
         with CallRecorder() as prepare:
             step.prepare(packed for packed, _ in local)
         losses, backward = [], []
@@ -232,6 +238,7 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
         assert statistics is not None
         counts.append(
             {
+                "start": start.calls,
                 "prepare": prepare.calls,
                 "losses": losses,
                 "backward": backward,

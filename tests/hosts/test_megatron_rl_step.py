@@ -16,6 +16,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import megatron_rl, megatron_rl_step
 from mismatch_plugin.parallel.groups import ParallelGroups
+from tests.distributed.launch import launch
 from tests.hosts.contracts.megatron_rl_batches import make_config, one_bin, rows, run_loss
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -176,6 +177,37 @@ def test_the_weight_mean_of_the_step_is_refused_beside_a_kl_term() -> None:
     with pytest.raises(ValueError, match=r"there is also: a KL term.*--grpo-kl-beta 0"):
         _step_end(config, [])
     _step_end(make_config(use_tis=True, tis={"batch_normalize": True, "batch_normalize_scope": "micro_batch"}), [])
+
+
+def _ranks_that_differ(plant: str) -> str:
+    """What the step's end raises on two data-parallel ranks of which the second is odd."""
+    world = torch.distributed.group.WORLD
+    odd = torch.distributed.get_rank() == 1
+    config = make_config(use_tis=True, metrics="basic" if odd and plant == "other metrics" else "full")
+    model_config = types.SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: None)
+    end = megatron_rl_step.StepEnd(config, model_config, ParallelGroups(dp=world, dp_cp=world), Namespace())
+    data, place = rows()
+    if not (odd and plant == "no micro-batch"):
+        end.add(run_loss(config, data, place)[2])
+    if odd and plant == "other micro-batches":
+        end.add(run_loss(make_config(use_tis=True, metrics="basic"), data, place)[2])
+    try:
+        end.finalize_model_grads([_Chunk()])
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_ranks_that_differ_are_named_on_all_of_them() -> None:
+    """Nothing begins a step here, and no loss has a collective: the end compares them, before the optimizer steps."""
+    sentences = {
+        "other metrics": "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
+        "no micro-batch": "rank 1 ran no micro-batch in this step, other ranks did",
+        "other micro-batches": "on rank 1: statistics cannot be merged: one has metrics = 'full'",
+    }
+    said = launch(_ranks_that_differ, list(sentences), 2, timeout=20.0)
+    for sentence, (one, two) in zip(sentences.values(), said, strict=True):
+        assert one == two and sentence in one
 
 
 def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,186 @@
+"""What the ranks of a step must have in common, how it is compared in a few floats, and the sentence where they differ.
+
+`ParallelGroups.agree` runs the collectives; nothing here communicates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from mismatch_plugin.core.correction import refuse_missing
+from mismatch_plugin.core.packed import PackedSequences
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+NO_MICRO_BATCH = (
+    "no micro-batch was given to this step. Give every rank at least one: a response whose loss_mask is 0 "
+    "throughout trains nothing."
+)
+SAME_FIELDS = "All micro-batches of a step need the same fields, on every rank."
+_SHARED = "Give ranks of one context-, tensor- or pipeline-parallel group the same samples in the same order."
+_OPTIONAL = tuple(item.name for item in fields(PackedSequences) if item.default is None)
+_NAMED = 6
+_UNKNOWN = float("-inf")
+
+Replicas = Mapping[int, Mapping[int, "StepKind"]]
+"""What every rank holds, by replica (its first rank) and rank."""
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """What one rank brings to a step, without the data.
+
+    settings: equal on all ranks. fields: what micro-batches (or statistics) hold, equal on all ranks that know it; ()
+    where none ran.
+    micro_batches (one number a step) and sequences (N of each micro-batch): equal on the ranks of a replica that know
+    them, for these share sequences. None is not known here. failure: why this rank cannot take part.
+    """
+
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    fields: tuple[str, ...] | None = None
+    micro_batches: tuple[int, ...] | None = None
+    sequences: tuple[int, ...] | None = None
+    failure: str = ""
+
+    def digests(self) -> list[float]:
+        """[9] floats whose maximum over ranks tells whether they are equal: failed, then d and −d of everything.
+
+        d is an integer below 2^48 that differs, all but surely, where the values do; −inf where it is not known.
+        """
+        values: list[Hashable] = [tuple(sorted((key, repr(value)) for key, value in _leaves(self.settings)))]
+        values += [self.fields, self.micro_batches, self.sequences]
+        pairs = [(_UNKNOWN, _UNKNOWN) if value is None else (_digest(value), -_digest(value)) for value in values]
+        return [float(bool(self.failure)), *(part for pair in pairs for part in pair)]
+
+
+def settings_of(config: MismatchConfig, **loop: object) -> dict[str, Any]:
+    """The configuration, less what a rank may have to itself, with what the loop adds."""
+    return {**config.model_dump(exclude={"report_dir"}), **loop}
+
+
+def step_kind(
+    config: MismatchConfig, micro_batches: Sequence[PackedSequences], has_loss: bool, **loop: object
+) -> StepKind:
+    """The kind of a step of these micro-batches. has_loss: on the last stage, whose fields and sequences count.
+
+    loop: settings of the training loop that must be the same on all ranks.
+    """
+    settings, count = settings_of(config, **loop), (len(micro_batches),)
+    if not micro_batches:
+        return StepKind(settings, micro_batches=count, failure=NO_MICRO_BATCH)
+    if not has_loss:
+        return StepKind(settings, micro_batches=count)
+    held = [tuple(name for name in _OPTIONAL if getattr(packed, name) is not None) for packed in micro_batches]
+    failure = ""
+    for number, names in enumerate(held):
+        if names != held[0]:
+            (odd, *_) = sorted(set(names) ^ set(held[0]))
+            has, lacks = (number, 0) if odd in names else (0, number)
+            failure = f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
+            break
+    else:
+        try:
+            refuse_missing(micro_batches[0].replace(invalid=()), config)
+        except ValueError as error:
+            failure = str(error)
+    sequences = tuple(len(packed.lengths) for packed in micro_batches)
+    return StepKind(settings, ("loss_mask", *held[0]), count, sequences, failure)
+
+
+def difference(replicas: Replicas) -> str:
+    """The sentence that names ranks and what they differ in; "" where nothing differs."""
+    ranks = {rank: kind for _, replica in sorted(replicas.items()) for rank, kind in sorted(replica.items())}
+    alone = len(ranks) == 1
+    for rank, kind in sorted(ranks.items()):
+        if kind.failure:
+            return kind.failure if alone else f"on rank {rank}: {kind.failure}"
+    idle = [rank for rank, kind in ranks.items() if kind.fields == ()]
+    if 0 < len(idle) < len(ranks):
+        return f"{_names(idle)} ran no micro-batch in this step, other ranks did. Give every rank at least one."
+    return _settings_differ(ranks) or _fields_differ(ranks) or _replicas_differ(replicas)
+
+
+def _settings_differ(ranks: Mapping[int, StepKind]) -> str:
+    leaves = {rank: dict(_leaves(kind.settings)) for rank, kind in ranks.items()}
+    for key in dict.fromkeys(key for mine in leaves.values() for key in mine):
+        held = _holders({rank: repr(mine[key]) if key in mine else "nothing" for rank, mine in leaves.items()})
+        if len(held) > 1:
+            who = ", ".join(f"{_names(some)} {_has(some)} {key} = {value}" for value, some in held.items())
+            return f"the ranks of this step have different settings: {who}. Give every rank the same configuration."
+    return ""
+
+
+def _fields_differ(ranks: Mapping[int, StepKind]) -> str:
+    known = {rank: kind.fields for rank, kind in ranks.items() if kind.fields is not None}
+    held = _holders(known)
+    if len(held) < 2:
+        return ""
+    parts = []
+    for name in dict.fromkeys(name for names in held for name in names):
+        has = [rank for rank, names in known.items() if name in names]
+        lacks = [rank for rank in known if rank not in has]
+        if lacks:
+            parts.append(f"{_names(has)} {_has(has)} {name}, {_names(lacks)} {'does' if len(lacks) == 1 else 'do'} not")
+    what = "; ".join(parts[:_NAMED]) or "the same fields come in another order"
+    return f"the ranks of this step hold different data: {what}. {SAME_FIELDS}"
+
+
+def _replicas_differ(replicas: Replicas) -> str:
+    for _, replica in sorted(replicas.items()):
+        counts = _holders({rank: kind.micro_batches for rank, kind in replica.items() if kind.micro_batches})
+        if len(counts) > 1:
+            who = ", ".join(f"{_names(some)} {_has(some)} {_and(value)}" for value, some in counts.items())
+            return f"ranks that share sequences have different numbers of micro-batches: {who}. {_SHARED}"
+        sequences = {rank: kind.sequences for rank, kind in replica.items() if kind.sequences is not None}
+        if len(set(sequences.values())) < 2:
+            continue
+        for number, column in enumerate(zip(*sequences.values(), strict=True)):
+            held = _holders(dict(zip(sequences, column, strict=True)))
+            if len(held) > 1:
+                who = ", ".join(f"{_names(some)} {_has(some)} {value}" for value, some in held.items())
+                return (
+                    f"ranks that share sequences have different numbers of sequences in micro-batch {number}: {who}. "
+                    f"{_SHARED}"
+                )
+    return ""
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """("tis.upper_bound", 2.0), …"""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), value
+
+
+def _digest(value: Hashable) -> float:
+    return float(int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big"))
+
+
+def _holders(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """{value: ranks that have it}, in the order of the ranks."""
+    held: dict[Any, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        held.setdefault(value, []).append(rank)
+    return held
+
+
+def _names(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _NAMED:
+        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
+    return f"ranks {_and(ranks)}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def _and(values: Sequence[int]) -> str:
+    return " and ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

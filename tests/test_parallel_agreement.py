@@ -1,0 +1,153 @@
+"""Ranks that do not bring the same to a step: all say so, with one sentence, before anything else of it runs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import mismatch_plugin as mp
+from mismatch_plugin.parallel.agreement import StepKind, difference
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.step import Step
+from tests.distributed.agreement_worker import CONFIGS as SETTINGS
+from tests.distributed.agreement_worker import Case, Grid, batch, begin, hook_of
+from tests.distributed.launch import launch
+
+TWO = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2))
+FOUR = (Grid(cp=2, dp=2), Grid(dp=2, pp=2), Grid(cp=2, pp=2), Grid(tp=2, cp=2))
+LAYOUTS = {str(grid): grid for grid in (*TWO, *FOUR)}
+EVERYWHERE = {
+    "other configuration": "ppo.eps_clip_high",
+    "mean of micro-batches": "calculate_per_token_loss",
+    "empty list": "no micro-batch",
+}
+ON_THE_LAST_STAGE = {
+    "no old log-probs": "old_log_probs",
+    "no rollout log-probs": "rollout_log_probs",
+    "no versions": "weight_versions",
+    "versions once": "weight_versions",
+}
+IN_A_REPLICA = {"one micro-batch": "micro-batch", "other sequences": "sequences"}
+CONFIGS = ("plain", "normalized")
+
+
+LEGAL = ("nothing", "other report folder")
+
+
+def planted(grid: Grid) -> dict[Case, str]:
+    """The differences that a layout can have, and what the sentence must name besides the rank."""
+    last, replica = grid.world_size - 1, grid.world_size // grid.dp
+    found = {Case(grid, plant, last, config): word for plant, word in EVERYWHERE.items() for config in CONFIGS}
+    if grid.pp > 1:  # a stage without the loss
+        found |= {Case(grid, plant, 0, config): word for plant, word in EVERYWHERE.items() for config in CONFIGS}
+    words = ON_THE_LAST_STAGE if grid.world_size > grid.pp else {"versions once": "weight_versions"}
+    if replica > 1:
+        words = {**words, "one micro-batch": "micro-batch"}
+    if replica > grid.pp:
+        words = {**words, "other sequences": "sequences"}
+    return found | {Case(grid, plant, last, config): word for plant, word in words.items() for config in CONFIGS}
+
+
+def legal(grid: Grid) -> list[Case]:
+    """What ranks may differ in: replicas hold other data."""
+    plants = (*LEGAL, "one micro-batch", "other sequences") if grid.dp == grid.world_size else LEGAL
+    return [Case(grid, plant, grid.world_size - 1, config) for plant in plants for config in CONFIGS]
+
+
+@cache
+def outcomes(world_size: int) -> dict[Case, list[dict[str, Any]]]:
+    """What every rank said. A rank that is left waiting fails the launch."""
+    grids = [grid for grid in LAYOUTS.values() if grid.world_size == world_size]
+    cases = [case for grid in grids for case in (*planted(grid), *legal(grid))]
+    return dict(zip(cases, launch(begin, cases, world_size, timeout=20.0), strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_differ_are_named_on_every_rank(layout: str) -> None:
+    grid = LAYOUTS[layout]
+    for case, word in planted(grid).items():
+        said = {rank["error"] for rank in outcomes(grid.world_size)[case]}
+        assert len(said) == 1, f"{case}: {said}"
+        (sentence,) = said
+        assert sentence.startswith("ValueError: ") and word in sentence, f"{case}: {sentence}"
+        assert f"rank {case.rank}" in sentence, f"{case}: {sentence}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_ranks_may_differ_in_runs(layout: str) -> None:
+    grid = LAYOUTS[layout]
+    for case in legal(grid):
+        ranks = outcomes(grid.world_size)[case]
+        assert not any(rank["error"] for rank in ranks), ranks
+        metrics = [rank["metrics"] for rank in ranks[-grid.world_size // grid.pp :]]
+        assert metrics[0]["rollout_corr/tokens"] > 0 and all(each == metrics[0] for each in metrics)
+
+
+NINE = ("allreduce", 72)
+SUM_OF_SEVEN = ("allreduce", 56)
+TOLD = ("broadcast", 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "count"),
+    [("cp2", 1), ("dp2", 1), ("pp2", 1), ("tp2", 1), ("cp2 dp2", 2), ("dp2 pp2", 2), ("cp2 pp2", 2), ("tp2 cp2", 2)],
+)
+def test_start_makes_one_small_reduction_a_dimension(layout: str, count: int) -> None:
+    """Over DP × CP only where that is more than CP; what `prepare` needs comes after it, and none of it without."""
+    grid = LAYOUTS[layout]
+    for config in CONFIGS:
+        for rank in outcomes(grid.world_size)[Case(grid, "nothing", grid.world_size - 1, config)]:
+            first, after = rank["collectives"][:count], rank["collectives"][count:]
+            assert first == [NINE] * count
+            if config == "plain":
+                assert not after
+            elif grid.pp > 1:
+                assert after[-1] == TOLD
+            elif grid.dp > 1:
+                assert after[-1] == SUM_OF_SEVEN
+
+
+# One process ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_step_without_micro_batches_is_refused_alone_too(config: str) -> None:
+    hook = hook_of(mp.MismatchConfig(**SETTINGS[config]), ParallelGroups())
+    with pytest.raises(ValueError, match=r"^no micro-batch was given to this step\. Give every rank at least one"):
+        hook.start([])
+    with pytest.raises(ValueError, match="no step was begun"):
+        hook.from_log_probs(batch(1).loss_mask.double(), batch(1))
+
+
+def test_old_log_probs_in_some_micro_batches_only_are_refused() -> None:
+    """Some would be anchored at another policy than the others, without a word."""
+    hook = hook_of(mp.MismatchConfig(), ParallelGroups())
+    with pytest.raises(ValueError, match="micro-batch 0 has old_log_probs, micro-batch 1 does not"):
+        hook.start([batch(2), batch(2).replace(old_log_probs=None)])
+
+
+def test_a_micro_batch_that_start_was_not_given_is_refused_where_it_runs() -> None:
+    step, log_probs = Step(mp.MismatchConfig(metrics="full"), ParallelGroups()), batch(1).loss_mask.double() - 2.0
+    step.start([batch(1), batch(1)])
+    step.loss(log_probs, batch(1))
+    with pytest.raises(ValueError, match=r"is not among those that start was given: .*version_log_ratio"):
+        step.loss(log_probs, batch(1).replace(weight_versions=None))
+
+
+def test_many_ranks_are_named_by_their_numbers() -> None:
+    kinds = {rank: StepKind({"tis": {"level": "token" if rank % 2 else "sequence"}}) for rank in range(16)}
+    assert difference({rank: {rank: kind} for rank, kind in kinds.items()}) == (
+        "the ranks of this step have different settings: ranks 0, 2, 4, 6, 8, 10 and 2 more have tis.level = "
+        "'sequence', ranks 1, 3, 5, 7, 9, 11 and 2 more have tis.level = 'token'. Give every rank the same "
+        "configuration."
+    )
+
+
+def test_what_is_not_known_on_a_rank_differs_from_nothing() -> None:
+    """A stage without the loss, and replicas that hold other data."""
+    last = StepKind({"a": 1}, ("loss_mask",), (2,), (3, 4))
+    first, other = StepKind({"a": 1}, None, (2,)), StepKind({"a": 1}, ("loss_mask",), (1,), (9,))
+    assert difference({0: {0: first, 1: last}, 2: {2: other}}) == ""
+    assert "rank 0 has 2, rank 1 has 1" in difference({0: {0: first, 1: other}})
