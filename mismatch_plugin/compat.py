@@ -55,7 +55,7 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     what slime makes of null: tis_lower_bound 1/tis_upper_bound, rs bounds those of TIS. Absent switches are off. With
     `use_tis` and no other key of `mis.yaml` it is slime's built-in: token ratios clipped to [tis_clip_low, tis_clip].
     `use_rs` without `use_tis` rejects, as slime's page says; slime's code skips it.
-    Raises: ValueError naming an unknown key, or a value that is none. Warns: MismatchWarning for what has no effect.
+    Raises: ValueError naming an unknown key, or an invalid value. Warns: MismatchWarning for what has no effect.
     """
     given = _known(mapping, _SLIME_KEYS, "slime key")
     use_tis = _switch(given, "use_tis")
@@ -74,7 +74,7 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     if use_mis or not use_tis:
         for key, default in (("tis_clip", 2.0), ("tis_clip_low", 0.0)):
             if key in given and number(given[key], key) != default:
-                where = "beside mis.yaml's keys" if use_tis else "without use_tis"
+                where = "next to mis.yaml's keys" if use_tis else "without use_tis"
                 _warn(f"{key} {given[key]} changes nothing {where}: slime reads it in its built-in TIS only.")
     low, high = given.get("eps_clip"), given.get("eps_clip_high")
     data["ppo"] = _present(
@@ -138,7 +138,7 @@ def _mis_rejection(given: Mapping[str, Any], weights: Mapping[str, Any], use_tis
 def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     """A configuration from verl's settings: the `rollout_correction` block, itself or in its place in verl's tree.
 
-    Both spellings of every key are read. Settings of the actor (`clip_ratio`, `kl_loss_coef`, …) may stand beside the
+    Both spellings of every key are read. Settings of the actor (`clip_ratio`, `kl_loss_coef`, …) may be next to the
     block or under `actor_rollout_ref.actor`. Absent keys have the values of verl's YAML (`rollout_is: null`).
 
     bypass · policy gradient · rollout_is → algorithm: no · no · null 0, set 2; yes · no · any 1; yes · yes · any 3.
@@ -181,7 +181,7 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
 
 
 def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The correction block and the actor's settings as one flat dict, wherever in verl's tree they stand."""
+    """The correction block and the actor's settings as one flat dict, wherever in verl's tree they are."""
     flat = {key: value for key, value in mapping.items() if not str(key).startswith("_")}  # Hydra's _target_
     algorithm, reference = flat.pop("algorithm", None), flat.pop("actor_rollout_ref", None) or {}
     if algorithm is not None:

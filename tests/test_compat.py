@@ -262,7 +262,7 @@ def test_verl_kl_estimators(kinds: str) -> None:
 @pytest.mark.parametrize(
     ("read", "settings", "note"),
     [
-        (from_slime, "use_tis: true, tis_mode: clip, tis_clip: 3.0", "tis_clip 3.0 changes nothing beside mis.yaml's"),
+        (from_slime, "use_tis: true, tis_mode: clip, tis_clip: 3.0", "tis_clip 3.0 changes nothing next to mis.yaml's"),
         (from_slime, "tis_clip: 3.0", "tis_clip 3.0 changes nothing without use_tis"),
         (from_slime, "tis_clip_low: 0.5", "tis_clip_low 0.5 changes nothing without use_tis"),
         (from_slime, "tis_mode: clip", "tis.mode clip changes no weight without use_tis"),

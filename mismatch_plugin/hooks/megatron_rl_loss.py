@@ -45,7 +45,7 @@ class GrpoTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """What Megatron passes beside the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
+    """What Megatron passes next to the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
 
     eps_lower: float
     eps_upper: float

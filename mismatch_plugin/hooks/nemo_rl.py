@@ -5,7 +5,7 @@ from mismatch_plugin.hooks import nemo_rl
 nemo_rl.install()             # before `from nemo_rl.algorithms.grpo import setup` in a copy of examples/run_grpo.py
 ```
 
-Settings stand in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
+Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def test_nemo_rls_own_correction_is_understood() -> None:
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
             {"use_rollout_log_probs": True},
-            "stands beside mismatch.use_rollout_log_probs",
+            "is next to mismatch.use_rollout_log_probs",
         ),
     ],
 )  # fmt: skip

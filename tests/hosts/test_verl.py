@@ -125,7 +125,7 @@ def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
         (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
         (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
         (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
-        (block({"preset": "token_is"}, rollout_is="token"), "stands beside mismatch.preset token_is"),
+        (block({"preset": "token_is"}, rollout_is="token"), "is next to mismatch.preset token_is"),
         (block({"preset": "token_iss"}), "did you mean token_is"),
         (
             block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
@@ -184,7 +184,16 @@ def test_the_block_says_what_runs() -> None:
     )
     lines = describe(settings(decoupled), decoupled)
     assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
-    assert "weights and rejection are made on the driver, over the rollout batch" in "\n".join(lines)
+    assert "weights and rejection are made on the driver, over the rollout batch" in lines
+    # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
+    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add actor_rollo"
+    reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
+    (said,) = [line for line in lines if line.startswith(own)]
+    assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
+    ours = block(rollout_is="token")
+    lines = describe(settings(ours), tree(ours, "mismatch", ours))
+    assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own function on the") for line in lines)
 
 
 # The loss and the driver ----------------------------------------------------------------------------------------------
