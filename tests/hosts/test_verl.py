@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.benchmark.counting import count
 from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
-from mismatch_plugin.hooks.verl_driver import correct_rollout_batch
+from mismatch_plugin.hooks.verl_driver import correct_rollout_batch, pack_trained
 from mismatch_plugin.hooks.verl_loss import token_loss
 from mismatch_plugin.hooks.verl_settings import check_tree
 from tests.hosts.contracts import verl as contract
@@ -295,6 +297,75 @@ def test_the_driver_writes_weights_and_mask() -> None:
     assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()
     assert torch.equal(batch.batch["rollout_is_weights"], (correction.weights * correction.keep).view(MASK.shape))
     assert metrics == correction.statistics.metrics()
+
+
+def wide_batch(rows: int) -> Any:
+    """Rows of 30 of which about two thirds train, some of them not at all; what is padded is NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(0, 31, (rows, 1), generator=generator)
+    mask = ((torch.arange(30) < lengths) & (torch.rand(rows, 30, generator=generator) < 0.9)).long()
+    rollout = -torch.rand(rows, 30, generator=generator, dtype=torch.float64).masked_fill(mask == 0, torch.nan)
+    old = rollout + 0.3 * torch.randn(rows, 30, generator=generator, dtype=torch.float64)
+    return SimpleNamespace(batch={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
+
+
+_ON_THE_DRIVER: list[dict[str, Any]] = [
+    block({"metrics": "off"}),
+    block({"metrics": "basic"}, rollout_is="sequence", rollout_is_batch_normalize=True),
+    block({"use_tis": True, "tis": {"mode": "mask"}, "metrics": "full"}),
+    block({"rs": {"criteria": ["sequence_mean:ratio:0.95:1.05"], "veto_threshold": 0.3}, "denominator": "original"}),
+]
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_packs_real_tokens_only_and_gives_what_padded_rows_give(ours: dict[str, Any]) -> None:
+    batch, config = wide_batch(16), settings(ours)
+    data, mask = dict(batch.batch), batch.batch["response_mask"].clone()
+    packed, places = pack_trained(data)
+    assert packed.loss_mask.numel() == int(mask.sum()) < 0.6 * mask.numel() and bool(packed.loss_mask.all())
+    assert torch.equal(places, mask.flatten().nonzero().squeeze(1)) and packed.lengths == tuple(mask.sum(1).tolist())
+    rows = mp.PackedSequences.from_padded(
+        rollout_log_probs=data["rollout_log_probs"], old_log_probs=data["old_log_probs"], loss_masks=mask
+    )
+    expected = mp.correct(rows, config)
+    _, metrics = correct_rollout_batch(batch, config)
+    assert metrics == pytest.approx(expected.statistics.metrics(), rel=1e-12, abs=1e-12)
+    keep = expected.keep.view(mask.shape)
+    stays = config.denominator == "original" or not config.rejects
+    assert torch.equal(batch.batch["response_mask"], mask if stays else keep.long())
+    if "rollout_is_weights" in batch.batch:
+        weights = (expected.weights * expected.keep).view(mask.shape)
+        torch.testing.assert_close(batch.batch["rollout_is_weights"], weights, rtol=1e-12, atol=0)
+    assert ("rollout_is_weights" in batch.batch) == (config.weighted or config.denominator == "original")
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_syncs_at_most_once(ours: dict[str, Any]) -> None:
+    config = settings(ours)
+    correct_rollout_batch(wide_batch(4), config)  # constants are made once
+    few, many = (count(partial(correct_rollout_batch, wide_batch(rows), config)) for rows in (4, 64))
+    assert len(few.syncs) <= 1 and few.syncs == many.syncs and few.kernels == many.kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
+        ({"response_mask": MASK * 2}, "response_mask of row 1 holds values other than 0 and 1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_the_driver(change: dict[str, Any], sentence: str) -> None:
+    batch = rollout_batch(padded())
+    batch.batch |= change
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        correct_rollout_batch(batch, settings(block({"metrics": "basic"})))
+
+
+def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
+    data = padded()
+    data["rollout"][1, 3] = torch.nan
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
+        correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
 
 
 def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:
