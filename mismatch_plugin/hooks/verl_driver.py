@@ -55,8 +55,8 @@ def pack_trained(data: Mapping[str, Tensor]) -> tuple[PackedSequences, Tensor]:
     for name in ("old_log_probs", "rollout_log_probs"):
         if data[name].shape != mask.shape:
             raise ValueError(
-                f"{name} has shape {tuple(data[name].shape)}, response_mask {tuple(mask.shape)}: verl's batch must hold "
-                f"both for the same response tokens."
+                f"{name} has shape {tuple(data[name].shape)}, response_mask {tuple(mask.shape)}: both must "
+                f"be of the same response tokens."
             )
     trained = mask != 0
     lengths, odd = torch.stack([trained.sum(-1), (mask != trained).sum(-1)]).tolist()

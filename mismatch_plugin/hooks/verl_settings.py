@@ -84,9 +84,7 @@ def check_tree(tree: Any) -> MismatchConfig | None:
         return None
     config = settings(tree)
     if config.use_rollout_log_probs and not uses_loss:
-        raise ValueError(
-            f"{_RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}."
-        )
+        raise ValueError(f"{_RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}.")
     if uses_loss and _plain(policy_loss.get("rollout_correction")) != _plain(block):
         raise ValueError(f"{_ACTOR}.policy_loss.rollout_correction is not {_RC}: add {REFERENCE_LINE}.")
     needs = config.algorithm != 0 or config.rejects

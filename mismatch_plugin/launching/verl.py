@@ -61,7 +61,7 @@ def plan(given: Given, script: Path | None) -> Plan:
         block["tis"] = {"level": given.config.tis.level, **(block.get("tis") or {})}
     if given.flags and has_block(line["algorithm"]["rollout_correction"]):
         taken = next((name for name in overrides if name.startswith(f"{_RC}.{BLOCK}")), _RC)
-        raise ValueError(f"{taken} is on the line next to the plugin's flags: give the settings in one of the two ways.")
+        raise ValueError(f"{taken} is on the line next to the plugin's flags: give the settings in one place.")
     added = [f"{name}={text(value)}" for name, value in wanted.items() if name not in overrides]
     if given.flags:
         added.append(f"+{_RC}.{BLOCK}={text(block)}")

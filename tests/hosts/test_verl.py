@@ -188,14 +188,14 @@ def test_the_block_says_what_runs() -> None:
     assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
     assert "weights and rejection are made on the driver, over the rollout batch" in lines
     # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
-    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add actor_rollo"
+    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
     reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
     (said,) = [line for line in lines if line.startswith(own)]
     assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
     ours = block(rollout_is="token")
     lines = describe(settings(ours), tree(ours, "mismatch", ours))
     assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
-    assert any(line.startswith("weights, rejection and metrics are made by verl's own function on the") for line in lines)
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
 
 
 # The loss and the driver ----------------------------------------------------------------------------------------------
