@@ -30,6 +30,7 @@ from mismatch_plugin.hooks.megatron_rl_loss import (
     pack,
 )
 from mismatch_plugin.hooks.megatron_rl_step import StepEnd, data_groups, factor_of
+from mismatch_plugin.host_version import version_line
 
 # Setting → (Megatron's argument, its flag): Megatron's value is the one, ours may repeat it and not contradict it.
 OWNED = {
@@ -169,7 +170,7 @@ def start(args: Namespace) -> None:
     if _Run.handed_over is not None:
         return  # the launcher has said it
     try:
-        lines = describe(settings(args), args)
+        lines = [*describe(settings(args), args), version_line("megatron-lm")]
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
