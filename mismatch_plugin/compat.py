@@ -3,6 +3,12 @@
 What the other system accepts is accepted here; what would have no effect there or here is a MismatchWarning, so that a
 configuration that runs today still runs and its owner learns which lines do nothing.
 Sources: slime's `mis.yaml` and flags; verl's `rollout_correction` block as of November 2025 and of August 2026.
+
+Where the same settings give other numbers than the peer's code:
+batch normalisation in mask mode, slime and verl: their mean runs over all units, the rejected as 0 (slime: as their
+    unbounded ratio); here over the accepted. A MismatchWarning says so.
+batch normalisation at sequence level, slime: its mean counts a sequence without response tokens as weight 0, which
+    multiplies all weights by (sequences / those with response tokens); here it counts nowhere.
 """
 
 from __future__ import annotations
@@ -102,7 +108,13 @@ def _mis_weights(given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("lower_bound", "upper_bound"):
         if name in weights:
             weights[name] = number(weights[name], f"tis_{name}")
-    return weights | {"batch_normalize": _switch(given, "tis_batch_normalize")}
+    normalized = _switch(given, "tis_batch_normalize")
+    if normalized and _switch(given, "use_tis") and weights.get("mode") == "mask":
+        _warn(
+            "tis_batch_normalize in mode mask: the mean runs over the accepted units here, in slime over all of them, "
+            "the rejected by their unbounded ratio. Weights and loss differ from slime's by the quotient of the two."
+        )
+    return weights | {"batch_normalize": normalized}
 
 
 def _mis_rejection(given: Mapping[str, Any], weights: Mapping[str, Any], use_tis: bool) -> dict[str, Any]:
@@ -142,6 +154,7 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     block or under `actor_rollout_ref.actor`. Absent keys have the values of verl's YAML (`rollout_is: null`).
 
     bypass · policy gradient · rollout_is → algorithm: no · no · null 0, set 2; yes · no · any 1; yes · yes · any 3.
+    With bypass, policy gradient, and neither rollout_is nor rollout_rs it is REINFORCE that nothing corrects.
     `rollout_is_threshold: "lo_hi"` is IcePop: mask mode, the rejected stay in the denominator. The bounds of `*_k1` act
     on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same.
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
@@ -165,6 +178,11 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     if level is not None and lower is not None and use_tis:
         tis["mode"] = "mask"
         data["denominator"] = "original"
+        if tis["batch_normalize"]:
+            _warn(
+                "rollout_is_batch_normalize with two thresholds (IcePop): the mean runs over the accepted units here, "
+                "in verl over all, the rejected as 0. Weights and loss are verl's times the accepted share."
+            )
     if level is not None and not use_tis:
         _warn(
             f"rollout_is {level} weights no loss in bypass mode with PPO clipping, whose ratio is π_θ/π_rollout "

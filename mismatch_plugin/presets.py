@@ -16,6 +16,12 @@ from mismatch_plugin.fields import bounds, merge, number, unknown
 
 Settings = dict[str, Any]
 
+THREE_POLICIES = (
+    "Rejection without weights (geo_rs, k3_rs) is algorithm 0, PPO, because no weight multiplies the loss, and has "
+    "three policies, as the guide says, because it compares π_old with π_rollout and the clip π_θ with π_old."
+)
+"""How both are right: the number is that of the two switches, and the guide counts the policies."""
+
 _GEOMETRIC = "0.999_1.001"
 _K3 = 0.01
 
@@ -132,7 +138,8 @@ PRESETS: tuple[Preset, ...] = (
         2,
         {"threshold": 2.0},
         "decoupled PPO, sequence weights truncated above",
-        "rewards of whole responses and responses short enough for a product of ratios",
+        "rewards of whole responses and responses short enough for a product of ratios; unbiased up to the bound only "
+        "while π_θ is π_old, on the first mini-batch",
         lambda threshold: (_weights("sequence", threshold),),
         aliases=("seq_is",),
     ),
@@ -184,7 +191,7 @@ PRESETS: tuple[Preset, ...] = (
         3,
         {"threshold": 2.0},
         "REINFORCE, sequence weights truncated above, no PPO clip",
-        "one optimizer step per rollout, unbiased up to the bound, one forward pass saved",
+        "one optimizer step per rollout, unbiased up to the bound (the weight is that of π_θ), one forward pass saved",
         lambda threshold: (_weights("sequence", threshold),),
         aliases=("pure_is", "bypass_pg_is"),
     ),

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.fields import dotted_fields_set, merge
 from mismatch_plugin.flags import add_arguments, given_flags
 from mismatch_plugin.hooks.megatron_rl_loss import (
@@ -103,7 +103,8 @@ def settings(args: Namespace) -> MismatchConfig:
 
 def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) -> list[str]:
     """Lines for the start-up block. masked: the loss mask reaches the loss (patched tree)."""
-    lines = [f"algorithm {config.algorithm}: {ALGORITHM_NAMES[config.algorithm]}", *config.describe().splitlines()[1:3]]
+    said = ("algorithm", "weights: ", "rejection: ", "policies: ")
+    lines = [line for line in config.describe().splitlines() if line.startswith(said)]
     per_token = getattr(host_args, "calculate_per_token_loss", False)
     over = "of the whole step" if per_token else "of each micro-batch (add --calculate-per-token-loss for the step's)"
     lines.append(f"denominator: Megatron's own, the trained tokens {over}; rejected tokens stay in it")

@@ -135,7 +135,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes and deviations are left out")
     if config.weighted and config.tis.batch_normalize:
-        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}")
+        units = ", its accepted units only; verl's own mean has the rejected as 0" if config.tis.mode == "mask" else ""
+        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
     return lines
 
 
