@@ -135,7 +135,10 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes and deviations are left out")
     if config.weighted and config.tis.batch_normalize:
-        units = ", its accepted units only; verl's own mean has the rejected as 0" if config.tis.mode == "mask" else ""
+        units = ""
+        if config.tis.mode == "mask":
+            mine = bypass or has_block(block)
+            units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
         lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
     return lines
 

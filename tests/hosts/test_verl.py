@@ -198,6 +198,20 @@ def test_the_block_says_what_runs() -> None:
     assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("ours", "threshold", "said"),
+    [
+        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
+        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
+        ({"metrics": "basic"}, 5.0, "rollout_batch"),
+    ],
+)
+def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: Any, said: str) -> None:
+    correction = block(ours, rollout_is="token", rollout_is_threshold=threshold, rollout_is_batch_normalize=True)
+    lines = describe(settings(correction), tree(correction, "mismatch", correction))
+    assert f"batch normalisation over: {said}" in lines
+
+
 # The loss and the driver ----------------------------------------------------------------------------------------------
 
 
