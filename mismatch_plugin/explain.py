@@ -10,7 +10,6 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.presets import THREE_POLICIES
 from mismatch_plugin.report.table import Table
 
 MODES = ("truncate", "clip", "mask")
@@ -75,7 +74,7 @@ def notes(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> tuple
             "normalised: truncated, then divided by the mean weight (of tokens, or of sequences).",
             "criterion: truncated, and a sequence whose geometric mean is outside the bounds is rejected.",
             f"veto: truncated, and a sequence with a token below {VETO:g} (in practice 1e-4) is rejected.",
-            f"A criterion or a veto changes no weight. {THREE_POLICIES}",
+            "A criterion or a veto changes no weight.",
         ]
     return tuple(lines)
 

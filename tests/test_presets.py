@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 import mismatch_plugin as mp
-from mismatch_plugin.explain import explain_table
 from mismatch_plugin.presets import PRESETS, THREE_POLICIES, find_preset, preset_names
 from mismatch_plugin.report.tables import preset_table, presets_table
 
@@ -221,7 +220,6 @@ def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> 
     with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
     assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs"}
     assert THREE_POLICIES in presets_table().notes
-    assert any(THREE_POLICIES in note for note in explain_table().notes)
     blocks = {name: _noted(mp.preset, name)[0].describe() for name in preset_names()}
     assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note
 
