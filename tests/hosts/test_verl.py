@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.benchmark.counting import count
+from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
 from mismatch_plugin.hooks.verl_driver import correct_rollout_batch, pack_trained
 from mismatch_plugin.hooks.verl_loss import token_loss
