@@ -318,6 +318,8 @@ class MismatchConfig(Section):
         lines.append(
             f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
         )
+        if self.algorithm == 0 and self.rejects:  # the guide's geo_rs is "3 policies"
+            lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
         lines.append(f"invalid rollout log-probs: {self.rollout_log_prob_policy}; metrics: {self.metrics}")
         return "\n".join(lines)

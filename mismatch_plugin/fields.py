@@ -318,4 +318,9 @@ def outside_known_range(config: MismatchConfig) -> list[str]:
             )
     if config.algorithm == 3 and config.tis.level == "token":
         notes.append("algorithm 3 at token level is biased: sequence level is what the method's page recommends.")
+    if config.algorithm == 3 and not config.weighted and not config.criteria and config.rs.veto_threshold is None:
+        notes.append(
+            "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch. "
+            "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs)."
+        )
     return notes

@@ -16,6 +16,12 @@ from mismatch_plugin.fields import bounds, merge, number, unknown
 
 Settings = dict[str, Any]
 
+THREE_POLICIES = (
+    "Rejection without weights (geo_rs, k3_rs) is algorithm 0, PPO, because no weight multiplies the loss, and has "
+    "three policies, as the guide says, because it compares π_old with π_rollout and the clip π_θ with π_old."
+)
+"""How both are right: the number is that of the two switches, and the guide counts the policies."""
+
 _GEOMETRIC = "0.999_1.001"
 _K3 = 0.01
 
@@ -56,8 +62,8 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
     """The configuration of a named preset, with its own parameters overridden: `preset("token_is", threshold=3.0)`.
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
-    With other settings beside it: `MismatchConfig.build(preset("disabled").model_dump() | {"metrics": "full"})`.
-    Raises: ValueError naming an unknown preset or parameter and what there is, or a value that is none.
+    With other settings as well: `MismatchConfig.build(preset("disabled").model_dump() | {"metrics": "full"})`.
+    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
     Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
     """
     return MismatchConfig.build(find_preset(name).settings(**overrides))
@@ -72,7 +78,7 @@ def find_preset(name: str) -> Preset:
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every name that `preset` knows, aliases behind the name they stand for."""
+    """Every name that `preset` knows, aliases behind the name that they mean."""
     return tuple(name for record in PRESETS for name in (record.name, *record.aliases))
 
 
@@ -132,7 +138,8 @@ PRESETS: tuple[Preset, ...] = (
         2,
         {"threshold": 2.0},
         "decoupled PPO, sequence weights truncated above",
-        "rewards of whole responses and responses short enough for a product of ratios",
+        "rewards of whole responses and responses short enough for a product of ratios; unbiased up to the bound only "
+        "while π_θ is π_old, on the first mini-batch",
         lambda threshold: (_weights("sequence", threshold),),
         aliases=("seq_is",),
     ),
@@ -153,7 +160,7 @@ PRESETS: tuple[Preset, ...] = (
         2,
         {"threshold": 2.0},
         "decoupled PPO, truncated sequence weights, sequences above the bound rejected (no lower bound)",
-        "as decoupled_seq_is_rs, where sequences the trainer finds unlikely shall stay",
+        "as decoupled_seq_is_rs, where sequences that the trainer finds unlikely should stay",
         lambda threshold: (
             _weights("sequence", number(threshold, "threshold")),
             _reject("sequence_sum", number(threshold, "threshold"), 0.0),
@@ -164,7 +171,7 @@ PRESETS: tuple[Preset, ...] = (
         0,
         {"rs_threshold": 1.001, "rs_threshold_lower": None, "veto_threshold": 1e-4},
         "PPO without weights, rejection by geometric mean, one-token veto",
-        "nearly equal policies, and every sequence that drifts shall go",
+        "nearly equal policies, and every sequence that drifts is to go",
         lambda rs_threshold, rs_threshold_lower, veto_threshold: (
             _geometric(rs_threshold, rs_threshold_lower),
             _veto(veto_threshold),
@@ -184,7 +191,7 @@ PRESETS: tuple[Preset, ...] = (
         3,
         {"threshold": 2.0},
         "REINFORCE, sequence weights truncated above, no PPO clip",
-        "one optimizer step per rollout, unbiased up to the bound, one forward pass saved",
+        "one optimizer step per rollout, unbiased up to the bound (the weight is that of π_θ), one forward pass saved",
         lambda threshold: (_weights("sequence", threshold),),
         aliases=("pure_is", "bypass_pg_is"),
     ),
@@ -193,7 +200,7 @@ PRESETS: tuple[Preset, ...] = (
         3,
         {"rs_threshold": 1.001, "rs_threshold_lower": None, "veto_threshold": 1e-4},
         "REINFORCE without weights, rejection by geometric mean, one-token veto",
-        "as pg_is, where outliers shall be dropped rather than weighted",
+        "as pg_is, where outliers are to be dropped rather than weighted",
         lambda rs_threshold, rs_threshold_lower, veto_threshold: (
             _UNWEIGHTED,
             _geometric(rs_threshold, rs_threshold_lower),
@@ -246,7 +253,7 @@ PRESETS: tuple[Preset, ...] = (
         0,
         {"rs_threshold": _K3},
         "PPO without weights, rejection by the mean k3 divergence",
-        "as decoupled_geo_rs, where drifts of both signs shall not cancel",
+        "as decoupled_geo_rs, where drifts of both signs must not cancel",
         lambda rs_threshold: (_k3(rs_threshold),),
         aliases=("k3_rs",),
     ),

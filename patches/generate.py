@@ -2,8 +2,9 @@
 
     python patches/generate.py HOSTS      # HOSTS/slime, HOSTS/miles, HOSTS/Megatron-LM, HOSTS/NeMo-RL
 
-For another commit of a host: check it out, change `commit` in the manifest, and run this. An edit whose text is not
-there exactly once stops it, and that is where the host has moved.
+For another commit of a host: check it out, change `commit` in the manifest, in its patches and in `tested` (the version
+that the tests were run with, to which the start-up block compares), and run this. An edit whose text is not there
+exactly once stops it, and that is where the host has moved.
 """
 
 from __future__ import annotations

@@ -256,13 +256,57 @@ def test_verl_kl_estimators(kinds: str) -> None:
     assert _silent(from_verl, f"kl_loss_coef: 0.01, kl_loss_type: {theirs}").terms.kl_type == ours
 
 
+@pytest.mark.parametrize(
+    "bypass", ["bypass_mode: true, loss_type: reinforce", "bypass_mode: true, use_policy_gradient: true"]
+)
+@pytest.mark.parametrize(
+    ("correction", "said"),
+    [
+        ("", True),
+        ("rollout_is: null, rollout_rs: null", True),
+        ("rollout_is: sequence", False),
+        ("rollout_rs: token", False),
+        ("rollout_rs: seq_mean_k3, rollout_rs_threshold: 0.01", False),
+        ("rollout_token_veto_threshold: 1e-4", False),
+    ],
+)
+def test_verl_reinforce_without_weights_or_rejection_is_plain_reinforce(
+    bypass: str, correction: str, said: bool
+) -> None:
+    config, notes = _noted(from_verl, f"{bypass}, {correction}")
+    assert config.algorithm == 3
+    plain = "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch."
+    assert any(note.startswith(plain) for note in notes) == said
+
+
+@pytest.mark.parametrize("algorithm", ["bypass_mode: false", "bypass_mode: true, loss_type: reinforce"])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ("rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: true", True),
+        ("rollout_is_threshold: 0.5_5.0, rollout_is_batch_normalize: false", False),
+        ("rollout_is_threshold: 5.0, rollout_is_batch_normalize: true", False),
+    ],
+)
+def test_verl_icepop_normalised_over_other_units_is_said(algorithm: str, level: str, settings: str, said: bool) -> None:
+    _, notes = _noted(from_verl, f"{algorithm}, rollout_is: {level}, {settings}")
+    assert any(note.startswith("rollout_is_batch_normalize with two thresholds") for note in notes) == said
+
+
+@pytest.mark.parametrize(("mode", "normalize", "said"), [("mask", 1, 1), ("mask", 0, 0), ("clip", 1, 0)])
+def test_slime_mask_normalised_over_other_units_is_said(mode: str, normalize: int, said: int) -> None:
+    _, notes = _noted(from_slime, f"use_tis: true, tis_mode: {mode}, tis_batch_normalize: {bool(normalize)}")
+    assert sum(note.startswith("tis_batch_normalize in mode mask: the mean runs over") for note in notes) == said
+
+
 # both -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("read", "settings", "note"),
     [
-        (from_slime, "use_tis: true, tis_mode: clip, tis_clip: 3.0", "tis_clip 3.0 changes nothing beside mis.yaml's"),
+        (from_slime, "use_tis: true, tis_mode: clip, tis_clip: 3.0", "tis_clip 3.0 changes nothing next to mis.yaml's"),
         (from_slime, "tis_clip: 3.0", "tis_clip 3.0 changes nothing without use_tis"),
         (from_slime, "tis_clip_low: 0.5", "tis_clip_low 0.5 changes nothing without use_tis"),
         (from_slime, "tis_mode: clip", "tis.mode clip changes no weight without use_tis"),

@@ -56,7 +56,8 @@ def test_defaults() -> None:
     ],
 )
 def test_two_switches_choose_the_algorithm(bypass: bool, tis: bool, level: Any, algorithm: int, weighted: bool) -> None:
-    config = _config(use_rollout_log_probs=bypass, use_tis=tis, tis={"level": level})
+    rejection = {"veto_threshold": 1e-4} if level == "none" else {}  # without one it is plain REINFORCE, which is said
+    config = _config(use_rollout_log_probs=bypass, use_tis=tis, tis={"level": level}, rs=rejection)
     assert (config.algorithm, config.weighted) == (algorithm, weighted)
 
 

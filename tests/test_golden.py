@@ -34,6 +34,10 @@ DIFFERENCES = {
     "the guide's formula.",
     "slime mask + batch_normalize": "slime averages over rejected and unbounded weights too, so one outlier makes "
     "every weight vanish; the mean runs over the accepted units here.",
+    "verl IcePop + batch_normalize": "verl's mean has the rejected as 0; here it runs over the accepted units, so that "
+    "weights are verl's times the accepted share.",
+    "slime sequence + batch_normalize": "slime's mean counts a sequence without response tokens as 0; here it counts "
+    "nowhere, so that weights are slime's times the share of sequences that have any.",
 }
 
 
@@ -158,3 +162,35 @@ def test_slime_metrics(case: dict[str, Any]) -> None:
 
 def test_the_number_of_cases_is_what_it_was() -> None:
     assert Counter(case["source"] for case in CASES) == {"slime": 60, "verl-2025-11": 80, "verl-2026-08": 72}
+
+
+# ρ of three tokens. Bounds .5 and 5 keep the second alone: its weight is .8/.8 here and .8/((0 + .8 + 0)/3) in verl.
+_ICEPOP = {"rollout_is": "token", "rollout_is_threshold": "0.5_5.0", "rollout_is_batch_normalize": True}
+
+
+def test_icepop_with_batch_normalisation_is_verl_s_times_the_accepted_share() -> None:
+    """In DIFFERENCES; no recorded case has both. verl's own code says the same in tests/hosts/verl_live."""
+    rollout = torch.zeros(3, dtype=torch.float64) - 2.0
+    train = rollout + torch.tensor([0.4, 0.8, 6.0], dtype=torch.float64).log()
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[train], rollout_log_probs=[rollout], loss_masks=[torch.ones(3)]
+    )
+    ours, theirs = mp.correct(packed, mp.compat.from_verl(_ICEPOP)).weights, torch.tensor([0.0, 3.0, 0.0])
+    torch.testing.assert_close(ours, theirs.double() * (1 / 3), rtol=1e-12, atol=1e-12)
+
+
+def test_a_sequence_without_response_tokens_counts_in_slime_s_mean_only() -> None:
+    """In DIFFERENCES. Eight sequences of ρ = .5 and 1.5 and one under the mask: slime's mean is 8/9, ours 1."""
+    ratios = torch.tensor([0.5, 1.5] * 4 + [7.0], dtype=torch.float64)
+    masks = [torch.ones(1, dtype=torch.float64)] * 8 + [torch.zeros(1, dtype=torch.float64)]
+    rollout = [torch.full((1,), -3.0, dtype=torch.float64)] * 9
+    train = [log_prob + ratio.log() for log_prob, ratio in zip(rollout, ratios, strict=True)]
+    packed = mp.PackedSequences.from_lists(old_log_probs=train, rollout_log_probs=rollout, loss_masks=masks)
+    settings = {"use_tis": True, "tis_level": "sequence", "tis_batch_normalize": True}
+    ours = mp.correct(packed, mp.compat.from_slime(settings)).weights
+    # slime: per sequence Σ w·m / max(Σ m, 1), then the mean of these.
+    means = [(ratio * mask).sum() / mask.sum().clamp(min=1) for ratio, mask in zip(ratios, masks, strict=True)]
+    slime = torch.stack(means).mean()
+    assert float(slime) == pytest.approx(8 / 9, rel=1e-12)
+    torch.testing.assert_close(ours[:8], ratios[:8] / slime * (8 / 9), rtol=1e-12, atol=0)
+    assert ours[8] == 0

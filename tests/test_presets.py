@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 import mismatch_plugin as mp
-from mismatch_plugin.presets import PRESETS, find_preset, preset_names
+from mismatch_plugin.presets import PRESETS, THREE_POLICIES, find_preset, preset_names
+from mismatch_plugin.report.tables import preset_table, presets_table
 
 _SEEDS: list[dict[str, Any]] = yaml.safe_load(
     (Path(__file__).parent / "data" / "seed_configs.yaml").read_text(encoding="utf-8")
@@ -204,6 +205,23 @@ def test_a_preset_with_another_setting() -> None:
         assert notes == expected
     with pytest.raises(ValueError, match="metrics is 'ful': it should be"):
         mp.MismatchConfig.build(mp.preset("disabled").model_dump() | {"metrics": "ful"})
+
+
+def test_what_the_texts_claim_about_bias() -> None:
+    """Algorithm 2 weighs by π_old/π_rollout, so its product is unbiased on the first mini-batch only; 3 by π_θ."""
+    said = {name: find_preset(name).when for name in ("seq_is", "pg_is")}
+    assert "unbiased up to the bound only while π_θ is π_old" in said["seq_is"]
+    assert "unbiased up to the bound (the weight is that of π_θ)" in said["pg_is"]
+    claims = [record.name for record in PRESETS if "unbiased" in record.summary + record.when]
+    assert claims == ["decoupled_seq_is", "pg_is"]
+
+
+def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
+    with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
+    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs"}
+    assert THREE_POLICIES in presets_table().notes
+    blocks = {name: _noted(mp.preset, name)[0].describe() for name in preset_names()}
+    assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note
 
 
 # Pages ----------------------------------------------------------------------------------------------------------------

@@ -17,11 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.fields import dotted_fields_set, merge
-from mismatch_plugin.flags import add_arguments
-from mismatch_plugin.hooks.megatron_rl_loss import WITHOUT_MASK, Clip, GrpoTerms, grpo_terms, needs_mask, pack
+from mismatch_plugin.flags import add_arguments, given_flags
+from mismatch_plugin.hooks.megatron_rl_loss import (
+    WITHOUT_MASK,
+    Clip,
+    GrpoTerms,
+    grpo_terms,
+    needs_counting,
+    needs_mask,
+    pack,
+)
 from mismatch_plugin.hooks.megatron_rl_step import StepEnd, data_groups, factor_of
+from mismatch_plugin.host_version import version_line
 
 # Setting → (Megatron's argument, its flag): Megatron's value is the one, ours may repeat it and not contradict it.
 OWNED = {
@@ -42,10 +51,12 @@ def settings(args: Namespace) -> MismatchConfig:
     Raises: ValueError where the two contradict each other, where Megatron owns what a flag asks for (denominator,
     aggregation, KL estimator), or where Megatron would keep the inference log-probs from the loss.
     """
-    given = getattr(args, "mismatch_settings", None)
-    config = MismatchConfig.from_args(args) if given is None else MismatchConfig.build(given)
+    handed = getattr(args, "mismatch_settings", None)
+    config = MismatchConfig.from_args(args) if handed is None else MismatchConfig.build(handed)
     given = config.model_dump(exclude_unset=True)
-    if not given and getattr(args, "rl_inference_logprobs_is_correction", False):
+    # A preset may set nothing (`disabled`), and is a wish all the same.
+    ours = handed is not None or bool(given_flags(args))
+    if not ours and getattr(args, "rl_inference_logprobs_is_correction", False):
         # None of our flags: Megatron's own mean algorithm 2 with token weights, bounded if there is a coefficient.
         given = {"use_tis": True, "tis": {"upper_bound": math.inf}}
         if getattr(args, "rl_importance_sampling_truncation_coef", None) is not None:
@@ -92,7 +103,8 @@ def settings(args: Namespace) -> MismatchConfig:
 
 def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) -> list[str]:
     """Lines for the start-up block. masked: the loss mask reaches the loss (patched tree)."""
-    lines = [f"algorithm {config.algorithm}: {ALGORITHM_NAMES[config.algorithm]}", *config.describe().splitlines()[1:3]]
+    said = ("algorithm", "weights: ", "rejection: ", "policies: ")
+    lines = [line for line in config.describe().splitlines() if line.startswith(said)]
     per_token = getattr(host_args, "calculate_per_token_loss", False)
     over = "of the whole step" if per_token else "of each micro-batch (add --calculate-per-token-loss for the step's)"
     lines.append(f"denominator: Megatron's own, the trained tokens {over}; rejected tokens stay in it")
@@ -159,7 +171,7 @@ def start(args: Namespace) -> None:
     if _Run.handed_over is not None:
         return  # the launcher has said it
     try:
-        lines = describe(settings(args), args)
+        lines = [*describe(settings(args), args), version_line("megatron-lm")]
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
@@ -248,10 +260,16 @@ def calculate_grpo_loss(
 
 
 def without_mask(config: MismatchConfig) -> MismatchConfig:
-    """The configuration of a loss without mask: metrics off. Raises ValueError where a setting needs the mask."""
-    needed = needs_mask(config)
-    if needed:
-        raise ValueError(WITHOUT_MASK.format(", ".join(needed)))
+    """The configuration of a loss without mask: metrics off.
+
+    Raises: ValueError where a setting needs the mask to judge a sequence, or asks for what is then not measured.
+    """
+    for needed, lost in (
+        (needs_mask(config), "only single tokens can be judged"),
+        (needs_counting(config), "nothing can be measured"),
+    ):
+        if needed:
+            raise ValueError(WITHOUT_MASK.format(lost, ", ".join(needed)))
     return config if config.metrics == "off" else config.model_copy(update={"metrics": "off"})
 
 

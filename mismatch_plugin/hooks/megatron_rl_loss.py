@@ -23,8 +23,8 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
 
 WITHOUT_MASK = (
-    "Megatron-LM RL passes no loss mask to its loss, and without it only single tokens can be judged: {}. Apply the "
-    "patch (mismatch-plugin patch apply --host megatron-lm --root DIR), or leave it out."
+    "Megatron-LM RL passes no loss mask to its loss, and without it {}: {}. Apply the patch (mismatch-plugin patch "
+    "apply --host megatron-lm --root DIR), or leave it out."
 )
 
 
@@ -45,7 +45,7 @@ class GrpoTerms(NamedTuple):
 
 @dataclass(frozen=True)
 class Clip:
-    """What Megatron passes beside the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
+    """What Megatron passes next to the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
 
     eps_lower: float
     eps_upper: float
@@ -66,6 +66,16 @@ def needs_mask(config: MismatchConfig) -> list[str]:
     if config.rollout_log_prob_policy == "drop-sequence":
         found.append("rollout-log-prob-policy drop-sequence")
     return found
+
+
+def needs_counting(config: MismatchConfig) -> list[str]:
+    """The settings that ask for metrics, none of which can be formed where it is not known which tokens train.
+
+    Metrics at their default are no such wish: most runs leave them there.
+    """
+    found = ["--mismatch-metrics full"] if config.metrics == "full" else []
+    found += ["--mismatch-report-dir"] if config.report_dir is not None else []
+    return [*found, "--mismatch-dry-run"] if config.dry_run else found
 
 
 def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from mismatch_plugin.hooks import nemo_rl
 nemo_rl.install()             # before `from nemo_rl.algorithms.grpo import setup` in a copy of examples/run_grpo.py
 ```
 
-Settings stand in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
+Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl_metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.nemo_rl_settings import describe, loss_settings, settings
+from mismatch_plugin.host_version import version_line
 
 __all__ = ["MismatchLoss", "describe", "install", "settings", "with_mismatch_loss"]
 
@@ -173,6 +174,7 @@ def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., t
         if loss_settings(master_config).get("mismatch") is None:
             return setup(master_config, *args, **kwargs)
         lines = describe(settings(master_config), master_config)  # a mistake shows before the cluster starts
+        lines.append(version_line("nemo-rl"))
         print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
         return replace_loss(setup(master_config, *args, **kwargs), master_config)
 

@@ -48,7 +48,7 @@ def summable_metrics(
     """This micro-batch's share of every metric, under the guide's names and the names that NeMo-RL's trainers read.
 
     token_mult_prob_error: mean of exp |log π_train − log π_rollout|. sampling_importance_ratio: mean weight, the
-    rejected ones 0. Raises InvalidLogProbError where a log-prob is none and the policy is `error`. Host syncs: two.
+    rejected ones 0. Raises InvalidLogProbError where a log-prob is invalid and the policy is `error`. Host syncs: two.
     """
     correction, statistics = result.correction, result.statistics
     statistics.metrics()  # raises

@@ -46,7 +46,7 @@ def settings(host_config: Any) -> MismatchConfig:
     """The configuration that NeMo-RL's own keys and `loss_fn.mismatch` (our settings, or `preset`) give together.
 
     NeMo-RL's correction without a type is algorithm 2 with token weights bounded at e^20 only; `tis` is mode clip with
-    lo = its minimum or 0, `icepop` mode mask, `seq-mask-tis` a geometric criterion beside unbounded token weights.
+    lo = its minimum or 0, `icepop` mode mask, `seq-mask-tis` a geometric criterion next to unbounded token weights.
     Clip bounds and aggregation are NeMo-RL's; the denominator is original, because it counts tokens before the loss.
     Raises: ValueError, one sentence, where the two contradict each other or NeMo-RL would run another loss.
     """
@@ -147,7 +147,7 @@ def _from_nemo_rl(host: Mapping[str, Any], own: Mapping[str, Any], name: str | N
     if kind is not None and (name is not None or own.get("use_rollout_log_probs")):
         given = f"preset {name}" if name is not None else "use_rollout_log_probs"
         raise ValueError(
-            f"loss_fn.truncated_importance_sampling_type {kind} stands beside {_BLOCK}.{given}: leave one of them out."
+            f"loss_fn.truncated_importance_sampling_type {kind} is next to {_BLOCK}.{given}: leave one of them out."
         )
     # The bare switch, which asynchronous GRPO insists on, asks for a correction and not for which.
     if not host.get("use_importance_sampling_correction") or name is not None or own.get("use_rollout_log_probs"):

@@ -25,6 +25,7 @@ from torch import Tensor
 from mismatch_plugin.hooks.verl_driver import correct_rollout_batch
 from mismatch_plugin.hooks.verl_loss import token_loss
 from mismatch_plugin.hooks.verl_settings import LOSS_NAME, check_tree, describe, has_block, settings
+from mismatch_plugin.host_version import version_line
 
 __all__ = ["describe", "mismatch_loss", "register", "settings"]
 
@@ -124,9 +125,8 @@ def _validate_config(own: Callable[..., Any]) -> Callable[..., Any]:
     def validate(config: Any, *args: Any, **kwargs: Any) -> Any:
         chosen = check_tree(config)
         if chosen is not None:
-            print(
-                "\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in describe(chosen, config))]), flush=True
-            )
+            lines = [*describe(chosen, config), version_line("verl")]
+            print("\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in lines)]), flush=True)
         return own(config, *args, **kwargs)
 
     return validate

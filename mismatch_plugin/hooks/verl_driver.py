@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
@@ -17,20 +21,54 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     count of tokens too. rollout_is_weights [B, S] is added where there are weights or the mask stays.
     Where everything is rejected the mask stays and all weights are 0: a zero loss instead of a division by 0
     (`rollout_corr/all_rejected` is 1).
-    Raises: InvalidLogProbError naming row, position and value.
+    Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
+    left are read there). Collectives: none.
+    Raises: ValueError for shapes that differ or a mask that is not 0 and 1; InvalidLogProbError naming row, position
+    and value.
     """
     data = batch.batch
     mask = data["response_mask"]
-    packed = PackedSequences.from_padded(
-        old_log_probs=data["old_log_probs"], rollout_log_probs=data["rollout_log_probs"], loss_masks=mask
-    )
+    packed, places_T = pack_trained(data)
     correction = correct(packed, config)
-    metrics = correction.statistics.metrics()
-    keep, weights = correction.keep.view(mask.shape), (correction.weights * correction.keep).view(mask.shape)
-    emptied = bool(mask.any()) and not bool(keep.any())
-    stays = config.denominator == "original" or emptied
-    if not stays:
-        data["response_mask"] = keep.to(mask.dtype)
+    metrics = correction.statistics.metrics()  # raises before anything is written
+
+    def padded(values_T: Tensor) -> Tensor:
+        return values_T.new_zeros(mask.numel()).index_copy_(0, places_T, values_T).view(mask.shape)
+
+    stays = config.denominator == "original"
+    if config.rejects and places_T.numel():
+        stays = stays or not bool(correction.keep.any())
+    if config.rejects and not stays:
+        data["response_mask"] = padded(correction.keep).to(mask.dtype)
     if config.weighted or (stays and config.rejects):
-        data["rollout_is_weights"] = weights
+        data["rollout_is_weights"] = padded(correction.weights * correction.keep)
     return batch, metrics
+
+
+def pack_trained(data: Mapping[str, Tensor]) -> tuple[PackedSequences, Tensor]:
+    """The tokens under the response mask, and their places [T] in the flattened [B, S]; padding is left behind.
+
+    Positions are those in the padded response, where a tool's output in the middle counts.
+    Raises: ValueError for shapes that differ or a mask that is not 0 and 1.
+    """
+    mask = data["response_mask"]
+    for name in ("old_log_probs", "rollout_log_probs"):
+        if data[name].shape != mask.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(data[name].shape)}, response_mask {tuple(mask.shape)}: both must "
+                f"be of the same response tokens."
+            )
+    trained = mask != 0
+    lengths, odd = torch.stack([trained.sum(-1), (mask != trained).sum(-1)]).tolist()
+    if any(odd):
+        row = odd.index(max(odd))
+        raise ValueError(f"response_mask of row {row} holds values other than 0 and 1: find what writes them.")
+    places_T = torch.nonzero_static(trained.flatten(), size=sum(lengths)).squeeze(1)
+    packed = PackedSequences(
+        loss_mask=trained.new_ones(places_T.shape),
+        lengths=tuple(lengths),
+        rollout_log_probs=data["rollout_log_probs"].flatten()[places_T],
+        old_log_probs=data["old_log_probs"].flatten()[places_T],
+        positions=places_T % mask.shape[1],
+    )
+    return packed, places_T

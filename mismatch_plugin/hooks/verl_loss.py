@@ -51,10 +51,10 @@ def token_loss(
             old_log_probs=log_prob.detach().flatten(),
         )
         correction = correct(packed, config)
-        measured = correction.statistics.metrics()  # raises where a log-prob is none
+        measured = correction.statistics.metrics()  # raises where a log-prob is invalid
         keep = correction.keep.view_as(log_prob)
         weights = (correction.weights * correction.keep).view_as(log_prob)
-        # Selected: π_θ itself where a rollout log-prob is none, so that its ratio is 1.
+        # Selected: π_θ itself where a rollout log-prob is invalid, so that its ratio is 1.
         anchor = correction.tokens.rollout.view_as(log_prob)
         aggregated = mask.to(log_prob.dtype) if config.denominator == "original" else keep
         assert correction.tokens.code is not None  # rollout log-probs are there

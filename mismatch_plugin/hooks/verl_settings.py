@@ -1,6 +1,6 @@
 """What verl's configuration and our block in it say together, and what is refused before training starts.
 
-Our settings stand in `algorithm.rollout_correction.mismatch`: verl hands that block on as it is, to the driver and,
+Our settings are in `algorithm.rollout_correction.mismatch`: verl hands that block on as it is, to the driver and,
 through `actor_rollout_ref.actor.policy_loss.rollout_correction`, to the workers.
 """
 
@@ -24,6 +24,8 @@ _RC = "algorithm.rollout_correction"
 _ACTOR = "actor_rollout_ref.actor"
 REFERENCE_LINE = f"+{_ACTOR}.policy_loss.rollout_correction='${{{_RC}}}'"
 """The override that lets workers see the block; verl fixes their configuration before it copies the block itself."""
+LOSS_LINES = f"{_ACTOR}.policy_loss.loss_mode={LOSS_NAME} and {REFERENCE_LINE}"
+"""The two overrides that make the plugin's loss the workers'."""
 _CLIP_KEYS = ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c")
 _CORRECTION_DEFAULTS = {
     "rollout_is": None,
@@ -82,10 +84,7 @@ def check_tree(tree: Any) -> MismatchConfig | None:
         return None
     config = settings(tree)
     if config.use_rollout_log_probs and not uses_loss:
-        raise ValueError(
-            f"{_RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add "
-            f"{_ACTOR}.policy_loss.loss_mode={LOSS_NAME} and {REFERENCE_LINE}."
-        )
+        raise ValueError(f"{_RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}.")
     if uses_loss and _plain(policy_loss.get("rollout_correction")) != _plain(block):
         raise ValueError(f"{_ACTOR}.policy_loss.rollout_correction is not {_RC}: add {REFERENCE_LINE}.")
     needs = config.algorithm != 0 or config.rejects
@@ -101,11 +100,28 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     """Lines of the start-up block: what will run, and what of it is verl's. host_args: verl's tree or an actor."""
     reference = host_args.get("actor_rollout_ref")
     actor = host_args if reference is None else reference["actor"]
-    lines = config.describe().splitlines()
+    policy_loss = actor.get("policy_loss") or {}
+    block = policy_loss.get("rollout_correction") if reference is None else host_args["algorithm"]["rollout_correction"]
+    bypass, lines = config.use_rollout_log_probs, config.describe().splitlines()
     lines = [line for line in lines if not line.startswith("loss: ")]
-    bypass = config.use_rollout_log_probs
-    place = "in the workers' loss, micro-batch by micro-batch" if bypass else "on the driver, over the rollout batch"
-    lines.append(f"weights and rejection are made {place}; loss_mode {LOSS_NAME} is algorithm {config.algorithm} here")
+    if bypass:
+        lines.append("weights and rejection are made in the workers' loss, micro-batch by micro-batch")
+    elif has_block(block):
+        lines.append("weights and rejection are made on the driver, over the rollout batch")
+    else:
+        lines = [line for line in lines if not line.startswith("invalid rollout log-probs: ")]
+        lines.append(
+            f"weights, rejection and metrics are made by verl's own function on the driver: there is no {_RC}.{BLOCK}; "
+            f"for the plugin's add +{_RC}.{BLOCK}.metrics=basic"
+        )
+    mode = policy_loss.get("loss_mode") or "vanilla"
+    if mode == LOSS_NAME:
+        lines.append(f"loss in the workers: the plugin's; loss_mode {LOSS_NAME} is algorithm {config.algorithm} here")
+    elif not bypass:
+        lines.append(
+            f"loss in the workers: verl's own {mode}, with the driver's weights and mask; for the plugin's add "
+            f"{LOSS_LINES}"
+        )
     lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
     normaliser = "verl's, of the response mask before rejection"
     if bypass and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
@@ -119,7 +135,11 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes and deviations are left out")
     if config.weighted and config.tis.batch_normalize:
-        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}")
+        units = ""
+        if config.tis.mode == "mask":
+            mine = bypass or has_block(block)
+            units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
+        lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
     return lines
 
 
@@ -190,7 +210,7 @@ def _preset(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> dict
     record = find_preset(name)
     for key, default in _CORRECTION_DEFAULTS.items():
         if block.get(key, default) not in (default, None):
-            raise ValueError(f"{_RC}.{key} {block[key]} stands beside {BLOCK}.preset {name}: leave one of them out.")
+            raise ValueError(f"{_RC}.{key} {block[key]} is next to {BLOCK}.preset {name}: leave one of them out.")
     bypass, reinforce = record.algorithm in (1, 3), record.algorithm == 3
     if theirs.use_rollout_log_probs != bypass or (bypass and (theirs.algorithm == 3) != reinforce):
         switches = f"{_RC}.bypass_mode={str(bypass).lower()}"

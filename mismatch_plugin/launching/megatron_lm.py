@@ -8,12 +8,15 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks import megatron_rl
+from mismatch_plugin.hooks.megatron_rl_loss import WITHOUT_MASK
 from mismatch_plugin.launching.command_line import Given, peek
 from mismatch_plugin.launching.plan import Host, Plan, refuse_old_megatron
 
 _CORRECTION, _NO_CORRECTION = "--rl-inference-logprobs-is-correction", "--no-rl-inference-logprobs-is-correction"
 _COEFFICIENT = "--rl-importance-sampling-truncation-coef"
+_METRICS = "--mismatch-metrics"
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 TABLE: dict[str, dict[str, Any]] = {
     "--grpo-clamp-eps-lower": {"type": float, "default": 0.01},
@@ -34,8 +37,9 @@ TABLE: dict[str, dict[str, Any]] = {
 def plan(given: Given, script: Path | None) -> Plan:
     """The run of train_rl.py.
 
-    Raises: ValueError where Megatron's own correction flags and ours disagree, where a setting needs the loss mask and
-    the tree is not patched, and where this Megatron-LM has another `calculate_grpo_loss`.
+    Raises: ValueError where Megatron's own correction flags and ours disagree, where a setting needs the loss mask, or
+    nothing would be corrected or measured without it, and the tree is not patched, and where this Megatron-LM has
+    another `calculate_grpo_loss`.
     """
     if not given.flags:
         return Plan.untouched("Megatron-LM", given)
@@ -61,9 +65,18 @@ def plan(given: Given, script: Path | None) -> Plan:
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
     config = megatron_rl.settings(args)
     if not patched:
-        megatron_rl.without_mask(config)
+        _refuse_idle(config, given)
     lines = megatron_rl.describe(config, args, masked=patched)
     return Plan((*given.host_argv, *added), added, tuple(lines), lambda: megatron_rl.install(given.settings, patched))
+
+
+def _refuse_idle(config: MismatchConfig, given: Given) -> None:
+    """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
+    megatron_rl.without_mask(config)
+    asked = _METRICS in given.flags and config.metrics != "off"
+    if asked or (config.algorithm == 0 and not config.rejects):
+        what = f"{_METRICS} {config.metrics}" if asked else "these settings correct nothing (algorithm 0, no rejection)"
+        raise ValueError(WITHOUT_MASK.format("nothing can be measured", what))
 
 
 def _coefficient(args: Any) -> bool:

@@ -35,7 +35,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     if not given.flags and not there:
         return Plan.untouched("NeMo-RL", given)
     if given.flags and there:
-        raise ValueError(f"{_BLOCK} stands beside the plugin's flags: give the settings in one of the two ways.")
+        raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
     added = (f"+{_BLOCK}={text(given.settings)}",) if given.flags else ()
     section = {**section, "mismatch": given.settings} if given.flags else section
     hooks = import_module("mismatch_plugin.hooks.nemo_rl")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from mismatch_plugin.config import MismatchWarning
+from mismatch_plugin.host_version import version_line
 from mismatch_plugin.launching.command_line import Given, read_command_line
 
 MINIMUM_MEGATRON = (0, 16)
@@ -28,7 +29,7 @@ class Plan:
 
     argv: the host's command line. added: what of it the launcher added. lines: the start-up block. install: called
     with the script's folder on sys.path, right before the script runs; it replaces functions of the host. settle: what
-    a host's Namespace goes through once it is parsed, for hosts that have one.
+    a host's Namespace goes through once it is parsed, for hosts that have one. ours: False for a run without us.
     """
 
     argv: tuple[str, ...]
@@ -36,11 +37,13 @@ class Plan:
     lines: tuple[str, ...]
     install: Callable[[], None]
     settle: Callable[[Namespace], None] = lambda namespace: None
+    ours: bool = True
 
     @classmethod
     def untouched(cls, host: str, given: Given) -> Plan:
         """The run as it is without the launcher."""
-        return cls(given.host_argv, (), (f"none of the plugin's flags is given: {host} runs as it is",), lambda: None)
+        line = f"none of the plugin's flags is given: {host} runs as it is"
+        return cls(given.host_argv, (), (line,), lambda: None, ours=False)
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,16 @@ class Host:
 
 
 def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Given, Plan]:
-    """Read a command line and plan the run, with what was warned about among the plan's lines. Raises ValueError."""
+    """Read a command line and plan the run; its lines end in what was warned about and the host's version.
+
+    Raises ValueError.
+    """
     with collected_notes() as notes:
         given = read_command_line(argv, host.flags)
         plan = host.plan(given, script)
     new = tuple(f"note: {note}" for note in notes if not any(note in line for line in plan.lines))
-    return given, replace(plan, lines=plan.lines + new)
+    version = (version_line(host.name, [script.parent] if script is not None else []),) if plan.ours else ()
+    return given, replace(plan, lines=plan.lines + new + version)
 
 
 def imported_packages(source: str) -> set[str]:

@@ -3,18 +3,21 @@
 ```bash
 python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-tis --tis-level geometric
 ```
+
+Settings may also be overrides on the line; the loss in the workers is then added where the line names none.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks.verl_settings import BLOCK, LOSS_NAME, REFERENCE_LINE, check_tree, describe
+from mismatch_plugin.hooks.verl_settings import BLOCK, LOSS_NAME, REFERENCE_LINE, check_tree, describe, has_block
 from mismatch_plugin.launching.command_line import Given
 from mismatch_plugin.launching.hydra import put, read_overrides, text
 from mismatch_plugin.launching.plan import Host, Plan
@@ -25,16 +28,25 @@ _LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
 # The actor's clip bounds in verl's own YAML.
 _CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
 
+# Hydra reads verl's YAML files, not the launcher; the entry point sees the whole tree.
+_UNTOUCHED = (
+    "none of the plugin's flags or settings is on the line: nothing is added. Settings in verl's YAML files, if any, "
+    "are checked and printed when verl reads them",
+)
+
 
 def plan(given: Given, script: Path | None) -> Plan:
     """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers.
 
+    Without our flags, settings that are overrides on the line (our block, or `loss_mode=mismatch`) count.
     Raises: ValueError where an override on the line says otherwise, or asks for what verl decides.
     """
     overrides = read_overrides(given.host_argv)
-    if not given.flags and f"{_RC}.{BLOCK}" not in {key for name in overrides for key in _prefixes(name)}:
-        return Plan.untouched("verl", given)
-    wanted = _wanted(given) if given.flags else {}
+    line = _tree(overrides, {})
+    mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
+    if not given.flags and mode != LOSS_NAME and not has_block(line["algorithm"]["rollout_correction"]):
+        return replace(Plan.untouched("verl", given), lines=_UNTOUCHED)
+    wanted = _wanted(given) if given.flags else {f"{_POLICY_LOSS}.loss_mode": LOSS_NAME} if mode is None else {}
     for name, value in wanted.items():
         mine = overrides.get(name, value)
         if mine != value:
@@ -47,17 +59,20 @@ def plan(given: Given, script: Path | None) -> Plan:
         block.pop("use_tis", None)  # bypass_mode and loss_type say it
     if given.config.algorithm == 3:  # without a level verl's own REINFORCE has no weights
         block["tis"] = {"level": given.config.tis.level, **(block.get("tis") or {})}
-    taken = sorted(name for name in overrides if name.startswith(f"{_RC}.{BLOCK}"))
-    if given.flags and taken:
-        raise ValueError(f"{taken[0]} stands beside the plugin's flags: give the settings in one of the two ways.")
+    if given.flags and has_block(line["algorithm"]["rollout_correction"]):
+        taken = next((name for name in overrides if name.startswith(f"{_RC}.{BLOCK}")), _RC)
+        raise ValueError(f"{taken} is on the line next to the plugin's flags: give the settings in one place.")
     added = [f"{name}={text(value)}" for name, value in wanted.items() if name not in overrides]
-    tree = _tree({**overrides, **wanted}, block)
     if given.flags:
         added.append(f"+{_RC}.{BLOCK}={text(block)}")
-        if f"{_POLICY_LOSS}.rollout_correction" not in overrides:
-            added.append(REFERENCE_LINE.replace("'", ""))
-    lines = describe(check_tree(tree) or MismatchConfig(), tree)
-    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), refuse_unregistered)
+    tree = _tree({**overrides, **wanted}, block)
+    policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
+    if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
+        added.append(REFERENCE_LINE.replace("'", ""))
+    policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
+    config = check_tree(tree)
+    assert config is not None  # the tree has our block or our loss
+    return Plan((*given.host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered)
 
 
 def refuse_unregistered() -> None:
@@ -86,19 +101,21 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, A
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{_ACTOR}.{key}": value for key, value in _CLIP.items()}, **overrides}.items():
-        if name.startswith((f"{_RC}.", f"{_ACTOR}.", "actor_rollout_ref.rollout.calculate")):
-            put(tree, name, value)
+        if f"{name}.".startswith((f"{_RC}.", f"{_ACTOR}.", f"{_LOG_PROBS}.")):
+            put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:
         correction[BLOCK] = dict(block)
-    actor = tree["actor_rollout_ref"]["actor"]
-    actor["policy_loss"] = {**actor.get("policy_loss", {}), "rollout_correction": correction}
+    tree["actor_rollout_ref"]["actor"].setdefault("policy_loss", {})
     return tree
 
 
-def _prefixes(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: index + 1]) for index in range(len(parts))]
+def _names(overrides: Mapping[str, Any], name: str) -> bool:
+    """Whether an override sets `name`, something in it, or the mapping around it with it inside."""
+    parent, _, last = name.rpartition(".")
+    around = overrides.get(parent)
+    inside = isinstance(around, Mapping) and last in around
+    return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)
 
 
 HOST = Host("verl", ("verl",), frozenset(), plan)

@@ -18,7 +18,7 @@ from mismatch_plugin.core.metrics import PREFIX, metric_rows
 from mismatch_plugin.criteria import Criterion
 from mismatch_plugin.fields import FieldInfo, leaf_fields
 from mismatch_plugin.flags import add_arguments
-from mismatch_plugin.presets import PRESETS, preset
+from mismatch_plugin.presets import PRESETS, THREE_POLICIES, preset
 from mismatch_plugin.report.table import NOTHING, Table
 
 PRESET_NAMES = "preset, other names"
@@ -64,7 +64,8 @@ def presets_table() -> Table:
         rows.append((names, str(config.algorithm), entry.summary, entry.when, parameters or NOTHING, flags or NOTHING))
     headers = (PRESET_NAMES, "#", "what it does", "when to use it", "parameters", "the same as flags")
     code = frozenset({PRESET_NAMES, "parameters", "the same as flags"})
-    return Table("Presets", headers, tuple(rows), code, notes=("The column # has the number of the algorithm.",))
+    notes = ("The column # has the number of the algorithm.", THREE_POLICIES)
+    return Table("Presets", headers, tuple(rows), code, notes)
 
 
 def preset_table(name: str) -> Table:
@@ -79,7 +80,9 @@ def preset_table(name: str) -> Table:
         mark = "" if value == field.default else " *"
         rows.append((field.path, show(value) + mark, field.meta.get("flag") or NOTHING))
     algorithm = f"algorithm {config.algorithm}, {ALGORITHM_NAMES[config.algorithm]}"
-    notes = ("An asterisk marks what is not at its default.", f"As flags: {' '.join(as_flags(config)) or 'none'}")
+    policies = (THREE_POLICIES,) if config.algorithm == 0 and config.rejects else ()
+    flags = f"As flags: {' '.join(as_flags(config)) or 'none'}"
+    notes = ("An asterisk marks what is not at its default.", *policies, flags)
     headers = ("field", "value", "flag")
     return Table(f"{name}: {algorithm}", headers, tuple(rows), frozenset({"field", "flag"}), notes)
 

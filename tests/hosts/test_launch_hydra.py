@@ -18,6 +18,7 @@ from mismatch_plugin.launching.plan import Plan
 from tests.hosts.contracts.launch_trees import launch
 
 _RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
 
 
 def _script(folder: Path, host: str) -> Path:
@@ -106,7 +107,7 @@ def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
             "bypass_mode=true contradicts algorithm 2 of the plugin's flags, which mak",
         ),
         ("actor_rollout_ref.rollout.calculate_log_probs=false --use-tis", "calculate_log_probs=false contradicts"),
-        (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis stands beside the plugin's flags"),
+        (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis is on the line next to the plugin's flags"),
         ("--use-tis --mismatch-entropy-coef 0.1", "terms.entropy_coef is verl's to set"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "ppo.eps_clip_low 0.1 contradicts .*clip_ratio"),
         ("--use-tis --tis-levle token", "did you mean --tis-level"),
@@ -117,8 +118,53 @@ def test_verl_s_own_settings_win_or_stop(line: str, message: str, tmp_path: Path
         _verl(tmp_path, line)
 
 
-def test_verl_without_our_flags_is_untouched(tmp_path: Path) -> None:
-    assert _verl(tmp_path, "trainer.nnodes=1").added == ()
+@pytest.mark.parametrize("line", ["trainer.nnodes=1", f"{_RC}.rollout_is=token {_LOSS_MODE}=gspo"])
+def test_verl_without_our_flags_is_untouched(line: str, tmp_path: Path) -> None:
+    plan = _verl(tmp_path, line)
+    assert plan.added == () and plan.argv == tuple(line.split())
+    # Its YAML files, which Hydra reads later, may hold settings of ours.
+    assert "Settings in verl's YAML files, if any, are checked and printed when verl reads them" in plan.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm", "level"),
+    [
+        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.tis.level=geometric", 2, "geometric"),
+        (f"{_RC}={{bypass_mode:true,mismatch:{{metrics:full}}}}", 1, "token"),
+        (f"{_RC}.bypass_mode=true {_RC}.loss_type=reinforce +{_RC}.mismatch.tis.level=sequence", 3, "sequence"),
+    ],
+)
+def test_settings_on_verl_s_line_get_the_loss_that_they_need(
+    line: str, algorithm: int, level: str, tmp_path: Path
+) -> None:
+    plan = _verl(tmp_path, line)
+    assert plan.added == (f"{_LOSS_MODE}=mismatch", f"+{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}")
+    assert f"loss in the workers: the plugin's; loss_mode mismatch is algorithm {algorithm} here" in plan.lines
+    config = verl_settings.check_tree(_tree(plan))
+    assert config is not None and (config.algorithm, config.tis.level) == (algorithm, level)
+
+
+@pytest.mark.parametrize("more", ["", f" +{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}"])
+def test_the_loss_by_itself_is_described_as_what_verl_s_own_keys_make_of_it(more: str, tmp_path: Path) -> None:
+    bypass = _verl(tmp_path, f"{_RC}.bypass_mode=true {_RC}.rollout_rs=token {_LOSS_MODE}=mismatch{more}")
+    assert bypass.lines[0] == "algorithm 1: bypass PPO"
+    assert bypass.added == (() if more else (f"+{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}",))
+    assert "weights and rejection are made in the workers' loss, micro-batch by micro-batch" in bypass.lines
+    decoupled = _verl(tmp_path, f"{_RC}.rollout_is=token {_LOSS_MODE}=mismatch{more}")
+    assert decoupled.lines[0] == "algorithm 2: decoupled PPO"
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own") for line in decoupled.lines)
+    assert not any("invalid rollout log-probs" in line for line in decoupled.lines)  # verl looks at none
+
+
+def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) -> None:
+    plan = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo")
+    assert plan.added == ()
+    assert (
+        f"loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add "
+        f"{_LOSS_MODE}=mismatch and +{_ACTOR}.policy_loss.rollout_correction='${{{_RC}}}'"
+    ) in plan.lines
+    with pytest.raises(ValueError, match=f"needs our loss in the workers: add {_LOSS_MODE}=mismatch and"):
+        _verl(tmp_path, f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo")
 
 
 def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +224,7 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
 @pytest.mark.parametrize(
     ("line", "yaml", "message"),
     [
-        ("--use-tis", "loss_fn: {mismatch: {use_tis: true}}\n", "stands beside the plugin's flags"),
+        ("--use-tis", "loss_fn: {mismatch: {use_tis: true}}\n", "is set next to the plugin's flags"),
         ("--use-tis loss_fn.use_cispo=true", "loss_fn: {}\n", "use_cispo True makes another loss"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "loss_fn: {}\n", "eps_clip_low 0.1 contradicts NeMo-RL's loss_fn"),
     ],

@@ -15,7 +15,7 @@ from mismatch_plugin.hooks import megatron_rl
 from mismatch_plugin.launch import prepare
 from mismatch_plugin.launching.megatron_lm import TABLE
 from mismatch_plugin.launching.plan import Plan
-from tests.hosts.contracts.launch_trees import ROOT, launch, megatron_tree
+from tests.hosts.contracts.launch_trees import ROOT, launch, megatron_tree, run
 
 _ON = "--rl-inference-logprobs-is-correction"
 
@@ -67,6 +67,16 @@ def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
         ("--use-tis --tis-level sequence", "only single tokens can be judged: level sequence. Apply the patch"),
         ("--rs-veto-threshold 1e-4", "only single tokens can be judged: the veto"),
         (
+            "--mismatch-preset disabled --mismatch-metrics full --mismatch-report-dir runs",
+            "nothing can be measured: --mismatch-metrics full, --mismatch-report-dir. Apply the patch "
+            ".mismatch-plugin patch apply --host megatron-lm",
+        ),
+        ("--use-tis --mismatch-report-dir runs", "nothing can be measured: --mismatch-report-dir. Apply the patch"),
+        ("--use-tis --mismatch-metrics basic", "nothing can be measured: --mismatch-metrics basic. Apply the patch"),
+        ("--use-tis --mismatch-dry-run", "nothing can be measured: --mismatch-dry-run. Apply the patch"),
+        ("--mismatch-preset disabled", "nothing can be measured: these settings correct nothing .algorithm 0, no rej"),
+        ("--mismatch-eps-clip-low 0.01", "these settings correct nothing .algorithm 0, no rejection.. Apply the patch"),
+        (
             f"{_ON} --use-rollout-log-probs",
             f"{_ON} weighs the loss .algorithm 2., but .* choose algorithm 1: add --use-t",
         ),
@@ -82,6 +92,26 @@ def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
 def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         _plan(tmp_path, line)
+
+
+@pytest.mark.parametrize(
+    "line", ["--use-tis", "--use-tis --mismatch-metrics off", "--rs-criterion token:k2:0.5", "--use-rollout-log-probs"]
+)
+def test_what_corrects_single_tokens_needs_no_patch(line: str, tmp_path: Path) -> None:
+    assert "no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
+
+
+@pytest.mark.parametrize("more", ["", " --mismatch-metrics full --mismatch-report-dir runs"])
+def test_a_patched_tree_measures_without_a_correction(more: str, tmp_path: Path) -> None:
+    """The preset sets nothing, and Megatron's own flag, which hands the log-probs over, is algorithm 2 by itself."""
+    line = f"--mismatch-preset disabled{more}"
+    assert "algorithm 0: PPO" in _plan(tmp_path / "planned", line, patched=True).lines
+    done = launch(megatron_tree(tmp_path / "launched", patched=True), line)
+    assert done.given is not None, done.errors
+    assert megatron_rl.settings(Namespace(**done.given["args"])).algorithm == 0
+    alone = run(megatron_tree(tmp_path / "alone", patched=True), f"{_ON} {line}")
+    assert alone.given is not None, alone.errors
+    assert megatron_rl.settings(Namespace(**alone.given["args"])).algorithm == 0
 
 
 def test_megatron_s_own_correction_flags_stay_where_they_agree(tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def _composed(line: str) -> tuple[dict[str, Any], str]:
             "truncate",
         ),
         ("--use-rollout-log-probs --rs-veto-threshold 1e-4", 1, "token", "truncate"),
+        # Settings as overrides: the loss that they need is added.
+        (
+            "+algorithm.rollout_correction.mismatch.use_tis=true +algorithm.rollout_correction.mismatch.tis.mode=clip",
+            2,
+            "token",
+            "clip",
+        ),
     ],
 )
 def test_verl_s_configuration_holds_what_was_typed(line: str, algorithm: int, level: str, mode: str) -> None:
@@ -56,6 +63,7 @@ def test_verl_s_configuration_holds_what_was_typed(line: str, algorithm: int, le
     config = verl_settings.check_tree(tree)
     assert config is not None
     assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
+    assert tree["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "mismatch"
     if "veto" in line:
         assert config.rs.veto_threshold == 1e-4
     if "k2" in line:

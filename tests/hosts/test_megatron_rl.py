@@ -313,3 +313,16 @@ def test_token_level_needs_no_mask(algorithm: str) -> None:
 def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"only single tokens can be judged: .*{named}.*patch apply --host megatron"):
         megatron_rl.without_mask(make_config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"metrics": "full"}, "--mismatch-metrics full"),
+        ({"report_dir": "runs"}, "--mismatch-report-dir"),
+        ({"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True}, "--mismatch-dry-run"),
+    ],
+)
+def test_what_would_not_be_measured_is_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"nothing can be measured: {named}.*patch apply --host megatron"):
+        megatron_rl.without_mask(make_config(**settings))

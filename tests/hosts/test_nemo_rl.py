@@ -209,7 +209,7 @@ def test_nemo_rls_own_correction_is_understood() -> None:
         (
             {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
             {"use_rollout_log_probs": True},
-            "stands beside mismatch.use_rollout_log_probs",
+            "is next to mismatch.use_rollout_log_probs",
         ),
     ],
 )  # fmt: skip
@@ -244,7 +244,8 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     policy, loss, tokenizer, returned = wrapped(config, tokenizer="tokenizer")
     assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
-    assert "algorithm 1: bypass PPO" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "algorithm 1: bypass PPO" in printed and "\n  host: nemo-rl " in printed
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
     with pytest.raises(ValueError, match="returned 0 losses"):
         with_mismatch_loss(lambda master_config: ("policy",))(config)

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import warnings
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from examples.benchmarks.counting import count
 from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
-from mismatch_plugin.hooks.verl_driver import correct_rollout_batch
+from mismatch_plugin.hooks.verl_driver import correct_rollout_batch, pack_trained
 from mismatch_plugin.hooks.verl_loss import token_loss
 from mismatch_plugin.hooks.verl_settings import check_tree
 from tests.hosts.contracts import verl as contract
@@ -125,7 +127,7 @@ def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
         (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
         (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
         (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
-        (block({"preset": "token_is"}, rollout_is="token"), "stands beside mismatch.preset token_is"),
+        (block({"preset": "token_is"}, rollout_is="token"), "is next to mismatch.preset token_is"),
         (block({"preset": "token_iss"}), "did you mean token_is"),
         (
             block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
@@ -184,7 +186,30 @@ def test_the_block_says_what_runs() -> None:
     )
     lines = describe(settings(decoupled), decoupled)
     assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
-    assert "weights and rejection are made on the driver, over the rollout batch" in "\n".join(lines)
+    assert "weights and rejection are made on the driver, over the rollout batch" in lines
+    # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
+    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
+    reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
+    (said,) = [line for line in lines if line.startswith(own)]
+    assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
+    ours = block(rollout_is="token")
+    lines = describe(settings(ours), tree(ours, "mismatch", ours))
+    assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ours", "threshold", "said"),
+    [
+        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
+        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
+        ({"metrics": "basic"}, 5.0, "rollout_batch"),
+    ],
+)
+def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: Any, said: str) -> None:
+    correction = block(ours, rollout_is="token", rollout_is_threshold=threshold, rollout_is_batch_normalize=True)
+    lines = describe(settings(correction), tree(correction, "mismatch", correction))
+    assert f"batch normalisation over: {said}" in lines
 
 
 # The loss and the driver ----------------------------------------------------------------------------------------------
@@ -286,6 +311,75 @@ def test_the_driver_writes_weights_and_mask() -> None:
     assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()
     assert torch.equal(batch.batch["rollout_is_weights"], (correction.weights * correction.keep).view(MASK.shape))
     assert metrics == correction.statistics.metrics()
+
+
+def wide_batch(rows: int) -> Any:
+    """Rows of 30 of which about two thirds train, some of them not at all; what is padded is NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(0, 31, (rows, 1), generator=generator)
+    mask = ((torch.arange(30) < lengths) & (torch.rand(rows, 30, generator=generator) < 0.9)).long()
+    rollout = -torch.rand(rows, 30, generator=generator, dtype=torch.float64).masked_fill(mask == 0, torch.nan)
+    old = rollout + 0.3 * torch.randn(rows, 30, generator=generator, dtype=torch.float64)
+    return SimpleNamespace(batch={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
+
+
+_ON_THE_DRIVER: list[dict[str, Any]] = [
+    block({"metrics": "off"}),
+    block({"metrics": "basic"}, rollout_is="sequence", rollout_is_batch_normalize=True),
+    block({"use_tis": True, "tis": {"mode": "mask"}, "metrics": "full"}),
+    block({"rs": {"criteria": ["sequence_mean:ratio:0.95:1.05"], "veto_threshold": 0.3}, "denominator": "original"}),
+]
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_packs_real_tokens_only_and_gives_what_padded_rows_give(ours: dict[str, Any]) -> None:
+    batch, config = wide_batch(16), settings(ours)
+    data, mask = dict(batch.batch), batch.batch["response_mask"].clone()
+    packed, places = pack_trained(data)
+    assert packed.loss_mask.numel() == int(mask.sum()) < 0.6 * mask.numel() and bool(packed.loss_mask.all())
+    assert torch.equal(places, mask.flatten().nonzero().squeeze(1)) and packed.lengths == tuple(mask.sum(1).tolist())
+    rows = mp.PackedSequences.from_padded(
+        rollout_log_probs=data["rollout_log_probs"], old_log_probs=data["old_log_probs"], loss_masks=mask
+    )
+    expected = mp.correct(rows, config)
+    _, metrics = correct_rollout_batch(batch, config)
+    assert metrics == pytest.approx(expected.statistics.metrics(), rel=1e-12, abs=1e-12)
+    keep = expected.keep.view(mask.shape)
+    stays = config.denominator == "original" or not config.rejects
+    assert torch.equal(batch.batch["response_mask"], mask if stays else keep.long())
+    if "rollout_is_weights" in batch.batch:
+        weights = (expected.weights * expected.keep).view(mask.shape)
+        torch.testing.assert_close(batch.batch["rollout_is_weights"], weights, rtol=1e-12, atol=0)
+    assert ("rollout_is_weights" in batch.batch) == (config.weighted or config.denominator == "original")
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_syncs_at_most_once(ours: dict[str, Any]) -> None:
+    config = settings(ours)
+    correct_rollout_batch(wide_batch(4), config)  # constants are made once
+    few, many = (count(partial(correct_rollout_batch, wide_batch(rows), config)) for rows in (4, 64))
+    assert len(few.syncs) <= 1 and few.syncs == many.syncs and few.kernels == many.kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
+        ({"response_mask": MASK * 2}, "response_mask of row 1 holds values other than 0 and 1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_the_driver(change: dict[str, Any], sentence: str) -> None:
+    batch = rollout_batch(padded())
+    batch.batch |= change
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        correct_rollout_batch(batch, settings(block({"metrics": "basic"})))
+
+
+def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
+    data = padded()
+    data["rollout"][1, 3] = torch.nan
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
+        correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
 
 
 def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:

@@ -3,6 +3,7 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -60,9 +61,13 @@ def test_weights_and_mask_equal_verls(case: str) -> None:
             # A difference: here a rejected token's weight is 0, verl leaves it to the mask.
             expected = expected * theirs.batch["response_mask"]
             torch.testing.assert_close(weights, expected, rtol=TOLERANCE, atol=TOLERANCE)
-        for name in ("kl", "k3_kl", "training_ppl", "rollout_ppl", "ppl_ratio", "chi2_token", "chi2_seq"):
+        for name in ("kl", "k3_kl", "training_ppl", "rollout_ppl", "log_ppl_diff", "chi2_token", "chi2_seq"):
             key = f"rollout_corr/{name}"
             assert my_metrics[key] == pytest.approx(their_metrics[key], rel=TOLERANCE, abs=TOLERANCE), name
+        # A difference: the guide's exponential of the mean, where verl's code has the mean of exponentials.
+        ratio = math.exp(their_metrics["rollout_corr/log_ppl_diff"])
+        assert my_metrics["rollout_corr/ppl_ratio"] == pytest.approx(ratio, rel=TOLERANCE)
+        assert their_metrics["rollout_corr/ppl_ratio"] > ratio  # Jensen
 
 
 @pytest.mark.parametrize("case", ["token", "sequence k3 and weights", "IcePop"])

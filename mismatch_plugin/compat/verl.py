@@ -1,30 +1,16 @@
-"""Settings in the spelling of slime and of verl, read as a `MismatchConfig`.
-
-What the other system accepts is accepted here; what would have no effect there or here is a MismatchWarning, so that a
-configuration that runs today still runs and its owner learns which lines do nothing.
-Sources: slime's `mis.yaml` and flags; verl's `rollout_correction` block as of November 2025 and of August 2026.
-"""
+"""verl's settings: the `rollout_correction` block of November 2025 and of August 2026, and the actor's."""
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.compat.reading import either, known_only, note, present, switch_of
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.criteria import LEVEL_TO_AGGREGATE
-from mismatch_plugin.fields import bounds, number, switch, unknown
+from mismatch_plugin.fields import bounds, number, unknown
 
-_MIS_KEYS = (
-    *("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
-    *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
-)
-_SLIME_KEYS = (
-    *("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low"),
-    *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-    *("calculate_per_token_loss", *_MIS_KEYS),
-)
 _VERL_BLOCK_KEYS = (
     *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
     *("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"),
@@ -45,109 +31,20 @@ _VERL_CRITERIA = {
 }
 
 
-# slime ----------------------------------------------------------------------------------------------------------------
-
-
-def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
-    """A configuration from slime's settings: keys of `mis.yaml`, and flags by their argparse names.
-
-    An absent level, mode or upper bound has its value in `mis.yaml` (token, truncate, 2.0); an absent or null bound is
-    what slime makes of null: tis_lower_bound 1/tis_upper_bound, rs bounds those of TIS. Absent switches are off. With
-    `use_tis` and no other key of `mis.yaml` it is slime's built-in: token ratios clipped to [tis_clip_low, tis_clip].
-    `use_rs` without `use_tis` rejects, as slime's page says; slime's code skips it.
-    Raises: ValueError naming an unknown key, or a value that is none. Warns: MismatchWarning for what has no effect.
-    """
-    given = _known(mapping, _SLIME_KEYS, "slime key")
-    use_tis = _switch(given, "use_tis")
-    use_mis = any(key in given for key in _MIS_KEYS)
-    bypass = _switch(given, "use_rollout_logprobs") or _switch(given, "use_rollout_log_probs")
-    data: dict[str, Any] = {"use_rollout_log_probs": bypass, "use_tis": use_tis}
-    if use_mis:
-        data["tis"] = _mis_weights(given)
-        data["rs"] = _mis_rejection(given, data["tis"], use_tis)
-    elif use_tis:
-        data["tis"] = {
-            "mode": "clip",
-            "lower_bound": number(given.get("tis_clip_low", 0.0), "tis_clip_low"),
-            "upper_bound": number(given.get("tis_clip", 2.0), "tis_clip"),
-        }
-    if use_mis or not use_tis:
-        for key, default in (("tis_clip", 2.0), ("tis_clip_low", 0.0)):
-            if key in given and number(given[key], key) != default:
-                where = "beside mis.yaml's keys" if use_tis else "without use_tis"
-                _warn(f"{key} {given[key]} changes nothing {where}: slime reads it in its built-in TIS only.")
-    low, high = given.get("eps_clip"), given.get("eps_clip_high")
-    data["ppo"] = _present(
-        eps_clip_low=low, eps_clip_high=low if high is None else high, dual_clip=given.get("eps_clip_c")
-    )
-    data["terms"] = _present(entropy_coef=given.get("entropy_coef"))
-    coefficient = number(given.get("kl_loss_coef") or 0.0, "kl_loss_coef")
-    if coefficient and _switch(given, "use_kl_loss"):
-        data["terms"] |= {"kl_coef": coefficient, "kl_type": given.get("kl_loss_type", "k1")}
-    elif coefficient:
-        _warn(f"kl_loss_coef {coefficient:g} changes nothing without use_kl_loss, in slime as here.")
-    if "calculate_per_token_loss" in given:
-        per_token = _switch(given, "calculate_per_token_loss")
-        data["aggregation"] = "token-mean" if per_token else "seq-mean-token-mean"
-    return MismatchConfig.build(data)
-
-
-def _mis_weights(given: Mapping[str, Any]) -> dict[str, Any]:
-    weights: dict[str, Any] = _present(
-        mode=given.get("tis_mode"),
-        level=given.get("tis_level"),
-        lower_bound=given.get("tis_lower_bound"),
-        upper_bound=given.get("tis_upper_bound"),
-    )
-    for name in ("lower_bound", "upper_bound"):
-        if name in weights:
-            weights[name] = number(weights[name], f"tis_{name}")
-    return weights | {"batch_normalize": _switch(given, "tis_batch_normalize")}
-
-
-def _mis_rejection(given: Mapping[str, Any], weights: Mapping[str, Any], use_tis: bool) -> dict[str, Any]:
-    veto = given.get("rs_veto_threshold")
-    if not _switch(given, "use_rs"):
-        if veto is not None:
-            _warn(f"rs_veto_threshold {veto} changes nothing without use_rs, in slime's code as here: add use_rs.")
-        for key in ("rs_level", "rs_lower_bound", "rs_upper_bound"):
-            if given.get(key) not in (None, "token"):  # token is mis.yaml's own
-                _warn(f"{key} {given[key]} changes nothing without use_rs: add it, or leave {key} out.")
-        return {}
-    if not use_tis:
-        _warn("use_rs without use_tis rejects here, as slime's page says: slime's own code skips it.")
-    level = given.get("rs_level", "token")
-    if level not in LEVEL_TO_AGGREGATE:
-        raise unknown("rs_level", level, LEVEL_TO_AGGREGATE)
-    tis_upper = weights.get("upper_bound", 2.0)
-    tis_lower = weights.get("lower_bound", 1.0 / tis_upper if tis_upper > 0 else 0.0)
-    upper, lower = given.get("rs_upper_bound"), given.get("rs_lower_bound")
-    criterion = {
-        "aggregate": LEVEL_TO_AGGREGATE[level],
-        "upper_bound": tis_upper if upper is None else number(upper, "rs_upper_bound"),
-        # slime takes TIS's lower bound, not the reciprocal of rejection's own upper bound
-        "lower_bound": tis_lower if lower is None else number(lower, "rs_lower_bound"),
-    }
-    rejection: dict[str, Any] = {"criteria": [criterion]}
-    return rejection if veto is None else rejection | {"veto_threshold": number(veto, "rs_veto_threshold")}
-
-
-# verl -----------------------------------------------------------------------------------------------------------------
-
-
 def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     """A configuration from verl's settings: the `rollout_correction` block, itself or in its place in verl's tree.
 
-    Both spellings of every key are read. Settings of the actor (`clip_ratio`, `kl_loss_coef`, …) may stand beside the
+    Both spellings of every key are read. Settings of the actor (`clip_ratio`, `kl_loss_coef`, …) may be next to the
     block or under `actor_rollout_ref.actor`. Absent keys have the values of verl's YAML (`rollout_is: null`).
 
     bypass · policy gradient · rollout_is → algorithm: no · no · null 0, set 2; yes · no · any 1; yes · yes · any 3.
+    With bypass, policy gradient, and neither rollout_is nor rollout_rs it is REINFORCE that nothing corrects.
     `rollout_is_threshold: "lo_hi"` is IcePop: mask mode, the rejected stay in the denominator. The bounds of `*_k1` act
     on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same.
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
     """
-    given = _known(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")
-    bypass = _either(given, "bypass_mode", "bypass_old_logprob_for_rollout")
+    given = known_only(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")
+    bypass = either(given, "bypass_mode", "bypass_old_logprob_for_rollout")
     gradient = _verl_policy_gradient(given, bypass)
     level = given.get("rollout_is")
     if level not in (None, *LEVEL_TO_AGGREGATE):
@@ -157,31 +54,36 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     lower, upper = bounds(threshold, "rollout_is_threshold")
     use_tis = gradient or (level is not None and not bypass)
     data: dict[str, Any] = {"use_rollout_log_probs": bypass, "use_tis": use_tis}
-    tis: dict[str, Any] = {"batch_normalize": _switch(given, "rollout_is_batch_normalize")}
+    tis: dict[str, Any] = {"batch_normalize": switch_of(given, "rollout_is_batch_normalize")}
     if level is not None:
-        tis |= {"level": level, "upper_bound": upper} | _present(lower_bound=lower)
+        tis |= {"level": level, "upper_bound": upper} | present(lower_bound=lower)
     elif gradient:
         tis["level"] = "none"
     if level is not None and lower is not None and use_tis:
         tis["mode"] = "mask"
         data["denominator"] = "original"
+        if tis["batch_normalize"]:
+            note(
+                "rollout_is_batch_normalize with two thresholds (IcePop): the mean runs over the accepted units here, "
+                "in verl over all, the rejected as 0. Weights and loss are verl's times the accepted share."
+            )
     if level is not None and not use_tis:
-        _warn(
+        note(
             f"rollout_is {level} weights no loss in bypass mode with PPO clipping, whose ratio is π_θ/π_rollout "
             f"already: it only sets the metrics."
         )
     data |= {"tis": tis, "rs": _verl_rejection(given, threshold)}
     if level is None and upper != 2.0 and not (given.get("rollout_rs") and given.get("rollout_rs_threshold") is None):
-        _warn(f"rollout_is_threshold {threshold} bounds nothing where rollout_is is null: set it, or leave it out.")
+        note(f"rollout_is_threshold {threshold} bounds nothing where rollout_is is null: set it, or leave it out.")
     if given.get("rollout_rs") and "denominator" in data:
-        _warn(
+        note(
             "an IcePop threshold keeps what rollout_rs rejects in the denominator too: one denominator holds for both."
         )
     return MismatchConfig.build(data | _verl_actor(given))
 
 
 def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The correction block and the actor's settings as one flat dict, wherever in verl's tree they stand."""
+    """The correction block and the actor's settings as one flat dict, wherever in verl's tree they are."""
     flat = {key: value for key, value in mapping.items() if not str(key).startswith("_")}  # Hydra's _target_
     algorithm, reference = flat.pop("algorithm", None), flat.pop("actor_rollout_ref", None) or {}
     if algorithm is not None:
@@ -204,7 +106,7 @@ def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _verl_policy_gradient(given: Mapping[str, Any], bypass: bool) -> bool:
-    gradient = _either(given, "use_policy_gradient", "use_pure_rollout_correction")
+    gradient = either(given, "use_policy_gradient", "use_pure_rollout_correction")
     loss_type = given.get("loss_type")
     if loss_type not in (None, "ppo_clip", "reinforce"):
         raise unknown("loss_type", loss_type, ("ppo_clip", "reinforce"))
@@ -214,7 +116,7 @@ def _verl_policy_gradient(given: Mapping[str, Any], bypass: bool) -> bool:
     if gradient and not bypass:
         raise ValueError(f"{spelled}=True requires bypass_mode=True in verl: set bypass_mode, or leave {spelled} out.")
     if loss_type == "reinforce" and not bypass:
-        _warn("loss_type reinforce changes nothing without bypass_mode, in verl as here: set bypass_mode to use it.")
+        note("loss_type reinforce changes nothing without bypass_mode, in verl as here: set bypass_mode to use it.")
     return bypass and (gradient or loss_type == "reinforce")
 
 
@@ -228,7 +130,7 @@ def _verl_rejection(given: Mapping[str, Any], is_threshold: Any) -> dict[str, An
     if not names:
         for key in ("rollout_rs_threshold", "rollout_rs_threshold_lower"):
             if given.get(key) is not None:
-                _warn(f"{key} {given[key]} changes nothing where rollout_rs is null: set rollout_rs, or leave it out.")
+                note(f"{key} {given[key]} changes nothing where rollout_rs is null: set rollout_rs, or leave it out.")
         return rejection
     threshold = given.get("rollout_rs_threshold")
     inherits = threshold is None
@@ -252,7 +154,7 @@ def _verl_criterion(name: str, limit: Any, below: Any, inherits: bool) -> dict[s
     lower, upper = bounds(limit, "rollout_rs_threshold")
     if name in LEVEL_TO_AGGREGATE:
         lower = lower if below is None else number(below, "rollout_rs_threshold_lower")
-        return {"aggregate": LEVEL_TO_AGGREGATE[name], "upper_bound": upper} | _present(lower_bound=lower)
+        return {"aggregate": LEVEL_TO_AGGREGATE[name], "upper_bound": upper} | present(lower_bound=lower)
     if name not in _VERL_CRITERIA:
         raise unknown("option of rollout_rs", name, (*LEVEL_TO_AGGREGATE, *_VERL_CRITERIA))
     if below is not None:
@@ -279,8 +181,8 @@ def _inverted(name: str, lower: float | None, upper: float) -> dict[str, float]:
             f"rollout_rs_threshold of {name} has a bound that is not positive: both bound a ratio, raise it."
         )
     if lower is None or math.isclose(lower * upper, 1.0, rel_tol=1e-12):
-        return {"upper_bound": upper} | _present(lower_bound=lower)
-    _warn(
+        return {"upper_bound": upper} | present(lower_bound=lower)
+    note(
         f"rollout_rs {name} bounds 1/ρ in verl: [{lower:g}, {upper:g}] is [{1 / upper:.7g}, {1 / lower:.7g}] on ρ, "
         f"which accepts the same."
     )
@@ -292,17 +194,17 @@ def _verl_actor(given: Mapping[str, Any]) -> dict[str, Any]:
     clip = given.get("clip_ratio")
     low, high = given.get("clip_ratio_low"), given.get("clip_ratio_high")
     data: dict[str, Any] = {
-        "ppo": _present(
+        "ppo": present(
             eps_clip_low=clip if low is None else low,
             eps_clip_high=clip if high is None else high,
             dual_clip=given.get("clip_ratio_c"),
         ),
-        "terms": _present(entropy_coef=given.get("entropy_coeff")),
+        "terms": present(entropy_coef=given.get("entropy_coeff")),
     }
     coefficient = number(given.get("kl_loss_coef") or 0.0, "kl_loss_coef")
-    if "use_kl_loss" in given and not _switch(given, "use_kl_loss"):
+    if "use_kl_loss" in given and not switch_of(given, "use_kl_loss"):
         if coefficient not in (0.0, 0.001):  # 0.001 is verl's own
-            _warn(f"kl_loss_coef {coefficient:g} changes nothing where use_kl_loss is false, in verl as here.")
+            note(f"kl_loss_coef {coefficient:g} changes nothing where use_kl_loss is false, in verl as here.")
     elif coefficient:
         kind = given.get("kl_loss_type", "low_var_kl")
         if kind not in _VERL_KL:
@@ -315,35 +217,5 @@ def _verl_actor(given: Mapping[str, Any]) -> dict[str, Any]:
         return data | {"aggregation": "seq-mean-token-sum", "length_norm": given["loss_scale_factor"]}
     scale = given.get("loss_scale_factor")
     if scale is not None:
-        _warn(f"loss_scale_factor {scale} changes nothing without loss_agg_mode seq-mean-token-sum-norm.")
-    return data | _present(aggregation=mode)
-
-
-# Reading --------------------------------------------------------------------------------------------------------------
-
-
-def _known(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> dict[str, Any]:
-    for key in mapping:
-        if key not in keys:
-            raise unknown(kind, key, keys)
-    return dict(mapping)
-
-
-def _switch(given: Mapping[str, Any], key: str) -> bool:
-    return switch(given.get(key), key)
-
-
-def _either(given: Mapping[str, Any], *keys: str) -> bool:
-    """A switch with two spellings. Raises ValueError where both are there and differ."""
-    values = {key: _switch(given, key) for key in keys if key in given}
-    if len(set(values.values())) > 1:
-        raise ValueError(f"{' and '.join(keys)} are two spellings of one switch and differ: leave one of them out.")
-    return any(values.values())
-
-
-def _present(**settings: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _warn(sentence: str) -> None:
-    warnings.warn(sentence, MismatchWarning, stacklevel=4)
+        note(f"loss_scale_factor {scale} changes nothing without loss_agg_mode seq-mean-token-sum-norm.")
+    return data | present(aggregation=mode)
