@@ -19,19 +19,19 @@ PLAIN = Settings(0, "-", "-", False, False, "accepted", "token-mean", rotation=1
 WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 
 # Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
-# log π_train (log π_rollout is that less the log-ratio), k3 and χ²; token level also ratio, clamped, its square, high
-# and low; token weights their sum and that of their squares. Token criteria add the rejected tokens, a veto its column;
-# k3 is there already.
+# log π_train (log π_rollout is that less the log-ratio), k3, ρ − 1 and its square; token level also ρ clamped, its
+# square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
+# tokens, a veto its column; k3 is there already.
 COLUMNS = (
     ("off", PLAIN, 2),
     ("off", replace(WEIGHTED, level="token"), 2),
     ("off", replace(WEIGHTED, level="sequence"), 2),
     ("off", replace(WEIGHTED, level="token", normalizes=True), 3),
-    ("basic", replace(WEIGHTED, level="sequence"), 5),
-    ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 5),
-    ("full", replace(WEIGHTED, level="geometric", normalizes=True), 5),
-    ("basic", replace(WEIGHTED, level="token"), 12),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 7),
+    ("basic", replace(WEIGHTED, level="sequence"), 6),
+    ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
+    ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
+    ("basic", replace(WEIGHTED, level="token"), 13),
+    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 8),
 )
 
 
