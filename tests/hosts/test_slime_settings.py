@@ -225,6 +225,14 @@ def test_a_mis_yaml_lies_over_a_preset_and_under_our_other_settings():
     assert config.rollout_log_prob_policy == "neutral"
 
 
+@pytest.mark.parametrize("keys", [{}, {"tis_level": "sequence"}])
+def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict[str, Any]):
+    args = namespace(**hooked("slime"), use_tis=True, mismatch_preset="geo_rs", **keys)
+    with pytest.warns(mp.MismatchWarning, match=r"preset geo_rs is algorithm 0 \(PPO\), and .*use.tis makes it 2"):
+        assert slime.settings(args).algorithm == 2
+    assert "note: preset geo_rs is algorithm 0" in described(**vars(args))
+
+
 def test_flags_and_a_mis_yaml_that_mean_different_bounds_are_refused():
     """Where our flags are in the parser, nobody can tell which of the values the file has set."""
     parser = mp.add_arguments(argparse.ArgumentParser())
