@@ -391,10 +391,31 @@ class MismatchConfig(Section):
 
         in_file = file.pop("preset", None)
         name = in_file if preset is None else preset
-        base = {}
+        base = cls()
         if name is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MismatchWarning)  # the merged configuration says what still holds
-                base = build_preset(name).model_dump(exclude_unset=True)
+                base = build_preset(name)
         typed = dotted_fields_set(flags)
-        return cls.build(merge(merge(base, file), flags), dotted_fields_set(file) | typed, typed)
+        data = merge(merge(base.model_dump(exclude_unset=True), file), flags)
+        config = cls.build(data, dotted_fields_set(file) | typed, typed)
+        if name is not None:
+            warn_of_another_algorithm(name, base, config, typed)
+        return config
+
+
+def warn_of_another_algorithm(
+    name: str, preset: MismatchConfig, config: MismatchConfig, typed: Collection[str] = ()
+) -> None:
+    """Warn (MismatchWarning) where a switch next to preset `name` makes it another algorithm. typed: given as flags."""
+    if config.algorithm == preset.algorithm:
+        return
+    flags = flag_names(MismatchConfig)
+    changed = [path for path in ("use_rollout_log_probs", "use_tis") if getattr(config, path) != getattr(preset, path)]
+    switches = " and ".join(flags[path] if path in typed else path for path in changed)
+    warnings.warn(
+        f"preset {name} is algorithm {preset.algorithm} ({ALGORITHM_NAMES[preset.algorithm]}), and {switches} makes it "
+        f"{config.algorithm} ({ALGORITHM_NAMES[config.algorithm]}): leave {switches} out to run the preset as it is.",
+        MismatchWarning,
+        stacklevel=4,
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from argparse import Action, ArgumentParser, Namespace
-from collections.abc import Mapping
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
@@ -47,8 +47,9 @@ _MORE_FLAGS: dict[str, dict[str, Any]] = {
 def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = None) -> ArgumentParser:
     """Add the flags of the correction to a parser, as one group, and return the parser.
 
-    The default of every flag is None: not given. A flag or destination that the parser has already is left as it is
-    and used; its other spellings are added beside it. Works with `allow_abbrev=False`, and twice on one parser.
+    The default of every flag is None: not given. Each is also taken with underscores (`--use_tis`), which --help does
+    not list. A flag or destination that the parser has already is left as it is and used; its other spellings are
+    added to it. Works with `allow_abbrev=False`, and twice on one parser.
 
     reserved: flag → destination of flags that the host will define later (slime adds its own after a plugin's).
     Raises: ValueError where the parser keeps one of our flags under a destination that nothing here would read.
@@ -65,15 +66,33 @@ def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = N
                 f"the parser keeps {spellings[0]} under {owner[0]!r}, where it would not be found: keep it under "
                 f"{dests[0]!r}."
             )
-        if not missing:
-            continue
-        if group is None:
-            group = parser.add_argument_group(
-                "training-inference mismatch", "Correction of the difference between rollout and training log-probs."
-            )
         dest, default = owner if owner is not None else (dests[0], None)
-        group.add_argument(*missing, dest=dest, default=default, **options)
+        if missing:
+            if group is None:
+                group = parser.add_argument_group(
+                    "training-inference mismatch",
+                    "Correction of the difference between rollout and training log-probs.",
+                )
+            group.add_argument(*missing, dest=dest, default=default, **options)
+        underscored = [
+            spelling
+            for spelling in underscored_spellings(spellings)
+            if not _taken(parser, spelling) and spelling not in (reserved or {})
+        ]
+        if underscored:
+            parser.add_argument(*underscored, dest=dest, default=default, **{**options, "help": SUPPRESS})
     return parser
+
+
+def underscored_spellings(spellings: Sequence[str]) -> list[str]:
+    """The spellings with underscores, which argparse users type as well: `--use_tis` for `--use-tis`."""
+    found = [f"--{spelling[2:].replace('-', '_')}" for spelling in spellings]
+    return [spelling for spelling in dict.fromkeys(found) if spelling not in spellings]
+
+
+def destinations() -> tuple[str, ...]:
+    """Every attribute under which a Namespace may hold one of our flags."""
+    return tuple(dict.fromkeys(dest for spellings, _ in _all_flags() for dest in _dests(spellings)))
 
 
 def given_flags(namespace: Namespace) -> dict[str, Any]:
@@ -84,7 +103,9 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for leaf in _flagged():
-        value = _read(namespace, _spellings(leaf))
+        value = _read(namespace, _spellings(leaf), off=None if _is_switch(leaf) else False)
+        if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
+            value = [value]
         if value is not None:
             _put(given, leaf.path, value)
     criterion = _ratio_criterion(namespace)
@@ -162,9 +183,9 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     options: dict[str, Any] = {"help": f"{leaf.description}{unit}{default}".replace("%", "%%")}
     if leaf.path == _CRITERIA:
         return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER"}
-    kinds = [kind for kind in _members(leaf.annotation) if kind is not type(None)]
-    if kinds == [bool]:
+    if _is_switch(leaf):
         return options | {"action": "store_true"}
+    kinds = _kinds(leaf)
     if kinds == [float]:
         return options | {
             "type": number,
@@ -175,15 +196,24 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     return options | {"metavar": "PATH"}
 
 
-def _members(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+def _is_switch(leaf: FieldInfo) -> bool:
+    return _kinds(leaf) == [bool]
 
 
-def _read(namespace: Namespace, spellings: list[str]) -> Any:
-    """The value under any destination of the spellings; None where there is none, it is False or an empty list."""
+def _kinds(leaf: FieldInfo) -> list[Any]:
+    members = get_args(leaf.annotation) if isinstance(leaf.annotation, types.UnionType) else (leaf.annotation,)
+    return [kind for kind in members if kind is not type(None)]
+
+
+def _read(namespace: Namespace, spellings: list[str], off: bool | None = None) -> Any:
+    """The value under any destination of the spellings; None where there is none or an empty list.
+
+    off: what False is read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false.
+    """
     for dest in _dests(spellings):
         value = getattr(namespace, dest, None)
-        if value is not None and value is not False and value != []:
+        value = off if value is False else value
+        if value is not None and value != []:
             return value
     return None
 

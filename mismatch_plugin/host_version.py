@@ -76,7 +76,10 @@ def recorded_version(host: str) -> HostVersion:
 
 
 def read_version(host: str, root: Path) -> HostVersion:
-    """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
+    """What the tree at `root` is: a checkout, or the folder in which the host is installed. Nothing is known of a host
+    that is not among ours."""
+    if host not in _PLACES:
+        return HostVersion(None, None)
     _, file, distribution = _PLACES[host]
     text, (name_of_it, installed_commit) = _text(root / file), _distribution(distribution, root)
     odd = [

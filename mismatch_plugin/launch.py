@@ -26,7 +26,8 @@ from pathlib import Path
 from mismatch_plugin.fields import unknown
 from mismatch_plugin.launching import patched
 from mismatch_plugin.launching.command_line import HOST_FLAG, Given, help_text, named_host, script_position
-from mismatch_plugin.launching.plan import Host, Plan, imported_packages, make_plan, start_block
+from mismatch_plugin.launching.plan import Host, Plan, make_plan, start_block
+from mismatch_plugin.launching.starters import imported_packages, no_python
 
 HOSTS = {
     "slime": "slime",
@@ -75,11 +76,11 @@ def find_host(target: Target, named: str | None = None) -> Host:
         if named not in HOSTS:
             raise unknown(HOST_FLAG, named, HOSTS)
         return _host(named)
-    source = target.path.read_text(encoding="utf-8") if target.path is not None else ""
+    source = target.path.read_text(encoding="utf-8", errors="replace") if target.path is not None else ""
     try:
         imported = imported_packages(source) | ({target.name} if target.module else set())
-    except SyntaxError as error:
-        raise ValueError(f"{target.path} is no Python script ({error.msg}, line {error.lineno}).") from None
+    except (SyntaxError, ValueError) as error:
+        raise no_python(target.path, error) from None
     found = [host for host in map(_host, HOSTS) if any(_is_in(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
@@ -112,7 +113,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         more = f" (The plugin's own flags: {_COMMAND} --help)" if {"-h", "--help"}.intersection(arguments) else ""
         print(f"mismatch_plugin: {error}{more}", file=sys.stderr)
         raise SystemExit(2) from None
-    target.run(plan.argv)
+    try:
+        target.run(plan.argv)
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    if not plan.read():
+        print(
+            f"mismatch_plugin: {target.name} has ended and never read {host.name}'s command line in this process, so "
+            f"that the plugin's flags did nothing: put the launcher before the script that trains.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 def _target(argv: Sequence[str]) -> tuple[Target, list[str]]:

@@ -1,8 +1,9 @@
 """`mismatch-plugin patch`: the small patches of the hosts, for those who rather patch than launch.
 
 Each patch is one file of one host, made at a recorded commit; `patches/manifest.json` holds why, and the file's
-checksums before and after. Patching goes through `git apply`, and all files of a host are checked before the first
-is changed.
+checksums before and after. All files of a host are checked before the first is changed. `git apply` works on a copy in
+a folder of its own, so that nothing that the checkout's git configuration names (filters, hooks, a file system monitor)
+is run.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from mismatch_plugin.host_version import read_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -91,14 +96,15 @@ def state_of(patch: Patch, root: Path) -> State:
         return State.MISSING
     if path.resolve() != root.resolve() / patch.file:  # git apply follows no link below the root
         return State.LINKED
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if digest == patch.after or (digest != patch.before and _git_apply(patch, root, "--check", "--reverse")):
+    content = path.read_bytes()
+    digest = hashlib.sha256(content).hexdigest()
+    if digest == patch.after or (digest != patch.before and _patched(patch, content, "--reverse") is not None):
         return State.APPLIED
     if digest == patch.before:
         return State.RELEASED
-    if not _git_apply(patch, root, "--check"):
+    if _patched(patch, content) is None:
         return State.OTHER
-    return State.DIRTY if not _is_work_tree(root) or _has_changes(root, patch.file) else State.RELEASED
+    return State.RELEASED if _is_committed(root, patch.file, content) else State.DIRTY
 
 
 def apply(patches: Sequence[Patch], root: Path) -> list[str]:
@@ -123,8 +129,10 @@ def _change(patches: Sequence[Patch], root: Path, start: State, end: State, done
         if states[patch.file] is end:
             said.append(f"nothing to do: {patch.file} ({end.value})")
             continue
-        if not _git_apply(patch, root, *how):
+        changed = _patched(patch, (root / patch.file).read_bytes(), *how)
+        if changed is None:
             raise PatchError(f"git apply refused {patch.path.name} on {root / patch.file} after its own check passed.")
+        _replace(root / patch.file, changed)
         said.append(f"{done} {patch.file}")
     return said
 
@@ -143,9 +151,10 @@ def _refusal(patch: Patch, state: State, root: Path) -> str:
             f"{patch.file} has changes of its own that are not committed (or is no file of a git checkout): commit or "
             f"revert them first, or check {where} out."
         )
+    found = f"{patch.host} {read_version(patch.host, root)}"
     return (
-        f"{patch.file} is not the file that the patch was made for, and it does not apply: use {where}, or launch "
-        f"through `python -m mismatch_plugin.launch`, which needs no patch."
+        f"{patch.file} is that of {found}, not the file that the patch was made for, and it does not apply: use "
+        f"{where}, or launch through `python -m mismatch_plugin.launch`, which needs no patch."
     )
 
 
@@ -163,28 +172,52 @@ def _patch(entry: dict[str, Any]) -> Patch:
     )
 
 
-def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """git in `root`, not in a repository that merely contains it."""
-    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.resolve().parent)}
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """git in `folder`, not in a repository that merely contains it; it runs no program but itself.
+
+    What a checkout's configuration can make git run is off (file system monitor, hooks) or not used here (filters and
+    drivers, which act on files that git itself reads or writes); objects that are missing are not fetched.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_NO_LAZY_FETCH": "1"}
+    switches = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never")
+    command = ["git", *(word for switch in switches for word in ("-c", switch)), *arguments]
     try:
-        return subprocess.run(
-            ["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=False
-        )
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise PatchError("git is not installed, and patches are applied by `git apply`: install it.") from error
 
 
-def _git_apply(patch: Patch, root: Path, *how: str) -> bool:
-    # A patch made on Linux must also match a checkout with other line endings' settings: nothing is converted here.
-    return _git(root, "apply", "--whitespace=nowarn", *how, str(patch.path.resolve())).returncode == 0
+def _patched(patch: Patch, content: bytes, *how: str) -> bytes | None:
+    """The file's content after `git apply`, or None where that refuses."""
+    with tempfile.TemporaryDirectory() as name:
+        copy = Path(name, patch.file)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes(content)
+        # A patch made on Linux must also match a checkout with other line endings' settings: nothing is converted here.
+        done = _git(Path(name), "apply", "--whitespace=nowarn", *how, str(patch.path.resolve()))
+        return copy.read_bytes() if done.returncode == 0 else None
 
 
-def _is_work_tree(root: Path) -> bool:
-    return _git(root, "rev-parse", "--is-inside-work-tree").stdout.strip() == "true"
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file so that it is there whole, or as it was."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        shutil.copymode(path, name)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
 
 
-def _has_changes(root: Path, file: str) -> bool:
-    return bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", file).stdout.strip())
+def _is_committed(root: Path, file: str, content: bytes) -> bool:
+    """Whether the last commit holds the file as it is. Compared here: git's own status would run filters."""
+    found = _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}")
+    blob = b"blob %d\0" % len(content) + content
+    digests = (hashlib.sha1(blob, usedforsecurity=False).hexdigest(), hashlib.sha256(blob).hexdigest())
+    return found.returncode == 0 and found.stdout.strip() in digests
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -197,18 +230,20 @@ Optional = Annotated[bool, typer.Option("--optional", help="The optional patches
 
 @app.command("check")
 def check_command(host: Host, root: Root, file: Files = None, optional: Optional = False) -> None:
-    """Say for each patch what it is for and whether it is applied.
+    """Say for each patch, the optional ones too, what it is for and whether it is applied.
 
-    Exits 1 where one can neither be applied nor is.
+    Exits 1 where one can neither be applied nor is; an optional one counts with --optional or --file only.
     """
     with _told():
-        chosen = patches_of(host, file or (), optional)
-        states = [state_of(patch, root) for patch in chosen]
-    for patch, state in zip(chosen, states, strict=True):
-        typer.echo(f"{patch.file}: {state.value}\n  {patch.why}")
+        asked = patches_of(host, file or (), optional)
+        shown = patches_of(host, file or (), optional=True)
+        states = {patch.file: state_of(patch, root) for patch in shown}
+    for patch in shown:
+        state = states[patch.file]
+        typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state.value}\n  {patch.why}")
         if state not in (State.RELEASED, State.APPLIED):
             typer.echo(f"  {_refusal(patch, state, root)}")
-    if not set(states) <= {State.RELEASED, State.APPLIED}:
+    if not {states[patch.file] for patch in asked} <= {State.RELEASED, State.APPLIED}:
         raise typer.Exit(1)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +61,29 @@ def test_every_flag_exists_once() -> None:
     options = _options(_parser())
     assert {f"--{name}" for name in _FLAGS.split()} <= set(options)
     assert len(options) == len(set(options))
+
+
+def test_every_flag_is_taken_with_underscores_and_listed_with_dashes() -> None:
+    parser = _parser()
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    listed = [option for action in shown for option in action.option_strings if option.startswith("--")]
+    for flag in listed:
+        assert f"--{flag[2:].replace('-', '_')}" in _options(parser)
+    assert [flag for flag in listed if "_" in flag] == ["--use_rollout_log_probs"]
+    dashes = "--use-tis --tis-mode mask --tis-upper-bound 3 --rs-criterion token:k2:1 --rs-criterion token:k3:1"
+    assert _config(dashes.replace("-", "_").replace("__", "--")) == _config(dashes)
+    both = _config("--use-tis --rs-criterion token:k2:1 --rs_criterion token:k3:1")
+    assert [criterion.name for criterion in both.criteria] == ["token_k2", "token_k3"]
+
+
+def test_underscores_reach_the_host_s_own_switch(slime: argparse.ArgumentParser) -> None:
+    """Whether it was there before our flags, or comes after them."""
+    assert slime.parse_args(["--use_tis"]).use_tis is True
+    later = argparse.ArgumentParser(allow_abbrev=False)
+    mp.add_arguments(later, reserved={"--use-tis": "use_tis", "--use-rollout-logprobs": "use_rollout_logprobs"})
+    _slime_arguments(later)
+    args = later.parse_args(["--use_tis", "--use_rollout_logprobs"])
+    assert (args.use_tis, args.use_rollout_logprobs) == (True, True)
 
 
 def test_nothing_is_given_by_default() -> None:
@@ -167,6 +192,15 @@ def test_given_flags_are_nested_and_only_what_was_typed() -> None:
 def test_a_zero_is_given() -> None:
     namespace = _parser().parse_args(["--tis-lower-bound", "0", "--mismatch-eps-clip-low", "0"])
     assert given_flags(namespace) == {"tis": {"lower_bound": 0.0}, "ppo": {"eps_clip_low": 0.0}}
+
+
+def test_what_yaml_leaves_on_a_namespace_is_read() -> None:
+    """A bare off is false to YAML, and one criterion may be a plain string."""
+    namespace = argparse.Namespace(mismatch_metrics=False, mismatch_dry_run=False, rs_criterion="token:k2:0.5")
+    assert given_flags(namespace) == {"metrics": False, "rs": {"criteria": ["token:k2:0.5"]}}
+    assert mp.MismatchConfig.from_args(namespace).metrics == "off"
+    with pytest.raises(ValueError, match="--tis-level is False: it should be 'token', 'sequence'"):
+        mp.MismatchConfig.from_args(argparse.Namespace(use_tis=True, tis_level=False))
 
 
 def test_explain_only_is_no_setting() -> None:
@@ -292,3 +326,19 @@ def test_what_a_preset_brings_without_effect_is_warned_about() -> None:
     with pytest.warns(mp.MismatchWarning, match=r"tis\.lower_bound 0\.5 bounds no weight under tis\.mode truncate"):
         config = _config("--mismatch-preset token_icepop --tis-mode truncate")
     assert (config.tis.mode, config.tis.upper) == ("truncate", 5.0)
+
+
+# Messages -------------------------------------------------------------------------------------------------------------
+
+_PACKAGE = Path(mp.__file__).parent
+# Every message of these spells a flag as it is typed.
+_SPELLED = tuple(_PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", _SPELLED, ids=lambda path: path.name)
+def test_messages_spell_flags_with_their_dashes(path: Path) -> None:
+    names = "|".join(sorted({*_FLAGS.split(), "use-rollout-log-probs"}, key=len, reverse=True))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found = re.search(rf"(?<![-\w.])(?:{names}|(?:tis|rs|mismatch)-$)", node.value)
+            assert found is None, f"line {node.lineno}: {found[0]} is no flag, --{found[0]} is"

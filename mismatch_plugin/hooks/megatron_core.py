@@ -119,7 +119,7 @@ class MegatronLoss:
         if totals.accepted is None and _changes_count(self.config):
             return (
                 "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
-                "the step: pass it, or choose mismatch-denominator original."
+                "the step: pass it, or choose --mismatch-denominator original."
             )
         return ""
 
@@ -239,7 +239,7 @@ class MegatronLoss:
 
 _DEFERRED_WITH = (
     "batch normalisation over the step divides all gradients by the mean weight at its end, so the policy term must be "
-    "their only source, but there is also: {}. Choose tis-batch-normalize-scope micro_batch, or switch them off."
+    "their only source, but there is also: {}. Choose --tis-batch-normalize-scope micro_batch, or switch them off."
 )
 
 
@@ -263,7 +263,7 @@ def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
         reason = "; ".join(others) if others else "calculate_per_token_loss is off"
         raise ValueError(
             f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
-            f"it ({reason}): choose mismatch-denominator original."
+            f"it ({reason}): choose --mismatch-denominator original."
         )
 
 

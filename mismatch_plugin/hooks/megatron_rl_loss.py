@@ -64,7 +64,7 @@ def needs_mask(config: MismatchConfig) -> list[str]:
     if config.rs.veto_threshold is not None:
         found.append("the veto")
     if config.rollout_log_prob_policy == "drop-sequence":
-        found.append("rollout-log-prob-policy drop-sequence")
+        found.append("--rollout-log-prob-policy drop-sequence")
     return found
 
 

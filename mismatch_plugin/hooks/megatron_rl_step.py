@@ -37,7 +37,7 @@ class StepEnd(MegatronLoss):
             raise ValueError(
                 "batch normalisation over the step divides all gradients by the mean weight at its end, so the policy "
                 f"term must be their only source, but there is also: {'; '.join(others)}. Choose "
-                "tis-batch-normalize-scope micro_batch, or switch them off (--grpo-kl-beta 0)."
+                "--tis-batch-normalize-scope micro_batch, or switch them off (--grpo-kl-beta 0)."
             )
 
     def add(self, statistics: Statistics) -> None:

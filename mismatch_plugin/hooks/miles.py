@@ -91,7 +91,7 @@ def before_train_step(
     if config is not None and normalizes_step(config) and _parallel_state().indep_dp.size > 1:
         raise ValueError(
             "batch normalisation over the step cannot be had with independent data-parallel replicas: choose "
-            "tis-batch-normalize-scope micro_batch."
+            "--tis-batch-normalize-scope micro_batch."
         )
     ADAPTER.begin_step(args, rollout_id, step_id, model)
 

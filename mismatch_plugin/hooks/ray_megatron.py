@@ -24,7 +24,7 @@ from mismatch_plugin.core.levels import SAFETY_BOUND
 from mismatch_plugin.core.loss import clip_columns, token_losses
 from mismatch_plugin.core.objectives import kl_to_reference
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.slime_batch import pack_local
+from mismatch_plugin.hooks.slime_batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime_settings import check_arguments, check_entry, describe_settings, read_settings
 from mismatch_plugin.hooks.slime_step import StepRun, logger, normalizes_step
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
@@ -97,8 +97,10 @@ class RayAdapter:
         """Weights and rejection on the host's own policy loss [T] (algorithms 0 and 2).
 
         What is rejected gets loss 0; the masks are returned as they came, since the host keeps the original denominator
-        and applies changed masks to its entropy and KL terms, too. Metrics: [T], the same names on every call.
-        Collectives: those of `correct` over CP. Raises ValueError as `check_entry` and `correct`.
+        and applies changed masks to its entropy and KL terms, too. Only a custom reducer of the policy loss, which
+        may count the masks it is given, gets them without what is rejected. Metrics: [T], the same names on every call.
+        Collectives: those of `correct` over CP, and with a reducer that of `without_rejected`.
+        Raises ValueError as `check_entry` and `correct`.
         """
         config = self.config(args)
         check_entry(args, config, self.host.name, custom_loss=False)
@@ -117,7 +119,10 @@ class RayAdapter:
         correction = self._correct(packed, config, loss_masks)
         # Selected, not multiplied: a loss that is inf or NaN where nothing trains must not survive as NaN.
         weighted = torch.where(correction.keep > 0, pg_loss * correction.weights.to(pg_loss.dtype), 0.0)
-        return self._guarded(weighted, correction, config), loss_masks, _token_metrics(correction, config)
+        masks = loss_masks
+        if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
+            masks = without_rejected(loss_masks, correction.keep, packed, self.groups)
+        return self._guarded(weighted, correction, config), masks, _token_metrics(correction, config)
 
     def policy_loss(
         self, args: Namespace, batch: Mapping[str, Any], logits: Tensor, reduce: Reduce

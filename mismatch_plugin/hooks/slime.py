@@ -58,7 +58,8 @@ def tis_function(
     """Importance weights and rejection on slime's own policy loss: algorithms 0 (rejection, metrics) and 2.
 
     pg_loss: [T] of this rank's response tokens. Lists: one tensor a sample; log-probs of this rank's tokens, loss masks
-    of the whole response. Returns the weighted loss (0 where rejected), the masks unchanged, metrics [T].
+    of the whole response. Returns the weighted loss (0 where rejected), the masks (without what is rejected where
+    --custom-pg-loss-reducer-function-path names a reducer, else as they came), metrics [T].
     """
     return ADAPTER.weigh(
         args, pg_loss, train_log_probs, rollout_log_probs, loss_masks, total_lengths, response_lengths, **kwargs

@@ -8,12 +8,14 @@ chunk's before the second's; it may be none.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.parallel.groups import ParallelGroups
 
 
 def owned_ranges(
@@ -79,3 +81,22 @@ def pack_local(
         positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]
         fields["positions"] = torch.cat(positions).to(mask.device)
     return PackedSequences(loss_mask=mask, lengths=lengths, **fields)
+
+
+def without_rejected(
+    loss_masks: Sequence[Tensor], keep_T: Tensor, packed: PackedSequences, groups: ParallelGroups
+) -> list[Tensor]:
+    """The loss masks with 0 where `keep_T` is 0, [response] a sample in its own dtype, whole on every rank.
+
+    keep_T: [T] of this rank's tokens, as `packed` holds them. No host sync.
+    Collectives: one SUM over CP of [Σ response], which every rank of the group enters; none where CP is one rank.
+    """
+    responses = [mask.numel() for mask in loss_masks]
+    whole = keep_T
+    if packed.positions is not None:
+        starts = [0, *accumulate(responses)]
+        parts = packed.positions.split(list(packed.lengths))
+        places = torch.cat([part + start for part, start in zip(parts, starts, strict=False)])
+        whole = groups.sum(keep_T.new_zeros(starts[-1]).index_copy_(0, places, keep_T))
+    kept = whole.split(responses)
+    return [torch.where(part > 0, mask, 0).to(mask.dtype) for part, mask in zip(kept, loss_masks, strict=True)]

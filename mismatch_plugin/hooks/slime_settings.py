@@ -5,22 +5,24 @@ miles is a fork with the same arguments, so it reads them here too; `host` is th
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mismatch_plugin import compat
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
-from mismatch_plugin.fields import flag_names, merge, number, switch
+from mismatch_plugin.config import MismatchConfig, MismatchWarning, warn_of_another_algorithm
+from mismatch_plugin.fields import dotted_fields_set, flag_names, merge, number, switch, unknown
+from mismatch_plugin.flags import destinations, given_flags
 
 # Switches and values of `mis.yaml`: attributes that slime's --custom-config-path leaves on the Namespace.
 MIS_KEYS = (
     *("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
-# Attributes that are there only where our flags were registered, or a file names one of our own settings.
-_OUR_PREFIXES = ("mismatch_", "rollout_log_prob_policy", "rs_criterion", "tis_batch_normalize_scope")
+# Attributes that begin like ours and are the host's own, or the launcher's.
+_NOT_FLAGS = ("tis_clip", "tis_clip_low", "mismatch_settings")
 # Our setting → the host's flag that owns it.
 OWNED_BY_HOST = {
     "ppo.eps_clip_low": "--eps-clip",
@@ -39,7 +41,7 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
     """The configuration: ours (launcher, flags or YAML) with what the host owns filled in from its arguments.
 
     `args.mismatch_settings` (nested settings, from the launcher) is used where it is there; else the Namespace's plain
-    attributes, which are read as flags. A file with keys of `mis.yaml` alone is read as slime reads it.
+    attributes: keys of `mis.yaml` as slime reads them, the rest as flags.
     Raises: ValueError where the two contradict each other, naming both flags. Warns: MismatchWarning as `compat`.
     """
     ours = _given(args)
@@ -58,7 +60,7 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
         data["tis"] = _tis_bounds(args, dict(data.get("tis") or {}), host)
     if data.get("denominator") == "accepted":
         raise ValueError(
-            f"mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
+            f"--mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
             f"itself, so that what is rejected stays in the denominator. Leave it out, or choose original."
         )
     return MismatchConfig.build(data)
@@ -69,13 +71,60 @@ def _given(args: Namespace) -> dict[str, Any]:
     settings = getattr(args, "mismatch_settings", None)
     if settings is not None:
         return dict(settings)
-    names = vars(args)
+    names = {name: value for name, value in vars(args).items() if name != "mismatch_explain_only"}
+    refuse_unknown_settings(names)
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
-    if mis and not any(name.startswith(_OUR_PREFIXES) for name in names):
-        mis |= {"use_tis": switch(names.get("use_tis"), "use_tis")}
-        return compat.from_slime(mis).model_dump(exclude_unset=True, exclude={"use_rollout_log_probs", "ppo", "terms"})
-    flags = Namespace(**{name: value for name, value in names.items() if name != "mismatch_explain_only"})
-    return MismatchConfig.from_args(flags).model_dump(exclude_unset=True)
+    registered = all(hasattr(args, name) for name in destinations())
+    if not mis or (registered and not names.get("custom_config_path")):
+        return MismatchConfig.from_args(Namespace(**names)).model_dump(exclude_unset=True)
+    read = _with_mis(names, mis)
+    if registered and "criteria" in read.get("rs", {}):
+        # Nobody can tell here which of them the host's file has set, and which were typed as our flags.
+        as_flags = given_flags(Namespace(**names)).get("rs", {}).get("criteria", ())
+        if (
+            MismatchConfig.build(merge(read, {"rs": {"criteria": as_flags}})).criteria
+            != MismatchConfig.build(read).criteria
+        ):
+            raise ValueError(
+                "the bounds that --use-rs leaves out mean one thing in mis.yaml (those of TIS) and another as flags "
+                "(1/hi), and both may have set them here: give rs_lower_bound and rs_upper_bound."
+            )
+    return read
+
+
+def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of mis.yaml as slime reads them, whatever is next to them: preset < mis.yaml < our other settings."""
+    start = Namespace(**{name: names.get(name) for name in ("mismatch_preset", "mismatch_config")})
+    base = MismatchConfig.from_args(start)
+    typed = given_flags(Namespace(**{name: value for name, value in names.items() if name not in MIS_KEYS}))
+    for name in ("preset", "config"):
+        typed.pop(name, None)
+    switches = {"use_tis": base.use_tis or switch(names.get("use_tis"), "use_tis")}
+    switches["use_rollout_logprobs"] = base.use_rollout_log_probs or typed.get("use_rollout_log_probs", False)
+    theirs = compat.from_slime({**mis, **switches}).model_dump(exclude_unset=True, include={"use_tis", "tis", "rs"})
+    if "tis_batch_normalize" not in mis:
+        theirs["tis"].pop("batch_normalize")
+    criteria = [*typed.get("rs", {}).get("criteria", ()), *theirs.get("rs", {}).get("criteria", ())]
+    if criteria:
+        theirs = merge(theirs, {"rs": {"criteria": criteria}})
+        typed.get("rs", {}).pop("criteria", None)
+    data = merge(merge(base.model_dump(exclude_unset=True), theirs), typed)
+    by_hand = dotted_fields_set(typed)
+    config = MismatchConfig.build(data, by_hand, by_hand)
+    if start.mismatch_preset is not None:
+        warn_of_another_algorithm(start.mismatch_preset, base, config, by_hand)
+    return config.model_dump(exclude_unset=True)
+
+
+def refuse_unknown_settings(names: Iterable[str]) -> None:
+    """Raise ValueError for a misspelt key of ours in the host's YAML, every key of which becomes an argument."""
+    known = (*destinations(), *_NOT_FLAGS)
+    for name in names:
+        if name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+        if name.startswith("mismatch_") or (near and name.startswith(("tis_", "rs_", "rollout_log_prob"))):
+            raise unknown("setting", name, known if near else ())
 
 
 def _hosts_values(args: Namespace, ours: Mapping[str, Any], host: str) -> dict[str, Any]:
@@ -110,7 +159,7 @@ def _hosts_values(args: Namespace, ours: Mapping[str, Any], host: str) -> dict[s
     aggregation = "token-mean" if per_token else "seq-mean-token-mean"
     if ours.get("aggregation") not in (None, aggregation):
         raise ValueError(
-            f"mismatch-aggregation {ours['aggregation']} contradicts {host}, which aggregates itself "
+            f"--mismatch-aggregation {ours['aggregation']} contradicts {host}, which aggregates itself "
             f"({aggregation} {'with' if per_token else 'without'} --calculate-per-token-loss): leave it out, and "
             f"choose by --calculate-per-token-loss."
         )
@@ -130,14 +179,14 @@ def _tis_bounds(args: Namespace, tis: dict[str, Any], host: str) -> dict[str, An
         mine = tis.get(name)
         if value != default and mine is not None and number(mine, name) != value:
             raise ValueError(
-                f"tis-{name.replace('_', '-')} {mine} contradicts {host}'s {theirs} {value:g}: leave one of them out."
+                f"--tis-{name.replace('_', '-')} {mine} contradicts {host}'s {theirs} {value:g}: leave one of them out."
             )
     if high != TIS_CLIP:
         tis["upper_bound"] = high
     if low != TIS_CLIP_LOW:
         if tis.get("mode") == "truncate":
             raise ValueError(
-                f"{host}'s --tis-clip-low {low:g} bounds no weight under tis-mode truncate: choose clip or mask, or "
+                f"{host}'s --tis-clip-low {low:g} bounds no weight under --tis-mode truncate: choose clip or mask, or "
                 f"leave it out."
             )
         tis = {"mode": "clip", **tis, "lower_bound": low}
@@ -150,16 +199,16 @@ def check_entry(args: Namespace, config: MismatchConfig, host: str, *, custom_lo
     Raises ValueError with what to change. It depends on the arguments alone, so every rank raises or none does.
     """
     whole = f"--loss-type custom_loss --custom-loss-function-path mismatch_plugin.hooks.{host}.policy_loss"
-    mend = f"start through `python -m mismatch_plugin.launch`, or set {whole}"
+    fix = f"start through `python -m mismatch_plugin.launch`, or set {whole}"
     if not custom_loss and config.algorithm == 3:
         raise ValueError(
             f"use_rollout_log_probs and use_tis together mean algorithm 3, REINFORCE + IS, but loss_type policy_loss "
-            f"clips π_θ/π_rollout already, so that the importance weight would count twice: {mend}."
+            f"clips π_θ/π_rollout already, so that the importance weight would count twice: {fix}."
         )
     if not custom_loss and config.algorithm == 1:
         raise ValueError(
             f"under use_rollout_log_probs the rejection and the metrics compare π_θ with π_rollout, which {host}'s "
-            f"policy_loss does not pass on: {mend}."
+            f"policy_loss does not pass on: {fix}."
         )
     if not custom_loss:
         return
@@ -220,16 +269,21 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     lines.append(f"through: {module}.policy_loss" if custom else f"through: {host}'s policy_loss")
     if getattr(args, "custom_tis_function_path", None) and not custom:
         lines[-1] += f" with {args.custom_tis_function_path}"
-    if config.aggregation == "token-mean":
+    reducer = None if custom else getattr(args, "custom_pg_loss_reducer_function_path", None)
+    if reducer:
+        masks = "the masks without what is rejected" if config.rejects else "the original masks"
+        lines.append(f"normaliser: that of {reducer}, which gets {masks}")
+    elif config.aggregation == "token-mean":
         lines.append(f"normaliser: {host}'s, the step's tokens of the original masks; what is rejected stays in it")
     else:
         lines.append(
             f"normaliser: {host}'s, each rollout's tokens of the original masks, then the step's rollouts; what is "
             f"rejected stays in it"
         )
-    lines.append("entropy and KL terms: over the original masks")
+    left = reducer and config.rejects  # the host knows one set of masks
+    lines.append(f"entropy and KL terms: over {'what is not rejected' if left else 'the original masks'}")
     if config.weighted and config.tis.batch_normalize:
-        lines.append(f"batch normalisation over: {_scope(config, host)}")
+        lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
     if getattr(args, "custom_megatron_before_train_step_hook_path", None) != f"{module}.before_train_step":
         lines.append(
@@ -239,10 +293,17 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     return lines + [f"note: {note}" for note in _notes(args, host)]
 
 
-def _scope(config: MismatchConfig, host: str) -> str:
+def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
     if config.tis.batch_normalize_scope == "micro_batch":
         return "each micro-batch"
-    if config.use_rollout_log_probs or host != "slime":
+    module = f"mismatch_plugin.hooks.{host}"
+    if getattr(args, "custom_megatron_before_train_step_hook_path", None) != f"{module}.before_train_step":
+        needed = f"--custom-megatron-before-train-step-hook-path runs {module}.before_train_step"
+        if config.tis.batch_normalize_scope == "auto":
+            return f"each micro-batch, unless {needed}"
+        return f"the optimizer step; the first one is refused unless {needed}"
+    known_before = getattr(args, "rollout_data_postprocess_path", None) == f"{module}.rollout_data_postprocess"
+    if config.use_rollout_log_probs or host != "slime" or not known_before:
         return "the optimizer step (gradients are divided by the mean weight at its end)"
     return "the optimizer step (its mean weight is known before it)"
 
@@ -262,4 +323,5 @@ def _notes(args: Namespace, host: str) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", MismatchWarning)
         read_settings(args, host)
-    return [str(note.message) for note in found if issubclass(note.category, MismatchWarning)]
+    notes = (str(note.message) for note in found if issubclass(note.category, MismatchWarning))
+    return list(dict.fromkeys(notes))

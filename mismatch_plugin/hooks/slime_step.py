@@ -59,6 +59,7 @@ class StepRun:
     _agreed: bool = False
     _begun: _Begun | None = None
     _seen: list[object] = field(default_factory=list)
+    _told_scope: bool = False
 
     def prepare(
         self,
@@ -116,7 +117,7 @@ class StepRun:
                 raise ValueError(
                     f"batch normalisation over the step divides all gradients by the mean weight at its end, so the "
                     f"policy term must be their only source, but there is also: {', '.join(others)}. Choose "
-                    f"tis-batch-normalize-scope micro_batch, or switch them off."
+                    f"--tis-batch-normalize-scope micro_batch, or switch them off."
                 )
         number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
         self._begun, self._seen = _Begun(args, config, groups, number), []
@@ -126,17 +127,27 @@ class StepRun:
             model_config.finalize_model_grads_func = StepEnd(self, finalize)
 
     def factor(self, config: MismatchConfig) -> Tensor | float | None:
-        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end."""
+        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
+
+        None, the mean of the micro-batch alone, where that is the widest there is: scope auto without a step's hooks.
+        """
         if not normalizes_step(config):
             return None
         if self.step is None:
             module = f"mismatch_plugin.hooks.{self.host}"
-            raise ValueError(
-                f"batch normalisation over the step needs the hooks around it: set "
-                f"--custom-megatron-before-train-step-hook-path {module}.before_train_step (and "
-                f"--rollout-data-postprocess-path {module}.rollout_data_postprocess), or choose "
-                f"tis-batch-normalize-scope micro_batch."
+            fix = (
+                f"--custom-megatron-before-train-step-hook-path {module}.before_train_step and "
+                f"--rollout-data-postprocess-path {module}.rollout_data_postprocess"
             )
+            if config.tis.batch_normalize_scope == "step":
+                raise ValueError(
+                    f"batch normalisation over the step needs the hooks around it: set {fix}, or choose "
+                    f"--tis-batch-normalize-scope micro_batch."
+                )
+            if not self._told_scope:
+                self._told_scope = True
+                logger.warning("batch normalisation runs over each micro-batch: for the whole step, set %s.", fix)
+            return None
         totals = self.step.totals
         return 1.0 if totals is None or totals.batch_factor is None else totals.batch_factor
 

@@ -135,7 +135,7 @@ def train(
     server as the engine, and none was given.
     """
     if config.terms.kl_coef:
-        raise ValueError("the lab keeps no reference policy: leave out mismatch-kl-coef.")
+        raise ValueError("the lab keeps no reference policy: leave out --mismatch-kl-coef.")
     if is_first_rank() and engine is None and settings.engine != "transformers":
         raise ValueError(f"the engine is {settings.engine}: give the one to roll out with.")
     return _Run(settings, config, warm_weights, on_step, engine).all_steps()

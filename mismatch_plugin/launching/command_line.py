@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from argparse import Action, ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.flags import add_arguments, underscored_spellings
 
 HOST_FLAG = "--mismatch-host"
 # Nothing else begins like this in any host but the flags that the host itself declares.
@@ -72,7 +72,7 @@ def script_position(argv: Sequence[str]) -> int:
 def named_host(argv: Sequence[str]) -> str | None:
     """The value of --mismatch-host."""
     names = _Parser(add_help=False, allow_abbrev=False)
-    names.add_argument(HOST_FLAG, default=None)
+    names.add_argument(HOST_FLAG, *underscored_spellings([HOST_FLAG]), default=None)
     return names.parse_known_args(list(argv))[0].mismatch_host
 
 
@@ -93,6 +93,7 @@ def _parser() -> _Parser:
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_arguments(parser)
     parser.add_argument(HOST_FLAG, metavar="NAME", default=None, help="host that the script starts, named by hand")
+    parser.add_argument(*underscored_spellings([HOST_FLAG]), default=None, help=SUPPRESS)
     return parser
 
 
@@ -130,7 +131,7 @@ def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[s
     spelled = flag.translate(_DASHES)
     if not spelled.startswith("-") or flag in host_flags:
         return
-    known = sorted(parser._option_string_actions)
+    known = sorted(name for name in parser._option_string_actions if "_" not in name)
     plain = f"--{spelled.lstrip('-')}".replace("_", "-")
     if not _is_flag(flag) and plain in host_flags and plain not in known:
         return
@@ -139,8 +140,8 @@ def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[s
     if not meant and not (_is_flag(flag) and plain.startswith(_FAMILIES)):
         return
     meant = meant or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
-    mend = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."
-    raise ValueError(f"{flag} is unknown: {mend} (The host would ignore it, or stop.)")
+    fix = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."
+    raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
 
 
 def _parse(parser: ArgumentParser, ours: list[str]) -> Namespace:
@@ -174,6 +175,9 @@ def _appends(action: Action) -> bool:
 
 def _typed(parser: ArgumentParser, ours: list[str]) -> tuple[str, ...]:
     """The first spelling of every flag that was typed, each once."""
+    first: dict[str, str] = {}  # destination → spelling; those with underscores come behind
+    for action in parser._actions:
+        first.setdefault(action.dest, action.option_strings[0])
     flags = (tokens[0].partition("=")[0] for tokens in _groups(ours))
-    spelled = dict.fromkeys(parser._option_string_actions[flag].option_strings[0] for flag in flags)
+    spelled = dict.fromkeys(first[parser._option_string_actions[flag].dest] for flag in flags)
     return tuple(flag for flag in spelled if flag not in _OF_THE_LAUNCHER)

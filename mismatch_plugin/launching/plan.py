@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
 import re
 import sys
@@ -18,6 +17,7 @@ from typing import Any, NoReturn
 from mismatch_plugin.config import MismatchWarning
 from mismatch_plugin.host_version import version_line
 from mismatch_plugin.launching.command_line import Given, read_command_line
+from mismatch_plugin.launching.starters import refuse_starter
 
 MINIMUM_MEGATRON = (0, 16)
 """Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
@@ -29,7 +29,8 @@ class Plan:
 
     argv: the host's command line. added: what of it the launcher added. lines: the start-up block. install: called
     with the script's folder on sys.path, right before the script runs; it replaces functions of the host. settle: what
-    a host's Namespace goes through once it is parsed, for hosts that have one. ours: False for a run without us.
+    a host's Namespace goes through once it is parsed, for hosts that have one. ours: False for a run without us. read:
+    asked when the script has ended, whether what was installed was ever called.
     """
 
     argv: tuple[str, ...]
@@ -38,6 +39,7 @@ class Plan:
     install: Callable[[], None]
     settle: Callable[[Namespace], None] = lambda namespace: None
     ours: bool = True
+    read: Callable[[], bool] = lambda: True
 
     @classmethod
     def untouched(cls, host: str, given: Given) -> Plan:
@@ -66,21 +68,14 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
     """
     with collected_notes() as notes:
         given = read_command_line(argv, host.flags)
+        if given.flags and script is not None:
+            refuse_starter(host.name, script)
         plan = host.plan(given, script)
+        if plan.added and script is not None:  # for settings in the host's YAML
+            refuse_starter(host.name, script)
     new = tuple(f"note: {note}" for note in notes if not any(note in line for line in plan.lines))
     version = (version_line(host.name, [script.parent] if script is not None else []),) if plan.ours else ()
     return given, replace(plan, lines=plan.lines + new + version)
-
-
-def imported_packages(source: str) -> set[str]:
-    """Dotted names of all modules that a script imports anywhere, and what it takes from them."""
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
 
 
 def megatron_core_version(folders: Sequence[Path] = ()) -> tuple[str, tuple[int, int]] | None:

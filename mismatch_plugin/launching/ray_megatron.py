@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from base64 import b64decode
 from collections.abc import Mapping
+from functools import wraps
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks.slime_settings import MIS_KEYS
+from mismatch_plugin.hooks.slime_settings import MIS_KEYS, refuse_unknown_settings
 from mismatch_plugin.launching.command_line import Given, peek
 from mismatch_plugin.launching.plan import Plan, refuse_old_megatron, settled
 from mismatch_plugin.launching.ray_actors import check_actors
@@ -71,6 +72,7 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
     """
     args, typed = peek(given.host_argv, TABLE)
     file = _read_config(args)
+    refuse_unknown_settings(file)
     for name, value in file.items():
         setattr(args, name, value)
     typed |= file.keys()
@@ -96,11 +98,20 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         hooks.check(namespace)
         check_actors()
 
+    read: list[bool] = []
+
     def install() -> None:
         arguments: Any = import_module(f"{host}.utils.arguments")
-        arguments.parse_args = settled(arguments.parse_args, settle)
+        parse_args = arguments.parse_args
 
-    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle)
+        @wraps(parse_args)
+        def reading(*args: Any, **kwargs: Any) -> Namespace:
+            read.append(True)
+            return parse_args(*args, **kwargs)
+
+        arguments.parse_args = settled(reading, settle)
+
+    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle, read=lambda: bool(read))
 
 
 def _settings(host: str, given: Given, args: Namespace, file: Mapping[str, Any]) -> MismatchConfig:
@@ -175,15 +186,9 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
     if own_loss:
         return added
     args.use_tis = config.algorithm == 2
-    by_step = config.weighted and config.tis.batch_normalize and config.tis.batch_normalize_scope != "micro_batch"
     for flag, name in _STEP_HOOKS.items():
         if getattr(args, flag.lstrip("-").replace("-", "_")) is None:
             give(flag, f"{module}.{name}")
-        elif flag != _INIT and by_step:
-            raise ValueError(
-                f"batch normalisation over the step needs {flag} {module}.{name}, but the line names another function "
-                f"there: call ours from yours, or choose --tis-batch-normalize-scope micro_batch."
-            )
     return added
 
 

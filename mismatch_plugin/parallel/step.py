@@ -46,7 +46,7 @@ class Step:
 
     def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
         if config.weighted and config.tis.batch_normalize and config.tis.batch_normalize_scope == "rollout_batch":
-            raise ValueError("tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: choose step.")
+            raise ValueError("--tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: use step.")
         self.config, self.groups = config, groups
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None

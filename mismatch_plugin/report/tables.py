@@ -33,7 +33,7 @@ def config_table() -> Table:
     rows = [_setting(field) for field in leaf_fields(MismatchConfig)]
     described = {flag for row in rows for flag in row[1].split(", ")}
     for action in _actions():
-        if described.isdisjoint(action.option_strings):
+        if action.help != argparse.SUPPRESS and described.isdisjoint(action.option_strings):
             choices = ", ".join(action.choices or ())
             rows.append(
                 (NOTHING, ", ".join(action.option_strings), choices or NOTHING, "", action.help or "", "", "", "")

@@ -19,13 +19,13 @@ import pytest
 import yaml
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks import nemo_rl_settings
+from mismatch_plugin.hooks import nemo_rl_settings, slime
 from mismatch_plugin.launch import prepare
 from mismatch_plugin.launching.command_line import read_command_line
 from mismatch_plugin.launching.hydra import put, read_overrides
 from mismatch_plugin.launching.plan import Plan
-from tests.hosts.contracts.launch_parsers import host_parser
-from tests.hosts.contracts.launch_trees import ROOT, megatron_tree, ray_tree
+from tests.hosts.contracts.launch_parsers import host_parser, read_custom_config
+from tests.hosts.contracts.launch_trees import ROOT, megatron_tree, ray_tree, run
 
 EXAMPLES = ROOT / "examples"
 HOST_EXAMPLES = sorted(
@@ -109,6 +109,42 @@ def test_slime_s_own_yaml(tmp_path: Path) -> None:
     path = EXAMPLES / "slime" / "mis.yaml"
     plan = _plan(ray_tree(tmp_path / "tree", "slime"), "--use-tis", "--custom-config-path", str(path))
     assert "rejection: sequence_mean_ratio in [0.999, 1.001], veto below 0.0001" in plan.lines
+
+
+def _by_path() -> list[str]:
+    """Words of run-qwen3-4B-by-path.diff, its file in this checkout."""
+    words = _flags(EXAMPLES / "slime" / "run-qwen3-4B-by-path.diff")
+    return [str(EXAMPLES / "slime" / "mis.yaml") if word == "/root/mis.yaml" else word for word in words]
+
+
+def _meant_by_path(args: Namespace) -> None:
+    config = slime.check(args)
+    assert config is not None
+    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "sequence", 2.0)
+    assert [criterion.name for criterion in config.criteria] == ["sequence_mean_ratio"]
+    assert "step metrics: none" not in "\n".join(slime.describe(config, args))
+
+
+def test_slime_without_the_launcher(tmp_path: Path) -> None:
+    done = run(ray_tree(tmp_path / "tree", "slime"), " ".join(_by_path()))
+    assert done.given is not None, done.errors
+    _meant_by_path(Namespace(**done.given["args"]))
+
+
+def test_slime_s_own_parser_and_file_without_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "scripts" / "run-qwen3-4B.sh"
+    script.parent.mkdir()
+    shutil.copy(_source("slime", "scripts", "run-qwen3-4B.sh"), script)
+    diff = EXAMPLES / "slime" / "run-qwen3-4B-by-path.diff"
+    subprocess.run(["git", "apply", str(diff)], cwd=tmp_path, check=True)
+    words = _array(script.read_text(), "GRPO_ARGS")
+    assert words[-len(_by_path()) + 3 :] == _by_path()[3:]
+    args, unknown = host_parser("slime", monkeypatch).parse_known_args(
+        [*words[: -len(_by_path())], *_by_path(), "--rollout-batch-size", "4"]
+    )
+    assert unknown == []
+    read_custom_config("slime", args)
+    _meant_by_path(args)
 
 
 @pytest.mark.parametrize("name", ["run-qwen3-4B.diff", "run-qwen3-4B-yaml.diff"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,14 @@ import pytest
 
 from mismatch_plugin.flags import add_arguments
 from mismatch_plugin.launch import HOSTS, Target, find_host, main, prepare
-from mismatch_plugin.launching.command_line import Given, peek, read_command_line, script_position
+from mismatch_plugin.launching.command_line import (
+    Given,
+    help_text,
+    named_host,
+    peek,
+    read_command_line,
+    script_position,
+)
 from mismatch_plugin.launching.plan import MINIMUM_MEGATRON, megatron_core_version
 from tests.hosts.contracts.launch_trees import launch, megatron_core, ray_tree
 
@@ -28,6 +35,18 @@ def test_our_flags_are_taken_and_the_rest_stays_as_it_is() -> None:
     assert given.host_argv == ("--lr", "1e-6", "--n", "-1", "a=b", "--x")
     assert given.settings == {"use_tis": True, "tis": {"level": "geometric"}, "terms": {"entropy_coef": -0.1}}
     assert given.flags == ("--use-tis", "--tis-level", "--mismatch-entropy-coef")
+
+
+def test_underscores_are_dashes_in_every_flag() -> None:
+    """Also in those of the launcher itself; what the host gets keeps its spelling."""
+    line = "--mismatch_host slime --use_tis --tis_level=sequence --tis_upper_bound 3 --mismatch_explain_only --num_x 1"
+    given = _read(line)
+    assert (given.host, given.explain_only, given.host_argv) == ("slime", True, ("--num_x", "1"))
+    assert given.settings == {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 3.0}}
+    assert given.flags == ("--use-tis", "--tis-level", "--tis-upper-bound")
+    assert named_host(line.split()) == "slime"
+    assert script_position(["--use_tis", "--tis_level", "token", "train.py"]) == 3
+    assert "--use_tis" not in help_text("usage", "description")
 
 
 @pytest.mark.parametrize("line", ["--use-tis false", "--mismatch-dry-run True --lr 1", "--tis-batch-normalize off"])
@@ -61,7 +80,9 @@ def test_presets_and_files_are_resolved(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("--tis-levle token", "--tis-levle is unknown: did you mean --tis-level?"),
-        ("--use_tis", "--use_tis is unknown: did you mean --use-tis?"),
+        ("--use_tiss", "--use_tiss is unknown: did you mean --use-tis?"),
+        ("--tis_levle token", "--tis_levle is unknown: did you mean --tis-level?"),
+        ("--tis-level token --tis_level sequence", "--tis_level sequence contradicts --tis-level token"),
         ("--use-tls", "--use-tls is unknown: did you mean --use-tis?"),
         ("--tis-upper=3", "--tis-upper is unknown: did you mean --tis-upper-bound?"),
         ("--mismatch-colour red", "--mismatch-colour is unknown"),
@@ -182,6 +203,8 @@ def test_help_before_a_script_is_named(
     assert "found by what the script imports" in page
     assert all(name in page for name in HOSTS)
     for action in add_arguments(ArgumentParser(add_help=False))._actions:
+        if action.help == SUPPRESS:
+            continue  # the spellings with underscores
         assert all(f"{flag} " in page or f"{flag}," in page for flag in action.option_strings)
         assert " ".join((action.help or "").replace("%%", "%").split()) in page
 
@@ -192,6 +215,72 @@ def test_help_behind_a_script_that_cannot_start_names_ours(tmp_path: Path) -> No
     assert done.status == 2
     assert done.errors.endswith("(The plugin's own flags: python -m mismatch_plugin.launch --help)\n")
     assert "own flags" not in launch(tmp_path / "train.py", "--use-tis").errors
+
+
+# Scripts that only start a trainer ------------------------------------------------------------------------------------
+
+_STARTERS = {
+    "miles's scripts": "import miles.utils.external_utils.command_utils as U\nU.execute_train(train_args='')\n",
+    "a shell": "import os\nos.system('python3 train.py')\n",
+    "subprocess": "import subprocess\nsubprocess.run(['python3', 'train.py'], check=True)\n",
+    "a Ray job": "from ray.job_submission import JobSubmissionClient\nJobSubmissionClient().submit_job()\n",
+    "a module next to it": "import common\ncommon.start()\n",
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("name", _STARTERS)
+def test_a_script_that_only_starts_a_trainer_is_refused(name: str, host: str, tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(_STARTERS[name])
+    (tmp_path / "common.py").write_text("import subprocess\n\n\ndef start():\n    subprocess.Popen(['ray'])\n")
+    line = ["--mismatch-host", host, str(script)]
+    with pytest.raises(
+        ValueError, match=r"^run\.py trains nothing itself, it starts another program \(.* line \d+\)"
+    ) as e:
+        prepare([*line, "--use-tis"])
+    assert "python -m mismatch_plugin.launch" in str(e.value)
+    assert ("mismatch-plugin patch apply" in str(e.value)) == (host in ("slime", "miles"))
+    if host != "nemo-rl":  # which reads its YAML in any case
+        assert prepare(line)[3].added == ()  # without our flags there is nothing to lose
+
+
+def test_where_the_flags_go_instead_is_said(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(_STARTERS["miles's scripts"] + "extra_args = ''\n")
+    with pytest.raises(
+        ValueError, match=r"\(U\.execute_train, run\.py line 2\).*--host miles .*--extra-args \"--use-tis"
+    ):
+        prepare([str(script), "--use-tis"])
+
+
+def test_a_trainer_that_also_runs_programs_is_none_of_them(tmp_path: Path) -> None:
+    """Directly, or by a module of its own folder that reads the command line."""
+    script = ray_tree(tmp_path / "tree", "slime")
+    script.write_text("import subprocess\nsubprocess.run(['true'], check=True)\n" + script.read_text())
+    assert prepare([str(script), "--use-tis"])[1].name == "slime"
+    (script.parent / "mine.py").write_text("import os, train\nimport slime\nos.system('true')\n")
+    assert prepare([str(script.parent / "mine.py"), "--use-tis"])[1].name == "slime"
+
+
+def test_a_shell_script_is_refused_with_the_place_for_the_launcher(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text("#!/bin/bash\nray job submit -- python3 train.py --x\n")
+    for line in ([str(script)], ["--mismatch-host", "slime", str(script)]):
+        with pytest.raises(ValueError, match=r"is no Python script .* put the launcher inside it, before that one"):
+            prepare([*line, "--use-tis"])
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit(0)"])
+def test_a_script_that_never_reads_its_command_line_fails_in_the_end(end: str, tmp_path: Path) -> None:
+    """What no source tells: the flags went nowhere, so the run must not look corrected."""
+    script = ray_tree(tmp_path / "tree", "slime")
+    script.write_text(f"import sys\nimport slime.utils.arguments\nprint('TRAINED')\n{end}\n")
+    done = launch(script, "--use-tis")
+    assert done.status == 2
+    assert "TRAINED" in done.printed
+    assert "train.py has ended and never read slime's command line" in done.errors
+    assert launch(script, "--num-rollout 3").status == 0
 
 
 # Megatron's version ---------------------------------------------------------------------------------------------------

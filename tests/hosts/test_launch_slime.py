@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from mismatch_plugin.hooks import slime as slime_hooks
 from mismatch_plugin.launch import Target, find_host, prepare
@@ -17,10 +18,16 @@ from mismatch_plugin.launching import ray_actors
 from mismatch_plugin.launching.command_line import read_command_line
 from mismatch_plugin.launching.plan import Plan
 from mismatch_plugin.launching.ray_megatron import TABLE
-from tests.hosts.contracts.launch_parsers import host_parser
+from mismatch_plugin.launching.starters import refuse_starter
+from tests.hosts.contracts import miles as miles_contract
+from tests.hosts.contracts import slime as slime_contract
+from tests.hosts.contracts.launch_parsers import host_parser, read_custom_config
 from tests.hosts.contracts.launch_trees import launch, ray_tree, run
+from tests.hosts.contracts.slime_cases import SHIPPED, hooked
+from tests.hosts.contracts.slime_source import host_root
 
 HOSTS = ("slime", "miles")
+NAMESPACES = {"slime": slime_contract.namespace, "miles": miles_contract.namespace}
 BOTH = "--use-tis --use-rollout-log-probs"
 
 
@@ -148,6 +155,27 @@ def test_hooks_of_the_user_stay(tmp_path: Path) -> None:
     assert "--rollout-data-postprocess-path" not in plan.added
 
 
+def test_hooks_of_the_user_around_the_step_change_the_scope_and_the_block_says_so(tmp_path: Path) -> None:
+    line = "--use-tis --tis-level sequence --tis-batch-normalize"
+    assert "over: the optimizer step (its mean weight is known before it)" in "\n".join(_plan(tmp_path, line).lines)
+    mine = "\n".join(_plan(tmp_path, f"{line} --rollout-data-postprocess-path mine.post").lines)
+    assert "over: the optimizer step (gradients are divided by the mean weight at its end)" in mine
+    hook = "--custom-megatron-before-train-step-hook-path"
+    block = "\n".join(_plan(tmp_path, f"{line} {hook} mine.step").lines)
+    assert f"over: each micro-batch, unless {hook} runs mismatch_plugin.hooks.slime.before_train_step" in block
+    block = "\n".join(_plan(tmp_path, f"{line} --tis-batch-normalize-scope step {hook} mine.step").lines)
+    assert f"over: the optimizer step; the first one is refused unless {hook} runs mismatch_plugin" in block
+
+
+def test_a_switch_that_makes_a_preset_another_algorithm_is_noted(tmp_path: Path) -> None:
+    lines = _plan(tmp_path, "--use-tis --mismatch-preset geo_rs").lines
+    note = "note: preset geo_rs is algorithm 0 (PPO), and --use-tis makes it 2 (decoupled PPO): leave --use-tis out to "
+    assert lines[0] == "algorithm 2: decoupled PPO"
+    assert [line for line in lines if line.startswith("note: preset")] == [f"{note}run the preset as it is."]
+    for line in ("--mismatch-preset geo_rs", "--use-tis --mismatch-preset token_is"):
+        assert not [line for line in _plan(tmp_path, line).lines if line.startswith("note: preset")]
+
+
 # YAML -----------------------------------------------------------------------------------------------------------------
 
 
@@ -182,9 +210,44 @@ def test_both_switches_in_yaml_evade_the_host_s_check_and_not_the_launcher(tmp_p
     assert (slime_hooks.settings(args).algorithm, slime_hooks.settings(args).tis.level) == (3, "sequence")
 
 
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_shipped_mis_yaml_runs_under_the_launcher(host: str, tmp_path: Path) -> None:
+    plan = _plan(tmp_path, _yaml(tmp_path, yaml.safe_dump(SHIPPED)), host)
+    assert plan.lines[:3] == (
+        "algorithm 2: decoupled PPO",
+        "weights: token level, truncate, at most 2, normalised over auto",
+        "rejection: token_ratio in [0.5, 2], veto below 0.0001",
+    )
+    assert len([line for line in plan.lines if "tis.lower_bound 0.5 bounds no weight" in line]) == 1
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(host: str, tmp_path: Path) -> None:
+    """The path arguments, and --custom-config-path with our settings: the host puts every key on its arguments."""
+    text = "use_tis: true\ntis_level: sequence\nrs_criterion: ['token:k2:0.5']\nmismatch_metrics: off\n"
+    script = ray_tree(tmp_path / "tree", host)
+    hook = f"--custom-tis-function-path mismatch_plugin.hooks.{host}.tis_function"
+    done = run(script, f"{hook} {_yaml(tmp_path, text)}")
+    assert done.given is not None, done.errors
+    config = importlib.import_module(f"mismatch_plugin.hooks.{host}").check(Namespace(**done.given["args"]))
+    assert (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
+    assert [criterion.name for criterion in config.criteria] == ["token_k2"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_host_s_own_code_puts_the_yaml_on_its_arguments(host: str, tmp_path: Path) -> None:
+    path = _yaml(tmp_path, "use_tis: true\ntis_level: sequence\nmismatch_metrics: off\n").split()[1]
+    args = Namespace(**NAMESPACES[host](custom_config_path=path, **hooked(host)))
+    read_custom_config(host, args)
+    config = importlib.import_module(f"mismatch_plugin.hooks.{host}").check(args)
+    assert (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
+
+
 @pytest.mark.parametrize(
     ("text", "line", "message"),
     [
+        ("tis_levle: token\n", "--use-tis", "setting 'tis_levle' is unknown: did you mean tis_level"),
+        ("mismatch_colour: red\n", "", "setting 'mismatch_colour' is unknown"),
         ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
         ("tis_mode: clip\n", "--use-tis --tis-level token", "stand in --custom-config-path .* and on the command line"),
         ("- 1\n", "--use-tis", "holds a list, not a mapping"),
@@ -220,12 +283,8 @@ def test_a_yaml_that_is_missing(tmp_path: Path) -> None:
         ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss"),
         ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
         ("--use-tis --mismatch-eps-clip-low 0.3", "--mismatch-eps-clip-low 0.3 contradicts .*--eps-clip, which is 0.2"),
-        ("--use-tis --tis-upper-bound 3 --tis-clip 4", "tis-upper-bound 3.* contradicts .*--tis-clip 4"),
-        ("--use-tis --mismatch-denominator accepted", "mismatch-denominator accepted cannot be had in"),
-        (
-            "--use-tis --tis-level sequence --tis-batch-normalize --rollout-data-postprocess-path mine.post",
-            "batch normalisation over the step needs --rollout-data-postprocess-path",
-        ),
+        ("--use-tis --tis-upper-bound 3 --tis-clip 4", "^--tis-upper-bound 3.* contradicts .*--tis-clip 4"),
+        ("--use-tis --mismatch-denominator accepted", "^--mismatch-denominator accepted cannot be had in"),
         (f"{BOTH} --advantage-estimator gspo", "--advantage-estimator gspo belongs to"),
     ],
 )
@@ -295,6 +354,18 @@ def test_ray_imports_the_package_on_a_real_node() -> None:
         ray_actors.check_actors()
     finally:
         ray.shutdown()
+
+
+# The hosts' own scripts -----------------------------------------------------------------------------------------------
+
+
+def test_miles_s_scripts_are_refused_and_its_trainers_are_not() -> None:
+    root = host_root("miles")
+    for script in sorted(root.glob("scripts/run_*.py")):
+        with pytest.raises(ValueError, match=r"trains nothing itself.*\(U\.e.*--host miles"):
+            refuse_starter("miles", script)
+    for script in (root / "train.py", root / "train_async.py", host_root("slime") / "train.py"):
+        refuse_starter(script.parent.name, script)
 
 
 # The hosts' own parsers -----------------------------------------------------------------------------------------------

@@ -177,6 +177,35 @@ def test_a_tree_without_git_must_be_the_recorded_one(tree: Path) -> None:
         apply(patches_of("own"), tree)
 
 
+def test_nothing_that_the_checkout_s_git_configuration_names_is_run(tree: Path, tmp_path: Path) -> None:
+    """A downloaded checkout brings its own .git/config, filters and hooks; the file's own attributes ask for them."""
+    mark, program = tmp_path / "ran", tmp_path / "program"
+    program.write_text(f"#!/bin/sh\necho $0 $@ >> {mark}\ncat\n")
+    program.chmod(0o755)
+    (tree / ".gitattributes").write_text("*.py filter=own diff=own merge=own\n")
+    (tree / "pkg" / "a.py").write_text("above = 0\n" + _text(tree))
+    _git(tree, "add", ".")
+    _git(tree, "commit", "--quiet", "--message", "y")
+    keys = ("core.fsmonitor", "filter.own.clean", "filter.own.smudge", "filter.own.process", "diff.own.textconv")
+    for key in (*keys, "diff.own.command", "diff.external", "core.pager", "core.sshCommand", "core.editor"):
+        _git(tree, "config", key, str(program))
+    _git(tree, "config", "core.hooksPath", str(tmp_path))
+    shutil.copy(program, tmp_path / "post-index-change")
+    patches = patches_of("own", optional=True)
+    assert [state_of(patch, tree) for patch in patches] == [State.RELEASED, State.RELEASED]
+    apply(patches, tree)
+    assert "ours = True" in _text(tree)
+    revert(patches, tree)
+    assert not mark.exists(), mark.read_text()
+
+
+def test_a_patched_file_keeps_its_mode(tree: Path) -> None:
+    (tree / "pkg" / "a.py").chmod(0o755)
+    apply(patches_of("own"), tree)
+    assert (tree / "pkg" / "a.py").stat().st_mode & 0o777 == 0o755
+    assert sorted(path.name for path in (tree / "pkg").iterdir()) == ["a.py", "b.py"]
+
+
 def test_a_checkout_inside_another_repository(tree: Path, tmp_path: Path) -> None:
     """git apply in a subfolder of a repository would skip the file without a word."""
     shutil.rmtree(tree / ".git")
@@ -190,10 +219,15 @@ def test_the_command(tree: Path) -> None:
         result = CliRunner().invoke(patching.app, [*arguments, "--host", "own", "--root", str(tree)])
         return result.exit_code, result.output
 
-    assert run("check") == (0, "pkg/a.py: not applied\n  to test\n")
+    other = "pkg/b.py (optional): not applied\n  to test\n"
+    assert run("check") == (0, f"pkg/a.py: not applied\n  to test\n{other}")
     assert run("apply") == (0, "applied to pkg/a.py\n")
-    assert run("check") == (0, "pkg/a.py: applied\n  to test\n")
-    assert run("check", "--optional")[1].count("applied") == 2
+    assert run("check") == (0, f"pkg/a.py: applied\n  to test\n{other}")
+    (tree / "pkg" / "b.py").write_text("another file\n")
+    status, output = run("check")
+    assert status == 0  # what nobody asked for is shown, and fails nothing
+    assert "pkg/b.py (optional): another version" in output
+    assert (run("check", "--optional")[0], run("check", "--file", "pkg/b.py")[0]) == (1, 1)
     assert run("revert") == (0, "reverted in pkg/a.py\n")
     (tree / "pkg" / "a.py").unlink()
     status, output = run("apply")

@@ -16,12 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+import mismatch_plugin as mp
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime_batch import owned_ranges, pack_local
 from tests.distributed.launch import launch
 from tests.hosts.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hosts.contracts.slime_compare import HAND_LAYOUTS, compare
-from tests.hosts.contracts.slime_data import owned, samples
+from tests.hosts.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
+from tests.hosts.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hosts.contracts.slime_worker import Case, Outcome, run_by_hand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
@@ -79,6 +81,72 @@ def test_rejection_shows_in_the_host_s_own_metrics():
         assert outcome.report["tis_rejected"] > 0
         for rank in split:
             assert rank[step].report == pytest.approx(outcome.report, rel=1e-4, abs=1e-5)
+
+
+# A reducer of the user's own ------------------------------------------------------------------------------------------
+
+_NARROW = {"criteria": ["sequence_mean:ratio:0.97:1.03"]}
+_REDUCED: dict[str, Any] = {
+    "0": ours(0, rs=_NARROW),
+    "2, by tokens": ours(2, weights("token", "mask"), rs={"criteria": ["token:k2:0.05"]}),
+    "2, by sequences": ours(2, weights("sequence", "clip"), rs=_NARROW),
+    "2, dry run": ours(2, weights("token", "mask"), dry_run=True),
+    "2, nothing rejected": ours(2, weights("token", "clip")),
+}
+
+
+@cache
+def reduced(layout: str) -> list[list[list[Outcome]]]:
+    tp, cp, processes = HAND_LAYOUTS[layout]
+    cases = [
+        Case("slime", tp, cp, {**hooked("slime"), **changes, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN})
+        for changes in _REDUCED.values()
+    ]
+    return launch(run_by_hand, cases, processes)
+
+
+@pytest.mark.parametrize("layout", ["one", "cp2", "cp4"])
+@pytest.mark.parametrize("name", _REDUCED)
+def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str):
+    """Its count is that of accepted tokens: Σ w · PPO-clip over what is kept / how many are kept, a micro-batch."""
+    args = arguments(**hooked("slime"), **_REDUCED[name])
+    config = slime.settings(args)
+    rejected = 0
+    for step in range(STEPS):
+        log_probs = {i: samples()[i].log_probs.clone().requires_grad_() for i in step_samples(step)}
+        loss = torch.zeros(())
+        for ids in schedule(0, 1)[step]:
+            rows = {key: [samples()[i].rows[key] for i in ids] for key in samples()[0].rows}
+            packed = mp.PackedSequences.from_lists(
+                train_log_probs=rows["log_probs"],
+                rollout_log_probs=rows["rollout_log_probs"],
+                loss_masks=rows["loss_masks"],
+            )
+            correction = mp.correct(packed, config)
+            ratio = (torch.cat([log_probs[i] for i in ids]) - torch.cat(rows["log_probs"])).exp()
+            advantages = torch.cat(rows["advantages"])
+            clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+            kept = correction.weights * correction.keep * clipped
+            loss = loss + kept.sum() / correction.keep.sum().clamp(min=1)
+            rejected += int(torch.cat(rows["loss_masks"]).sum() - correction.keep.sum())
+        (loss / len(log_probs)).backward()
+        wanted = torch.cat([log_probs[i].grad for i in step_samples(step)])  # pyright: ignore[reportArgumentType]
+        for rank in reduced(layout)[list(_REDUCED).index(name)]:
+            torch.testing.assert_close(rank[step].gradient, wanted, rtol=2e-5, atol=2e-6)
+            assert rank[step].loss == pytest.approx(float(loss.detach()) / len(log_probs), rel=2e-5)
+    assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
+
+
+def test_masks_keep_their_dtype_and_stay_as_they_came_without_a_reducer():
+    sample = samples()[0]
+    changes = {**hooked("slime"), **ours(2, weights("token", "mask"))}
+    _, (mask,), metrics = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
+    assert mask is sample.rows["loss_masks"]
+    changes["custom_pg_loss_reducer_function_path"] = ACCEPTED_MEAN
+    _, (left,), _ = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
+    assert left.dtype == mask.dtype
+    assert left.equal(mask - metrics["tis_rejected"].to(mask.dtype))
+    assert 0 < left.sum() < mask.sum()
 
 
 @pytest.mark.parametrize("cp", [1, 2, 3, 4])
@@ -164,8 +232,16 @@ def test_a_host_s_inf_under_the_mask_stays_out():
     assert masks[0] is sample.rows["loss_masks"]
 
 
-def test_normalising_over_the_step_without_its_hooks_says_which_to_set():
+def test_normalising_without_hooks_around_the_step_is_the_micro_batch_s_mean():
+    sample = samples()[0]
     args = arguments(**hooked("slime"), **ours(2, _NORMALISED))
+    loss, _, _ = call_tis(args, [sample.rows["rollout_log_probs"]])
+    assert loss.sum().item() == pytest.approx(float(sample.rows["loss_masks"].sum()), rel=1e-5)  # one sequence: mean 1
+
+
+def test_normalising_over_the_step_without_its_hooks_says_which_to_set():
+    scope = weights("sequence", "clip", batch_normalize=True, batch_normalize_scope="step")
+    args = arguments(**hooked("slime"), **ours(2, scope))
     with pytest.raises(ValueError, match=r"custom-megatron-before-train-step-hook-path mismatch_plugin\.hooks\.slime"):
         call_tis(args, [samples()[0].rows["rollout_log_probs"]])
 

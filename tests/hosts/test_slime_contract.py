@@ -34,6 +34,9 @@ def test_host_still_calls_the_hooks_so(host: str, adapter: ModuleType, contract:
     assert keys == contract.TIS_KEYWORDS
     for file, caller, called, arguments in contract.CALLS.values():
         assert source.call_arguments(source.function(root / file, caller), called) == arguments
+    caller = source.function(losses, "policy_loss_function")
+    assert source.call_arguments(caller, "custom_pg_loss_reducer_func") == slime_contract.REDUCER
+    assert "modified_response_masks if args.get_mismatch_metrics or args.use_tis" in ast.unparse(caller)
 
 
 @hosts

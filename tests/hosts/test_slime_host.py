@@ -16,6 +16,7 @@ from tests.distributed.launch import launch
 from tests.hosts.contracts.slime_cases import BOUNDS, LEVELS, MODES, TERMS, custom, hooked, ours, product, weights
 from tests.hosts.contracts.slime_compare import HOST_LAYOUTS, compare, same
 from tests.hosts.contracts.slime_live import run_host
+from tests.hosts.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hosts.contracts.slime_source import host_root
 from tests.hosts.contracts.slime_worker import Case, Outcome
 
@@ -106,6 +107,11 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             for name, keys in {"": mis, " + rejection + veto": {**rejecting, "rs_veto_threshold": 0.3}}.items():
                 theirs = {**keys, "custom_tis_function_path": _MIS}
                 pairs[f"mis.py {level} {mode}{name}"] = ({**keys, **hooked("slime")}, theirs)
+    for mode in MODES:
+        # A reducer that counts the masks it is given, entropy and KL over the same masks.
+        name = f"mis.py token {mode} + rejection + veto"
+        own = {**pairs[name][1], **TERMS, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+        pairs[f"{name}, reducer"] = ({**own, **hooked("slime")}, own)
     return pairs
 
 

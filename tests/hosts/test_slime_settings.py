@@ -12,12 +12,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
 from tests.hosts.contracts import miles as miles_contract
 from tests.hosts.contracts import slime as slime_contract
-from tests.hosts.contracts.slime_cases import custom, hooked, ours
+from tests.hosts.contracts.slime_cases import SHIPPED, custom, hooked, ours
+from tests.hosts.contracts.slime_source import host_root
 
 HOSTS = {"slime": (slime, slime_contract), "miles": (miles, miles_contract)}
 TWICE = {"use_rollout_logprobs": True, "use_tis": True}
@@ -81,7 +83,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {**custom("slime"), "mismatch_settings": {"use_rollout_log_probs": True}},
         "write --use-rollout-logprobs",
     ),
-    "accepted": ({**hooked("slime"), **ours(2, denominator="accepted")}, "mismatch-denominator accepted cannot be had"),
+    "accepted": (
+        {**hooked("slime"), **ours(2, denominator="accepted")},
+        "^--mismatch-denominator accepted cannot",
+    ),
     "clip": (
         {**hooked("slime"), **ours(2, ppo={"eps_clip_low": 0.3})},
         "--mismatch-eps-clip-low 0.3 contradicts slime's --eps-clip, which is 0.2",
@@ -100,15 +105,15 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "aggregation": (
         {**custom("slime"), **ours(2, aggregation="seq-mean-token-sum")},
-        "mismatch-aggregation seq-mean-token-sum contradicts slime",
+        "^--mismatch-aggregation seq-mean-token-sum contradicts slime",
     ),
     "upper bound": (
         {**hooked("slime"), **ours(2, {"upper_bound": 3.0}), "tis_clip": 5.0},
-        "tis-upper-bound 3.0 contradicts slime's --tis-clip 5",
+        "^--tis-upper-bound 3.0 contradicts slime's --tis-clip 5",
     ),
     "lower bound of truncate": (
         {**hooked("slime"), **ours(2, {"mode": "truncate"}), "tis_clip_low": 0.5},
-        "bounds no weight under tis-mode truncate",
+        "bounds no weight under --tis-mode truncate",
     ),
     "GSPO in the whole loss": (
         {**custom("slime"), **ours(3), "advantage_estimator": "gspo"},
@@ -191,6 +196,89 @@ def test_a_mis_yaml_is_read_as_slime_reads_it():
     assert config.rs.veto_threshold == 1e-4
 
 
+OURS_IN_YAML: dict[str, dict[str, Any]] = {
+    "metrics": {"mismatch_metrics": "full"},
+    "policy": {"rollout_log_prob_policy": "neutral"},
+    "scope": {"tis_batch_normalize_scope": "micro_batch"},
+    "several": {"mismatch_dry_run": True, "mismatch_report_dir": "out"},
+}
+
+
+@pytest.mark.parametrize("more", OURS_IN_YAML)
+@pytest.mark.parametrize("upper", [None, 4.0])
+def test_a_mis_yaml_means_the_same_next_to_our_own_keys(more: str, upper: float | None, host: str):
+    """Rejection's missing lower bound is that of TIS, 0.5; as a flag it would be 1/4."""
+    keys = {**SHIPPED, "rs_upper_bound": upper}
+    alone = HOSTS[host][0].settings(namespace(host, **hooked(host), **keys))
+    both = HOSTS[host][0].settings(namespace(host, **hooked(host), **keys, **OURS_IN_YAML[more]))
+    assert (alone.criteria[0].lower_bound, alone.criteria[0].upper_bound) == (0.5, upper or 2.0)
+    assert (both.criteria, both.rs, both.tis.lower_bound) == (alone.criteria, alone.rs, 0.5)
+    assert both != alone
+
+
+def test_a_mis_yaml_lies_over_a_preset_and_under_our_other_settings():
+    keys = {"use_tis": True, "tis_level": "sequence", "use_rs": True, "rs_upper_bound": 3.0, "rs_lower_bound": 0.25}
+    more = {"mismatch_preset": "token_icepop", "rs_criterion": ["token:k2:0.5"], "rollout_log_prob_policy": "neutral"}
+    config = slime.settings(namespace(**hooked("slime"), **keys, **more))
+    assert (config.tis.mode, config.tis.level, config.tis.upper_bound) == ("mask", "sequence", 5.0)  # the preset's 5
+    assert [criterion.name for criterion in config.criteria] == ["token_k2", "token_ratio"]
+    assert config.rollout_log_prob_policy == "neutral"
+
+
+@pytest.mark.parametrize("keys", [{}, {"tis_level": "sequence"}])
+def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict[str, Any]):
+    args = namespace(**hooked("slime"), use_tis=True, mismatch_preset="geo_rs", **keys)
+    with pytest.warns(mp.MismatchWarning, match=r"preset geo_rs is algorithm 0 \(PPO\), and .*use.tis makes it 2"):
+        assert slime.settings(args).algorithm == 2
+    assert "note: preset geo_rs is algorithm 0" in described(**vars(args))
+
+
+def test_flags_and_a_mis_yaml_that_mean_different_bounds_are_refused():
+    """Where our flags are in the parser, nobody can tell which of the values the file has set."""
+    parser = mp.add_arguments(argparse.ArgumentParser())
+    typed = {**vars(parser.parse_args([])), **SHIPPED, "rs_upper_bound": 4.0, "custom_config_path": "mis.yaml"}
+    with pytest.raises(ValueError, match="give rs_lower_bound and rs_upper_bound"):
+        slime.settings(namespace(**{**typed, **hooked("slime")}))
+    config = slime.settings(namespace(**{**typed, **hooked("slime"), "rs_lower_bound": 0.5}))
+    assert config.criteria[0].lower_bound == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("mismatch_metric", "setting 'mismatch_metric' is unknown: did you mean mismatch_metrics"),
+        ("mismatch_colour", "setting 'mismatch_colour' is unknown"),
+        ("tis_levle", "setting 'tis_levle' is unknown: did you mean tis_level"),
+        ("rs_vetothreshold", "setting 'rs_vetothreshold' is unknown: did you mean rs_veto_threshold"),
+    ],
+)
+def test_a_misspelt_key_of_the_yaml_is_refused(key: str, message: str, host: str):
+    with pytest.raises(ValueError, match=message):
+        HOSTS[host][0].settings(namespace(host, **hooked(host), use_tis=True, **{key: "full"}))
+
+
+def test_the_shipped_mis_yaml_is_the_recorded_one():
+    file = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
+    assert yaml.safe_load(file.read_text()) == SHIPPED
+
+
+def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture, host: str):
+    """No hook around the step: the mean weight is the micro-batch's, as in slime's own function, and that is said."""
+    adapter: Any = HOSTS[host][0]
+    args = namespace(host, **hooked(host), **SHIPPED)
+    assert adapter.check(args) is not None
+    text = described(host, **hooked(host), **SHIPPED)
+    assert "batch normalisation over: each micro-batch, unless --custom-megatron-before-train-step" in text
+    run = adapter.RayAdapter(adapter.ADAPTER.host).run
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        assert [run.factor(adapter.settings(args)) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert f"set --custom-megatron-before-train-step-hook-path mismatch_plugin.hooks.{host}" in record.getMessage()
+    step = namespace(host, **hooked(host), **SHIPPED, tis_batch_normalize_scope="step")
+    with pytest.raises(ValueError, match=r"before_train_step and --rollout-data-postprocess-path .* or choose --tis-b"):
+        run.factor(adapter.settings(step))
+
+
 def test_yaml_with_our_own_keys_is_read_as_flags():
     keys = {
         "use_tis": True,
@@ -238,7 +326,10 @@ def described(host: str = "slime", **changes: Any) -> str:
 def test_the_block_says_what_runs_and_who_divides(host: str):
     module = f"mismatch_plugin.hooks.{host}"
     tis = {"level": "sequence", "batch_normalize": True}
-    hooks = {"custom_megatron_before_train_step_hook_path": f"{module}.before_train_step"}
+    hooks = {
+        "custom_megatron_before_train_step_hook_path": f"{module}.before_train_step",
+        "rollout_data_postprocess_path": f"{module}.rollout_data_postprocess",
+    }
     text = described(host, **custom(host), **ours(3, tis), **hooks)
     assert "algorithm 3: REINFORCE + IS" in text
     assert f"through: {module}.policy_loss" in text
@@ -246,12 +337,24 @@ def test_the_block_says_what_runs_and_who_divides(host: str):
     assert "gradients are divided by the mean weight at its end" in text
     assert "old log-probs pass: skipped" in text
     assert "step metrics: none" not in text
+    text = described(host, **hooked(host), **ours(2, tis), **hooks)
+    assert ("its mean weight is known before it" in text) == (host == "slime")
     text = described(host, **hooked(host), **ours(2, tis), calculate_per_token_loss=True)
     assert f"through: {host}'s policy_loss with {module}.tis_function" in text
     assert f"normaliser: {host}'s, the step's tokens of the original masks" in text
-    assert ("its mean weight is known before it" in text) == (host == "slime")
+    assert "over: each micro-batch, unless --custom-megatron-before-train-step-hook-path runs" in text
     assert "old log-probs pass: runs" in text
     assert "step metrics: none" in text
+
+
+def test_the_block_says_what_a_custom_reducer_gets(host: str):
+    reducer = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
+    text = described(host, **hooked(host), **ours(0, rs={"veto_threshold": 1e-4}), **reducer)
+    assert "normaliser: that of mine.reducer, which gets the masks without what is rejected" in text
+    assert "entropy and KL terms: over what is not rejected" in text
+    text = described(host, **hooked(host), **ours(2), **reducer)
+    assert "normaliser: that of mine.reducer, which gets the original masks" in text
+    assert "entropy and KL terms: over the original masks" in text
 
 
 def test_the_block_names_what_has_no_effect():

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import logging
 import os
 import sys
 import types
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+import yaml
+
+from tests.hosts.contracts.slime_source import host_root
 
 
 class _Missing:
@@ -53,6 +58,16 @@ def _host_module(host: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         if name.split(".")[0] in finder.prefixes:
             monkeypatch.delitem(sys.modules, name)
     return module
+
+
+def read_custom_config(host: str, args: Namespace) -> None:
+    """What the host's own argument check does with --custom-config-path: that one statement of it, run by itself."""
+    tree = ast.parse((host_root(host) / host / "utils" / "arguments.py").read_text(encoding="utf-8"))
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "args.custom_config_path"]
+    (statement,) = found
+    names: dict[str, Any] = {"args": args, "yaml": yaml, "logger": logging.getLogger("host")}
+    names["resolve_file_arg"] = lambda path: Path(path).read_text(encoding="utf-8")  # miles's
+    exec(compile(ast.Module(body=[statement], type_ignores=[]), "arguments.py", "exec"), names)
 
 
 def host_parser(host: str, monkeypatch: pytest.MonkeyPatch) -> ArgumentParser:

@@ -37,6 +37,8 @@ CALLS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
     ),
     "init": ("slime/backends/megatron_utils/initialize.py", "init", "custom_init", ("args",)),
 }
+# How the reducer that --custom-pg-loss-reducer-function-path names is called, with the masks that tis_function returns.
+REDUCER = ("total_lengths", "response_lengths", "pg_loss_masks", "args.calculate_per_token_loss")
 BATCH_KEYS = (
     *("total_lengths", "response_lengths", "loss_masks", "log_probs", "ref_log_probs", "advantages"),
     *("rollout_log_probs", "rollout_mask_sums"),

@@ -9,6 +9,20 @@ LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
 BOUNDS = {"token": (0.7, 1.4), "sequence": (0.3, 2.5), "geometric": (0.9, 1.1)}
 CRITERIA = ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"]
 TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
+# What slime's own mis.yaml sets: see test_the_shipped_mis_yaml_is_the_recorded_one.
+SHIPPED: dict[str, Any] = {
+    "use_tis": True,
+    "use_rs": True,
+    "tis_level": "token",
+    "rs_level": "token",
+    "tis_mode": "truncate",
+    "tis_lower_bound": 0.5,
+    "tis_upper_bound": 2.0,
+    "rs_lower_bound": None,
+    "rs_upper_bound": None,
+    "rs_veto_threshold": 1e-4,
+    "tis_batch_normalize": True,
+}
 WEIGHTED_KL = {"terms": {"kl_importance_weighted": True}}
 
 

@@ -244,7 +244,7 @@ def _policy_loss(
     tis: Any,
     local: list[list[int]],
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The host's policy loss: PPO-clip, the TIS hook, entropy, KL (k3)."""
+    """The host's policy loss: PPO-clip, the TIS hook (whose masks all but the metrics use), entropy, KL (k3)."""
     log_probs = list(leaf.detach().split([len(at) for at in local]))
     old, advantages = torch.cat(batch["log_probs"] or log_probs), torch.cat(batch["advantages"])
     ratio = (leaf - old).exp()
@@ -254,9 +254,15 @@ def _policy_loss(
     pg_loss, masks, metrics = tis(
         args=args, pg_loss=pg_loss, train_log_probs=batch["log_probs"] or log_probs, **keywords
     )
-    loss = _reducer(args, {**batch, "loss_masks": masks}, local)(pg_loss)
-    loss = loss - args.entropy_coef * reduce(torch.cat(entropy))
+    left = _reducer(args, {**batch, "loss_masks": masks}, local)
+    path = args.custom_pg_loss_reducer_function_path
+    reduce_policy = left
+    if path is not None:
+        module, _, name = path.rpartition(".")
+        shape = (batch["total_lengths"], batch["response_lengths"])
+        reduce_policy = getattr(importlib.import_module(module), name)(*shape, masks, args.calculate_per_token_loss)
+    loss = reduce_policy(pg_loss) - args.entropy_coef * left(torch.cat(entropy))
     if args.use_kl_loss:
         difference = leaf - torch.cat(batch["ref_log_probs"])
-        loss = loss + args.kl_loss_coef * reduce((-difference).exp() - 1 + difference)
+        loss = loss + args.kl_loss_coef * left((-difference).exp() - 1 + difference)
     return loss, {"loss": loss.detach(), **{name: reduce(value) for name, value in metrics.items()}}
