@@ -264,7 +264,8 @@ class MismatchConfig(Section):
     )
     rollout_log_prob_policy: InvalidPolicy = described(
         "error",
-        "what a rollout log-prob that is none (NaN, > 0, −inf or a floor, a 0.0 fill) does",
+        "what an invalid log-prob (NaN, > 0, −inf or a floor, a 0.0 fill) does where it is used; where it is only "
+        "measured it is left out of the metrics and counted",
         flag="--rollout-log-prob-policy",
     )
     # YAML 1.1 reads a bare off as false.
@@ -296,6 +297,23 @@ class MismatchConfig(Section):
         masks = self.weighted and self.tis.mode == "mask"
         drops = self.rollout_log_prob_policy in ("drop-token", "drop-sequence")
         return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
+
+    @property
+    def uses_rollout_values(self) -> bool:
+        """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, or in what is rejected.
+
+        Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
+        """
+        return self.algorithm == 1 or (not self.dry_run and (self.weighted or self.rejects))
+
+    @property
+    def leaves_out_invalid(self) -> bool:
+        """True where invalid log-probs are left out of the metrics; else the policy says what becomes of them.
+
+        A dry run under neutral, drop-token or drop-sequence shows what that policy would do.
+        """
+        previews = self.rollout_log_prob_policy != "error" and (self.weighted or self.rejects)
+        return not self.uses_rollout_values and not previews
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:

@@ -132,7 +132,7 @@ def test_an_error_on_one_rank_is_raised_on_all(one_bad_token: dict[Key, list[tup
                     assert f"sequence {BAD_SEQUENCE}, position " in rank["message"]
                     assert "is missing or NaN (value nan, kind nan)" in rank["message"]
                 else:
-                    assert "on another rank are no log-probs: 1 of kind nan" in rank["message"]
+                    assert "invalid log-probs on another rank: 1 of kind nan" in rank["message"]
                 assert "--rollout-log-prob-policy neutral, drop-token or drop-sequence" in rank["message"]
 
 

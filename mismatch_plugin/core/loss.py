@@ -14,7 +14,7 @@ from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
+from mismatch_plugin.core.validity import train_is_valid
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig, PPOClip
@@ -176,14 +176,14 @@ def token_losses(
     config: MismatchConfig,
     clip: PPOClip | None = None,
 ) -> TokenLosses:
-    """The objective of every token that enters: `loss_mask`, less those whose π_train is not finite.
+    """The objective of every token that enters: `loss_mask`, less those whose π_train is invalid.
 
     Under the policy `error` these stay, so that the loss shows them even before the step's error is raised.
     log_probs, advantages, old: [T], anything where nothing trains. clip: instead of the configuration's.
     """
     code, selected = correction.tokens.code, packed.loss_mask
     if code is not None and config.rollout_log_prob_policy != "error":
-        selected = selected.logical_and(code != TRAIN_NOT_FINITE)
+        selected = selected.logical_and(train_is_valid(code))
     log_probs = torch.where(selected, log_probs, 0.0)
     advantages = torch.where(selected, advantages.detach(), 0.0)
     if config.algorithm == 3:

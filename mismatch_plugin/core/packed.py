@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,8 @@ class PackedSequences:
     * positions: index of the token in its response, integer; under context parallelism the global one
     * weight_versions: integer
 
-    rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the data was still on the CPU.
+    rewards: [N]. sequence_ids: names for error messages. `invalid`: the first invalid log-probs of each kind that
+    were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
     """
 
     loss_mask: Tensor
@@ -52,6 +53,7 @@ class PackedSequences:
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
     invalid: tuple[InvalidLogProb, ...] = field(default=(), repr=False)
+    invalid_counts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if any(not isinstance(length, int) or length < 0 for length in self.lengths):
@@ -245,8 +247,9 @@ class PackedSequences:
             return self
         old = self.old_log_probs
         train = torch.zeros_like(rollout) if old is None else old.detach()
-        found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
+        found, counts = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
         object.__setattr__(self, "invalid", found)
+        object.__setattr__(self, "invalid_counts", counts)
         return self
 
 
