@@ -246,12 +246,12 @@ USED: dict[str, dict[str, Any]] = {
 def test_what_is_only_measured_stops_nothing(settings: dict[str, Any], case: str, build: Any) -> None:
     """The loss is that of the same batch with a valid log-prob; the metrics are those without the token."""
     bad, kind = KINDS[case]
-    settings = mp.MismatchConfig.model_validate(settings)
+    chosen = mp.MismatchConfig.model_validate(settings)
     current = torch.tensor([-1.1, -0.4, -2.1, -4.2, NAN])
 
     def run(value: Any) -> tuple[mp.PolicyLoss, torch.Tensor]:
         log_probs = current.clone().requires_grad_()
-        result = mp.policy_loss(log_probs, build(value), settings)
+        result = mp.policy_loss(log_probs, build(value), chosen)
         result.loss.backward()
         assert log_probs.grad is not None
         return result, log_probs.grad
@@ -263,7 +263,7 @@ def test_what_is_only_measured_stops_nothing(settings: dict[str, Any], case: str
     assert all(math.isfinite(value) for value in metrics.values())
     assert metrics[f"rollout_corr/invalid_{kind}"] == 1
     assert (metrics["rollout_corr/tokens"], metrics["rollout_corr/sequences"]) == (4, 2)
-    train = current if settings.use_rollout_log_probs else torch.tensor([*TRAIN[0], *TRAIN[1]])
+    train = current if chosen.use_rollout_log_probs else torch.tensor([*TRAIN[0], *TRAIN[1]])
     measured = train[:3] - torch.tensor([-1.0, -1.0, -2.5])
     assert metrics["rollout_corr/kl"] == pytest.approx(-float(measured.mean()), abs=1e-6)
     assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(
@@ -274,11 +274,11 @@ def test_what_is_only_measured_stops_nothing(settings: dict[str, Any], case: str
 
 @pytest.mark.parametrize("settings", USED.values(), ids=list(USED))
 def test_what_is_used_stops(settings: dict[str, Any]) -> None:
-    settings = mp.MismatchConfig.model_validate(settings)
+    chosen = mp.MismatchConfig.model_validate(settings)
     with pytest.raises(mp.InvalidLogProbError, match=r"rollout log-prob of sequence b, position 1 .*kind nan"):
-        mp.policy_loss(torch.full((5,), -1.0), from_lists(NAN), settings)
+        mp.policy_loss(torch.full((5,), -1.0), from_lists(NAN), chosen)
     with pytest.raises(mp.InvalidLogProbError, match=r"rollout log-prob of sequence b, position 1 .*kind nan"):
-        mp.policy_loss(torch.full((5,), -1.0), directly(NAN), settings).statistics.metrics()
+        mp.policy_loss(torch.full((5,), -1.0), directly(NAN), chosen).statistics.metrics()
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("drop-token", [1, 1, 1, 0, 0]), ("drop-sequence", [1, 1, 0, 0, 0])])
@@ -305,14 +305,14 @@ def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> N
 @pytest.mark.parametrize("settings", [{}, {"use_tis": True}, {"use_tis": True, "dry_run": True}])
 def test_an_invalid_training_log_prob_stops_whatever_uses_it(settings: Any, value: float, kind: str) -> None:
     """The sign flipped, or absurd: π_old is in every loss of algorithms 0 and 2."""
-    settings = mp.MismatchConfig.model_validate(settings)
+    chosen = mp.MismatchConfig.model_validate(settings)
     lists: dict[str, Any] = {"old_log_probs": [[-1.0, value]], "rollout_log_probs": [[-1.0, -1.5]]}
     packed = mp.PackedSequences.from_lists(**lists, loss_masks=[[1, 1]], advantages=[1.0])
     message = rf"training log-prob of sequence 0, position 1 .*value {value:g}, kind {kind}.*training side's log-probs"
     with pytest.raises(mp.InvalidLogProbError, match=message):
-        mp.policy_loss(torch.tensor([-1.0, -1.0]), packed, settings)
+        mp.policy_loss(torch.tensor([-1.0, -1.0]), packed, chosen)
     with pytest.raises(mp.InvalidLogProbError, match=message):
-        mp.correct(packed.replace(invalid=()), settings).statistics.metrics()
+        mp.correct(packed.replace(invalid=()), chosen).statistics.metrics()
 
 
 @pytest.mark.parametrize("bypass", [False, True])

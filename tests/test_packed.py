@@ -306,6 +306,7 @@ def test_shape_errors_say_what_to_write() -> None:
     for packed, shape, message in wrong:
         with pytest.raises(ValueError, match=message):
             mp.policy_loss(torch.zeros(shape), packed, config)
-    for pack in (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists):
+    packs: tuple[Any, ...] = (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists)
+    for pack in packs:
         with pytest.raises(ValueError, match=r"for one advantage a sequence .*advantages\.squeeze\(1\)"):
             pack(loss_masks=torch.ones(2, 3), advantages=torch.ones(2, 1))
