@@ -63,7 +63,7 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
     With other settings: `preset("token_is").replace(metrics="full", tis={"batch_normalize": True})`.
-    Raises: ValueError naming an unknown preset or parameter and what there is, or a value that is none.
+    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
     Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
     """
     return MismatchConfig.build(find_preset(name).settings(**overrides))
