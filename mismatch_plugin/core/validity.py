@@ -127,7 +127,7 @@ def find_invalid(
     It syncs: for data preparation on the CPU, or once a defect was counted.
     """
     codes = classify(train_T, rollout_T, loss_mask_T.logical_not())
-    counts = dict(zip(KINDS, count_kinds(codes).long().tolist(), strict=True))
+    counts: dict[str, int] = dict(zip(KINDS, count_kinds(codes).long().tolist(), strict=True))
     counts = {kind: counts[kind] for kind in DEFECTS if counts[kind]}
     if not counts:
         return (), {}
