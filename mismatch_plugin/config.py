@@ -13,7 +13,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from mismatch_plugin.criteria import Criterion, Rejection
 from mismatch_plugin.fields import (
@@ -39,6 +48,9 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
 MetricsLevel = Literal["off", "basic", "full"]
+
+SAFETY_BOUND = 20.0
+"""Ratios are computed within e^±20."""
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 
@@ -111,10 +123,16 @@ class ImportanceSampling(Section):
     @property
     def upper(self) -> float:
         """hi, with inf replaced by the safety bound e^20."""
-        return min(self.upper_bound, math.exp(20.0))
+        return min(self.upper_bound, math.exp(SAFETY_BOUND))
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
+        if self.upper_bound < math.exp(-SAFETY_BOUND):
+            template = (
+                f"<tis.upper_bound> {self.upper_bound:g} is below e^-20 = 2.1e-9, the smallest ratio that is told "
+                f"apart: raise it (2.0 is usual)."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound"))
         if self.lower > self.upper:
             template = (
                 f"<tis.lower_bound> {self.lower:g} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the "
@@ -163,6 +181,16 @@ class PPOClip(Section):
         source="Ye et al. 2020",
         gt=1.0,
     )
+
+    @model_validator(mode="after")
+    def _within_ratios(self, info: ValidationInfo) -> PPOClip:
+        if math.exp(SAFETY_BOUND) < self.eps_clip_high < math.inf:
+            template = (
+                f"<ppo.eps_clip_high> {self.eps_clip_high:g} is above e^20 = 4.9e8, the largest ratio: write inf for "
+                f"no upper clip."
+            )
+            raise ValueError(spell(template, info, "ppo.eps_clip_high"))
+        return self
 
 
 class Terms(Section):
@@ -259,12 +287,13 @@ class MismatchConfig(Section):
         unit="tokens",
         verl="seq-mean-token-sum-norm",
         source="Liu et al. 2025 (Dr. GRPO)",
-        gt=0.0,
+        ge=1e-6,
         allow_inf_nan=False,
     )
     rollout_log_prob_policy: InvalidPolicy = described(
         "error",
-        "what a rollout log-prob that is none (NaN, > 0, −inf or a floor, a 0.0 fill) does",
+        "what an invalid log-prob (NaN, > 0, −inf or a floor, a 0.0 fill) does where it is used; where it is only "
+        "measured it is left out of the metrics and counted",
         flag="--rollout-log-prob-policy",
     )
     # YAML 1.1 reads a bare off as false.
@@ -279,6 +308,16 @@ class MismatchConfig(Section):
         "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
         flag="--mismatch-report-dir",
     )
+
+    _by_hand: frozenset[str] | None = PrivateAttr(default=None)
+    """Dotted paths of the settings that a person asked for; None: all that differ from their defaults."""
+
+    def __eq__(self, other: object) -> bool:
+        """Equal settings, however they were given."""
+        return isinstance(other, MismatchConfig) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
 
     @property
     def algorithm(self) -> int:
@@ -296,6 +335,23 @@ class MismatchConfig(Section):
         masks = self.weighted and self.tis.mode == "mask"
         drops = self.rollout_log_prob_policy in ("drop-token", "drop-sequence")
         return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
+
+    @property
+    def uses_rollout_values(self) -> bool:
+        """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, or in what is rejected.
+
+        Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
+        """
+        return self.algorithm == 1 or (not self.dry_run and (self.weighted or self.rejects))
+
+    @property
+    def leaves_out_invalid(self) -> bool:
+        """True where invalid log-probs are left out of the metrics; else the policy says what becomes of them.
+
+        A dry run under neutral, drop-token or drop-sequence shows what that policy would do.
+        """
+        previews = self.rollout_log_prob_policy != "error" and (self.weighted or self.rejects)
+        return not self.uses_rollout_values and not previews
 
     @property
     def criteria(self) -> tuple[Criterion, ...]:
@@ -341,19 +397,39 @@ class MismatchConfig(Section):
 
     @classmethod
     def build(
-        cls, data: Mapping[str, Any], by_hand: Collection[str] = (), flags: Collection[str] = ()
+        cls, data: Mapping[str, Any], by_hand: Collection[str] | None = (), flags: Collection[str] = ()
     ) -> MismatchConfig:
         """Build from nested settings, of which only the dotted paths in `by_hand` were asked for by a person.
 
         What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
-        a MismatchWarning. flags: those paths of `by_hand` that errors shall name as flags.
+        a MismatchWarning. by_hand None: whatever differs from its default was.
+        flags: those paths of `by_hand` that errors shall name as flags.
         Raises: ValueError, one sentence a fault.
         """
         context = {"by_hand": by_hand, "typed": flags, "flags": flag_names(cls)}
         try:
-            return cls.model_validate(data, context=context)
+            config = cls.model_validate(data, context=context)
         except ValidationError as error:
             raise plain_error(error, cls, flags) from None
+        config._by_hand = None if by_hand is None else frozenset(by_hand)
+        return config
+
+    def replace(self, **changes: Any) -> MismatchConfig:
+        """This configuration with some settings changed, validated anew: `config.replace(tis={"upper_bound": 5.0})`.
+
+        A dict changes the settings it names and leaves the others of its section; a section (`ImportanceSampling(…)`)
+        or a list takes the place of the old one. What is changed counts as given by hand, what was given by hand before
+        still does, and what a preset or another system's settings brought does not.
+        Raises: ValueError naming the setting, the value and what to do, also where a setting given by hand would have
+        no effect. Warns (MismatchWarning): as building the configuration does.
+        """
+        base = self.model_dump(exclude_unset=True)
+        for name, value in changes.items():
+            if isinstance(value, BaseModel):
+                base.pop(name, None)
+                changes[name] = value.model_dump(exclude_unset=True)
+        by_hand = None if self._by_hand is None else self._by_hand | dotted_fields_set(changes)
+        return type(self).build(merge(base, changes), by_hand)
 
     @classmethod
     def from_file(cls, path: str | Path) -> MismatchConfig:

@@ -45,7 +45,7 @@ class Preset:
                 if name in MismatchConfig.model_fields:
                     raise ValueError(
                         f"{name} is a setting, no parameter of preset {self.name}. To change it: "
-                        f"MismatchConfig.build(preset(…).model_dump() | {{{name!r}: …}})."
+                        f"preset(…).replace({name}=…)."
                     )
                 if not self.parameters:
                     raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
@@ -62,7 +62,7 @@ def preset(name: str, **overrides: Any) -> MismatchConfig:
     """The configuration of a named preset, with its own parameters overridden: `preset("token_is", threshold=3.0)`.
 
     A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
-    With other settings as well: `MismatchConfig.build(preset("disabled").model_dump() | {"metrics": "full"})`.
+    With other settings: `preset("token_is").replace(metrics="full", tis={"batch_normalize": True})`.
     Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
     Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
     """

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 import mismatch_plugin as mp
+from mismatch_plugin.config import ImportanceSampling
 from mismatch_plugin.criteria import Criterion
 from mismatch_plugin.fields import bounds, leaf_fields, number, switch
 
@@ -224,7 +225,7 @@ def test_errors_of_combinations(settings: str, message: str) -> None:
         ({"ppo": {"eps_clip_low": 1.5}}, "ppo.eps_clip_low is 1.5: it should be less than or equal to 1."),
         ({"ppo": {"dual_clip": 1}}, "ppo.dual_clip is 1: it should be greater than 1."),
         ({"terms": {"kl_coef": -1}}, "terms.kl_coef is -1: it should be greater than or equal to 0."),
-        ({"length_norm": 0}, "length_norm is 0: it should be greater than 0."),
+        ({"length_norm": 0}, "length_norm is 0: it should be greater than or equal to 0.000001."),
         ({"tis": "clip"}, "tis is 'clip': it should be a valid dictionary"),
         ({"tis": {"mdoe": "clip"}}, "setting 'tis.mdoe' is unknown: did you mean tis.mode?"),
         ({"tis_mode": "clip"}, "setting 'tis_mode' is unknown: did you mean tis.mode?"),
@@ -430,3 +431,62 @@ def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match="stands there twice"):
         mp.MismatchConfig.from_file(tmp_path / name)
+
+
+# Changing some settings -----------------------------------------------------------------------------------------------
+
+
+def test_replace_changes_what_it_names_and_nothing_else() -> None:
+    config = mp.preset("decoupled_seq_is_rs")
+    changed = config.replace(tis={"upper_bound": 5.0}, metrics="full")
+    assert (changed.tis.upper_bound, changed.tis.level, changed.metrics) == (5.0, "sequence", "full")
+    assert changed.rs == config.rs and changed.algorithm == 2
+    assert config.tis.upper_bound != 5.0, "the old one is frozen"
+    assert changed.replace(tis={"upper_bound": config.tis.upper_bound}, metrics="basic") == config
+    assert hash(changed.replace(metrics="full")) == hash(changed)
+    whole = changed.replace(tis=ImportanceSampling(level="geometric"))
+    assert (whole.tis.level, whole.tis.upper_bound) == ("geometric", 2.0)
+    criteria = changed.replace(rs={"criteria": ["token:k2:0.5"]}).rs.criteria
+    assert [criterion.name for criterion in criteria] == ["token_k2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tis": {"upper_bound": -1.0}}, r"tis.upper_bound is -1.0: it should be greater than 0"),
+        ({"tis": {"uper_bound": 1.0}}, "setting tis.uper_bound 'uper_bound' is unknown|did you mean tis.upper_bound"),
+        ({"tis": {"lower_bound": 0.5}}, "tis.lower_bound 0.5 bounds no weight under tis.mode truncate"),
+        ({"tis.upper_bound": 1.0}, "nest it"),
+    ],
+)
+def test_replace_validates(changes: dict[str, Any], message: str) -> None:
+    for config in (mp.preset("token_is"), mp.MismatchConfig(use_tis=True)):
+        with pytest.raises(ValueError, match=message):
+            config.replace(**changes)
+
+
+def test_what_was_given_by_hand_stays_by_hand_and_what_a_preset_brought_does_not() -> None:
+    """Without weights batch normalisation means nothing: refused where a person asked for it, else a warning."""
+    by_hand = mp.preset("token_is").replace(tis={"batch_normalize": True})
+    for config in (by_hand, by_hand.replace(metrics="full"), mp.MismatchConfig(**by_hand.model_dump())):
+        with pytest.raises(ValueError, match=r"tis.batch_normalize changes no weight without use_tis"):
+            config.replace(use_tis=False)
+    with pytest.warns(mp.MismatchWarning, match=r"tis.upper_bound 3 changes no weight without use_tis"):
+        assert mp.preset("token_is", threshold=3.0).replace(use_tis=False).algorithm == 0
+
+
+# Numbers that float32 cannot hold -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"use_tis": True, "tis": {"upper_bound": 1e-60}}, r"tis.upper_bound 1e-60 is below e\^-20"),
+        ({"ppo": {"eps_clip_high": 1e60}}, r"ppo.eps_clip_high 1e\+60 is above e\^20"),
+        ({"aggregation": "seq-mean-token-sum", "length_norm": 1e-60}, "length_norm is 1e-60: it should be"),
+    ],
+)
+def test_bounds_that_would_fail_in_torch_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mp.MismatchConfig.build(settings)
+    mp.MismatchConfig.build({"ppo": {"eps_clip_high": math.inf}, "tis": {"upper_bound": 2.1e-9}})

@@ -1,4 +1,4 @@
-"""Rollout log-probs that are no log-probs: found, named, and treated as the policy says."""
+"""Invalid log-probs: found, named, and treated as the policy says wherever they are used."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def directly(bad: Any) -> mp.PackedSequences:
 
 
 def config(policy: str = "error", **settings: Any) -> mp.MismatchConfig:
-    return mp.MismatchConfig.model_validate({"rollout_log_prob_policy": policy, **settings})
+    """With weights, so that every rollout log-prob is used, unless the settings say otherwise."""
+    return mp.MismatchConfig.model_validate({"rollout_log_prob_policy": policy, **(settings or {"use_tis": True})})
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -95,7 +96,7 @@ def test_data_packed_directly_are_reported_by_metrics(case: str) -> None:
 @pytest.mark.parametrize("level", ["off", "basic", "full"])
 def test_the_error_does_not_depend_on_the_metrics_level(level: str) -> None:
     with pytest.raises(mp.InvalidLogProbError):
-        mp.correct(directly(NAN), config(metrics=level)).statistics.metrics()
+        mp.correct(directly(NAN), config(metrics=level, use_tis=True)).statistics.metrics()
 
 
 def test_several_defects_are_all_counted_and_the_first_are_named() -> None:
@@ -216,5 +217,143 @@ def test_a_training_side_that_is_not_finite_is_dropped_too(bypass: bool, tis: bo
     assert current.grad is not None
     assert current.grad.tolist() == [-1.0 if policy == "drop-token" else 0.0, 0.0, -1.0]
     metrics = result.statistics.metrics()
-    assert metrics["rollout_corr/invalid_train_not_finite"] == 1
+    assert metrics["rollout_corr/invalid_" + ("train_positive" if bad == INF else "train_not_finite")] == 1
     assert {name: value for name, value in metrics.items() if not math.isfinite(value)} == {}
+
+
+# What is only measured ------------------------------------------------------------------------------------------------
+
+UNUSED: dict[str, dict[str, Any]] = {
+    "PPO": {"metrics": "full"},
+    "PPO, neutral": {"rollout_log_prob_policy": "neutral"},
+    "dry run of weights": {"use_tis": True, "dry_run": True},
+    "dry run of a criterion": {"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True},
+    "REINFORCE without weights": {"use_rollout_log_probs": True, "use_tis": True, "tis": {"level": "none"}},
+    "mean over sequences": {"aggregation": "seq-mean-token-mean"},
+}
+USED: dict[str, dict[str, Any]] = {
+    "anchor": {"use_rollout_log_probs": True},
+    "weight": {"use_tis": True},
+    "criterion": {"rs": {"criteria": ["token:k2:0.5"]}},
+    "veto": {"rs": {"veto_threshold": 1e-4}},
+    "anchor in a dry run": {"use_rollout_log_probs": True, "rs": {"veto_threshold": 1e-4}, "dry_run": True},
+}
+
+
+@pytest.mark.parametrize("build", [from_lists, directly])
+@pytest.mark.parametrize("case", KINDS)
+@pytest.mark.parametrize("settings", UNUSED.values(), ids=list(UNUSED))
+def test_what_is_only_measured_stops_nothing(settings: dict[str, Any], case: str, build: Any) -> None:
+    """The loss is that of the same batch with a valid log-prob; the metrics are those without the token."""
+    bad, kind = KINDS[case]
+    chosen = mp.MismatchConfig.model_validate(settings)
+    current = torch.tensor([-1.1, -0.4, -2.1, -4.2, NAN])
+
+    def run(value: Any) -> tuple[mp.PolicyLoss, torch.Tensor]:
+        log_probs = current.clone().requires_grad_()
+        result = mp.policy_loss(log_probs, build(value), chosen)
+        result.loss.backward()
+        assert log_probs.grad is not None
+        return result, log_probs.grad
+
+    (found, gradient), (clean, expected) = run(bad), run(-4.0)
+    assert torch.equal(gradient, expected) and torch.equal(found.loss, clean.loss)
+    assert found.correction.keep.tolist() == found.correction.weights.tolist() == [1, 1, 1, 1, 0]
+    metrics = found.statistics.metrics()
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert metrics[f"rollout_corr/invalid_{kind}"] == 1
+    assert (metrics["rollout_corr/tokens"], metrics["rollout_corr/sequences"]) == (4, 2)
+    train = current if chosen.use_rollout_log_probs else torch.tensor([*TRAIN[0], *TRAIN[1]])
+    measured = train[:3] - torch.tensor([-1.0, -1.0, -2.5])
+    assert metrics["rollout_corr/kl"] == pytest.approx(-float(measured.mean()), abs=1e-6)
+    assert metrics["rollout_corr/training_log_ppl"] == pytest.approx(
+        -(float(train[:2].mean()) + float(train[2])) / 2, abs=1e-6
+    )
+    assert metrics["rollout_corr/pg_loss"] == pytest.approx(clean.statistics.metrics()["rollout_corr/pg_loss"])
+
+
+@pytest.mark.parametrize("settings", USED.values(), ids=list(USED))
+def test_what_is_used_stops(settings: dict[str, Any]) -> None:
+    chosen = mp.MismatchConfig.model_validate(settings)
+    with pytest.raises(mp.InvalidLogProbError, match=r"rollout log-prob of sequence b, position 1 .*kind nan"):
+        mp.policy_loss(torch.full((5,), -1.0), from_lists(NAN), chosen)
+    with pytest.raises(mp.InvalidLogProbError, match=r"rollout log-prob of sequence b, position 1 .*kind nan"):
+        mp.policy_loss(torch.full((5,), -1.0), directly(NAN), chosen).statistics.metrics()
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("drop-token", [1, 1, 1, 0, 0]), ("drop-sequence", [1, 1, 0, 0, 0])])
+def test_dropping_is_a_rejection_that_plain_ppo_applies_too(policy: str, kept: list[int]) -> None:
+    settings = mp.MismatchConfig.model_validate({"rollout_log_prob_policy": policy})
+    assert mp.correct(from_lists(NAN), settings).keep.tolist() == kept
+
+
+def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> None:
+    """A mean of nothing, 0, would be read as perfect agreement."""
+    packed = mp.PackedSequences.from_lists(old_log_probs=[[-1.0]], rollout_log_probs=[[None]], loss_masks=[[1]])
+    metrics = mp.correct(packed, mp.MismatchConfig()).statistics.metrics()
+    assert metrics["rollout_corr/invalid_nan"] == metrics["rollout_corr/tokens"] == 1
+    assert "rollout_corr/kl" not in metrics and "rollout_corr/rollout_is_mean" not in metrics
+    assert [warning.metric for warning in mp.check_health(metrics, mp.MismatchConfig())]
+
+
+# The training side ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"), [(1.5, "train_positive"), (1000.0, "train_positive"), (NAN, "train_not_finite")]
+)
+@pytest.mark.parametrize("settings", [{}, {"use_tis": True}, {"use_tis": True, "dry_run": True}])
+def test_an_invalid_training_log_prob_stops_whatever_uses_it(settings: Any, value: float, kind: str) -> None:
+    """The sign flipped, or absurd: π_old is in every loss of algorithms 0 and 2."""
+    chosen = mp.MismatchConfig.model_validate(settings)
+    lists: dict[str, Any] = {"old_log_probs": [[-1.0, value]], "rollout_log_probs": [[-1.0, -1.5]]}
+    packed = mp.PackedSequences.from_lists(**lists, loss_masks=[[1, 1]], advantages=[1.0])
+    message = rf"training log-prob of sequence 0, position 1 .*value {value:g}, kind {kind}.*training side's log-probs"
+    with pytest.raises(mp.InvalidLogProbError, match=message):
+        mp.policy_loss(torch.tensor([-1.0, -1.0]), packed, chosen)
+    with pytest.raises(mp.InvalidLogProbError, match=message):
+        mp.correct(packed.replace(invalid=()), chosen).statistics.metrics()
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_metric_is_infinite_under_absurd_training_log_probs(policy: str, bypass: bool) -> None:
+    lists: dict[str, Any] = {"rollout_log_probs": [[-1.0, -1.5, -1.0]], "loss_masks": [[1, 1, 1]]}
+    values = torch.tensor([-1.0, 1000.0, 2.0])
+    packed = mp.PackedSequences.from_lists(**lists, old_log_probs=[values], advantages=[1.0])
+    settings = config(policy, use_tis=True, use_rollout_log_probs=bypass, tis={"level": "sequence"}, metrics="full")
+    current = (values if bypass else torch.full((3,), -1.0)).clone().requires_grad_()
+    result = mp.policy_loss(current, packed, settings)
+    result.loss.backward()
+    assert bool(result.loss.isfinite()) and current.grad is not None and bool(current.grad.isfinite().all())
+    metrics = result.statistics.metrics()
+    assert metrics["rollout_corr/invalid_train_positive"] == 2
+    assert {name: value for name, value in metrics.items() if not math.isfinite(value)} == {}
+
+
+def test_old_log_probs_that_bypass_does_not_use_stop_nothing() -> None:
+    lists: dict[str, Any] = {"old_log_probs": [[NAN, 4.0]], "rollout_log_probs": [[-1.0, -1.5]]}
+    packed = mp.PackedSequences.from_lists(**lists, loss_masks=[[1, 1]], advantages=[1.0])
+    settings = config(use_rollout_log_probs=True)
+    result = mp.policy_loss(torch.tensor([-1.0, -1.5]), packed, settings)
+    assert float(result.loss) == -1.0 and result.statistics.metrics()["rollout_corr/tokens"] == 2
+
+
+def test_a_million_defects_are_counted_and_a_few_named() -> None:
+    """One object a defect took 22 s for a million. Sequences of different lengths, an empty one among them."""
+    size = 1_000_000
+    rollout = torch.full((size,), NAN)
+    rollout[-1] = 3.0
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[rollout[:3], rollout[:0], rollout[3:]], loss_masks=[[1] * 3, [], torch.ones(size - 3)]
+    )
+    assert packed.invalid_counts == {"nan": size - 1, "positive": 1}
+    places = [(item.kind, item.sequence, item.position) for item in packed.invalid]
+    expected = [("nan", 0, 0), ("nan", 0, 1), ("nan", 0, 2), *(("nan", 2, place) for place in range(5))]
+    assert places == [*expected, ("positive", 2, size - 4)]
+    packed = packed.replace(old_log_probs=torch.full((size,), -1.0), invalid=packed.invalid)
+    with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 2 .*; and 999997 more"):
+        mp.correct(packed, config())
+    statistics = mp.correct(packed.replace(invalid=()), config()).statistics
+    with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 2 .*; and 999997 more"):
+        statistics.metrics()

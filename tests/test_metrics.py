@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.validity import DEFECTS
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -176,7 +177,7 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
         "chi2_token": stats.fmean(math.exp(2 * x) for x in log_ratios) - 1,
         "chi2_seq": stats.fmean(math.exp(2 * sum(row)) for row in raw.log_ratio) - 1,
         "seq_log_ratio_mean": stats.fmean(sum(row) for row in raw.log_ratio),
-        **{f"invalid_{kind}": 0.0 for kind in ("nan", "positive", "floor", "zero_fill", "train_not_finite")},
+        **{f"invalid_{kind}": 0.0 for kind in DEFECTS},
     }
     if level != "token":
         values |= {

@@ -254,3 +254,59 @@ def test_packing_takes_keywords_only() -> None:
         pack.from_lists([[-1.0]], [[-2.0]], [[1]])
     with pytest.raises(TypeError, match="positional"):
         pack.from_padded(-torch.ones(1, 1), -torch.ones(1, 1), torch.ones(1, 1))
+
+
+# Padded batches -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[3, 1, 0], None])
+def test_policy_loss_takes_padded_log_probs(lengths: list[int] | None) -> None:
+    """The same loss and gradient as from lists; padding, whatever it holds, gets none."""
+    generator = torch.Generator().manual_seed(0)
+    old, rollout, current = -0.1 - torch.rand(3, 3, 4, generator=generator, dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    keep = [4, 4, 4] if lengths is None else lengths
+    inside = torch.arange(4) < torch.tensor(keep)[:, None]
+    rows = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask}
+    padded = {name: value.masked_fill(~inside, 0 if name == "loss_masks" else 7.0) for name, value in rows.items()}
+    packed = mp.PackedSequences.from_padded(**padded, lengths=lengths, advantages=torch.tensor([1.0, -2.0, 3.0]))
+    lists: dict[str, Any] = {n: [row[:k] for row, k in zip(v, keep, strict=True)] for n, v in rows.items()}
+    expected = mp.PackedSequences.from_lists(**lists, advantages=[1.0, -2.0, 3.0])
+    config = mp.MismatchConfig(use_tis=True)
+    square = current.masked_fill(~inside, 7.0).requires_grad_()
+    flat = torch.cat([row[:k] for row, k in zip(current, keep, strict=True)]).requires_grad_()
+    result, other = mp.policy_loss(square, packed, config), mp.policy_loss(flat, expected, config)
+    assert torch.equal(result.loss, other.loss)
+    result.loss.backward()
+    other.loss.backward()
+    assert square.grad is not None and flat.grad is not None
+    assert torch.equal(square.grad[inside], flat.grad) and not square.grad[~inside].any() and flat.grad.any()
+    assert packed.to_padded(result.correction.weights).shape == (3, 4)
+    assert torch.equal(mp.policy_loss(flat, packed, config).loss, other.loss), "[T] is taken, too"
+
+
+def test_shape_errors_say_what_to_write() -> None:
+    config = mp.MismatchConfig()
+    square = mp.PackedSequences.from_lists(loss_masks=[[1] * 16] * 32, advantages=[1.0] * 32)
+    ragged = mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1]], advantages=[1.0, 2.0])
+    padded = mp.PackedSequences.from_padded(loss_masks=torch.ones(2, 3), advantages=torch.ones(2), lengths=[3, 1])
+    wrong: list[tuple[mp.PackedSequences, tuple[int, ...], str]] = [
+        (
+            square,
+            (32, 16),
+            r"\(32, 16\), the packed batch 512 tokens of 32 sequences: write \.flatten\(\), or pack with",
+        ),
+        (square, (512, 1), r"write \.squeeze\(1\)"),
+        (square, (32, 17), r"write torch\.cat\(\[row\[:n\] for row, n in zip\(log_probs, packed\.lengths\)\]\)"),
+        (ragged, (2, 2), r"write torch\.cat\("),
+        (ragged, (4,), r"\(4,\), the packed batch 3 tokens of 2 sequences: pass one value a token, \(3,\)"),
+        (padded, (2, 4), r"4 tokens from \[2, 3\] tensors: pass \(2, 3\), laid out as they were, or \(4,\)"),
+        (padded.replace(lengths=(2, 2)), (2, 3), r"write torch\.cat\("),
+    ]
+    for packed, shape, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            mp.policy_loss(torch.zeros(shape), packed, config)
+    packs: tuple[Any, ...] = (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists)
+    for pack in packs:
+        with pytest.raises(ValueError, match=r"for one advantage a sequence .*advantages\.squeeze\(1\)"):
+            pack(loss_masks=torch.ones(2, 3), advantages=torch.ones(2, 1))

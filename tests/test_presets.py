@@ -178,7 +178,7 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
         ),
         ("token_is", {"veto_threshold": 1e-4}, "parameter of preset decoupled_token_is 'veto_threshold' is unknown"),
         ("token_is", {"use_tis": False}, "use_tis is a setting, no parameter of preset decoupled_token_is. To change"),
-        ("disabled", {"metrics": "full"}, "MismatchConfig.build(preset(…).model_dump() | {'metrics': …})."),
+        ("disabled", {"metrics": "full"}, "preset(…).replace(metrics=…)."),
         ("disabled", {"threshold": 2}, "preset disabled has no parameter 'threshold': leave it out, it takes none."),
         ("token_is", {"threshold": "high"}, "threshold is 'high', which is not a number"),
         ("token_is", {"threshold": True}, "threshold is True, which is not a number"),

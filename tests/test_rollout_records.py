@@ -88,9 +88,7 @@ def test_a_batch_names_its_samples_by_place() -> None:
 def test_records_and_the_core_agree_on_what_is_a_log_prob() -> None:
     values = [-1e-3, 0.0, 0.1, 0.1001, 1.0, math.inf, -4999.0, -5000.0, -math.inf, math.nan, -12.5]
     train = [-5.0] * len(values)
-    codes = classify(
-        torch.tensor(train), torch.tensor(values), torch.zeros(len(values), dtype=torch.bool), torch.zeros(()).bool()
-    )
+    codes = classify(torch.tensor(train), torch.tensor(values), torch.zeros(len(values), dtype=torch.bool))
     kinds = {fault.position: fault.kind for fault in record(list(values)).faults(0, train_log_probs=train)}
     finer = {"positive_infinite": "positive", "missing": "nan"}
     ours = [finer.get(kinds.get(i, "sound"), kinds.get(i, "sound")) for i in range(len(values))]

@@ -53,7 +53,7 @@ class Batch:
             loss_mask=position % 256 >= 24,  # tool output now and then
             lengths=tuple(lengths),
             rollout_log_probs=rollout,
-            old_log_probs=train + drift,
+            old_log_probs=(train + drift).clamp(max=0.0),
         )
         return packed.to(self.device).prepared()
 
@@ -142,7 +142,9 @@ def _one_sequence(train: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor,
     ones = mask.float()
     count = ones.sum().clamp(min=1)
     fill = (rollout == 0.0) & (train < -ZERO_FILL_GAP)
-    wrong = (rollout <= FLOOR) | (rollout > POSITIVE_TOLERANCE) | fill | rollout.isnan() | ~train.isfinite()
+    wrong = (
+        (rollout <= FLOOR) | (rollout > POSITIVE_TOLERANCE) | fill | rollout.isnan() | ~(train <= POSITIVE_TOLERANCE)
+    )
     l = torch.where(mask & ~wrong, train - rollout, 0.0)  # noqa: E741  # as in the formulas
     total = l.sum()
     mean = total / count

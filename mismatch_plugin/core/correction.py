@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -17,7 +17,7 @@ from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, re
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.tokens import Tokens, select_tokens
-from mismatch_plugin.core.validity import invalid_error
+from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import bound_weight
 
 if TYPE_CHECKING:
@@ -76,9 +76,11 @@ def correct(
     Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
     Raises: TypeError where config is none; ValueError where log-probs are missing; InvalidLogProbError where the packed
-        data were found to hold rollout log-probs that are none and the policy is `error` (data on a device are
+        data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
         reported by `metrics()`).
     """
+    refuse_no_config(config)
+    _refuse_invalid(packed, config, stopping_kinds(config))
     return compute_correction(training_side(packed), packed, config, groups, batch_factor)
 
 
@@ -102,7 +104,8 @@ def compute_correction(
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ)."""
     refuse_missing(packed, config)
-    tokens = select_tokens(train_T, packed)
+    leaves_out = config.metrics != "off" and packed.rollout_log_probs is not None and config.leaves_out_invalid
+    tokens = select_tokens(train_T, packed, leaves_out)
     stage = Stage(config, packed, tokens, train_T)
     tis = config.tis
 
@@ -117,6 +120,8 @@ def compute_correction(
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
+    if leaves_out:
+        columns = chain(columns, [("trained", packed.loss_mask)])
     stage.read(*_reduce_sums(columns, packed.offsets, stage.wide_T, groups))
     stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
 
@@ -139,7 +144,13 @@ def compute_correction(
     stage.keep_T = keep
     if config.weighted and tis.batch_normalize:
         stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
-    statistics = collect_statistics(stage, counts_sequences=groups is None or groups.counts_sequences)
+    counts = groups is None or groups.counts_sequences
+    statistics = collect_statistics(stage, counts_sequences=counts)
+    if leaves_out:  # nothing is weighed or rejected, and the loss runs over all that train
+        mask, tokens_N = packed.loss_mask.to(mask.dtype), stage.sums_N["trained"]
+        trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
+        statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
+        return Correction(mask, mask, statistics, tokens, tokens_N, tokens_N)
     if config.dry_run:
         return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N)
     weights = mask
@@ -160,8 +171,15 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."
         )
-    if packed.invalid and config.rollout_log_prob_policy == "error":
-        raise invalid_error(packed.invalid)
+    # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing.
+    passed = TRAIN_DEFECTS if config.use_rollout_log_probs else ()
+    _refuse_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
+
+
+def _refuse_invalid(packed: PackedSequences, config: MismatchConfig, kinds: Collection[str]) -> None:
+    found = [item for item in packed.invalid if item.kind in kinds]
+    if found and config.rollout_log_prob_policy == "error":
+        raise invalid_error(found, sum(packed.invalid_counts.get(kind, 0) for kind in kinds))
 
 
 def refuse_no_config(config: object) -> None:

@@ -14,7 +14,7 @@ from mismatch_plugin.core.levels import SAFETY_BOUND, spread
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
+from mismatch_plugin.core.validity import train_is_valid
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig, PPOClip
@@ -61,13 +61,15 @@ def policy_loss(
     3: −sg(w) A log π_θ, w from π_θ/π_rollout. π_old is `packed.old_log_probs`, or log_probs.detach() where
     that is absent (an exactly on-policy step).
 
-    log_probs: [T] log π_θ with gradient; half precision is widened to float32. packed.advantages: [T].
+    log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
+    precision is widened to float32. packed.advantages: [T].
     Aggregations: token-mean Σ_t / Σ m · seq-mean-token-mean mean over sequences of Σ_t / Σ_seq m · seq-mean-token-sum
     mean over sequences of Σ_t (divided by length_norm if set).
     groups, batch_factor, collectives, syncs, errors: as `correct`. Gradient: through log_probs and packed.entropy only.
     Writes nothing: `report_dir` is for the hooks; a loop of its own calls `report.log.write_step`.
     """
-    advantages = refuse_unfit(log_probs, packed, config)
+    advantages = refuse_unfit(packed, config)
+    log_probs = packed.flatten(log_probs, "log_probs")
     if log_probs.dtype in (torch.bfloat16, torch.float16):
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
@@ -95,12 +97,9 @@ def policy_loss(
     return PolicyLoss(loss_sum, denominator, terms, original, correction, statistics)
 
 
-def refuse_unfit(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> Tensor:
+def refuse_unfit(packed: PackedSequences, config: MismatchConfig) -> Tensor:
     """Raise where the batch lacks what the loss needs. Returns its advantages."""
     refuse_no_config(config)
-    tokens = packed.loss_mask.shape
-    if log_probs.shape != tokens:
-        raise ValueError(f"log_probs has shape {tuple(log_probs.shape)}, the packed batch {tuple(tokens)}.")
     if packed.advantages is None:
         raise ValueError(
             "advantages is missing: policy_loss needs one advantage a token (or a sequence, in from_lists)."
@@ -176,14 +175,14 @@ def token_losses(
     config: MismatchConfig,
     clip: PPOClip | None = None,
 ) -> TokenLosses:
-    """The objective of every token that enters: `loss_mask`, less those whose π_train is not finite.
+    """The objective of every token that enters: `loss_mask`, less those whose π_train is invalid.
 
     Under the policy `error` these stay, so that the loss shows them even before the step's error is raised.
     log_probs, advantages, old: [T], anything where nothing trains. clip: instead of the configuration's.
     """
     code, selected = correction.tokens.code, packed.loss_mask
     if code is not None and config.rollout_log_prob_policy != "error":
-        selected = selected.logical_and(code != TRAIN_NOT_FINITE)
+        selected = selected.logical_and(train_is_valid(code))
     log_probs = torch.where(selected, log_probs, 0.0)
     advantages = torch.where(selected, advantages.detach(), 0.0)
     if config.algorithm == 3:

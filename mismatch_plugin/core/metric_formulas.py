@@ -28,6 +28,9 @@ class State:
         self.bounds_on_tokens = bounds is not None and bounds.level == "token"
         self.tokens = sums["one@tokens"]
         self.sequences = sums["one@sequences"]
+        # Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
+        self.trained_tokens = sums.get("trained_tokens", self.tokens)
+        self.trained_sequences = sums.get("trained_sequences", self.sequences)
 
     def has(self, name: str) -> bool:
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))

@@ -44,6 +44,8 @@ def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], conf
     for metric in METRICS:
         if not state.has(metric.needs):
             continue
+        if state.trained_tokens and not state.tokens and f"{metric.needs}@tokens" in sums and metric.needs != "one":
+            continue  # no log-prob was valid: a mean of nothing would be read as perfect agreement
         value = metric.value(state)
         if isinstance(value, Mapping):
             head, tail = metric.name.split("{")[0], metric.name.split("}")[-1]
@@ -144,8 +146,9 @@ METRICS: tuple[Metric, ...] = (
            lambda s: s.mean("kept_any", "sequences"), unit="share"),
     Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
            lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"])),
-    Metric("tokens", "response tokens", "step", "one", lambda s: s.tokens, unit="tokens"),
-    Metric("sequences", "sequences with a response token", "step", "one", lambda s: s.sequences, unit="sequences"),
+    Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens"),
+    Metric("sequences", "sequences with a response token", "step", "one",
+           lambda s: s.trained_sequences, unit="sequences"),
     # How far apart the two policies are.
     Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio", lambda s: -s.mean("log_ratio"),
            unit="nat"),
@@ -175,25 +178,25 @@ METRICS: tuple[Metric, ...] = (
            - 1.0),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
            lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat"),
-    Metric("invalid_{kind}", "rollout log-probs that are none, by kind", "tokens", "invalid_nan", f.invalid,
+    Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
            unit="tokens"),
     # The loss.
     Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
            s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor)),
     Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.trained_tokens), unit="share"),
     Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.tokens), unit="share"),
+           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.trained_tokens), unit="share"),
     Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"], s.tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_high"], s.trained_tokens), unit="share"),
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
-           lambda s: f.ratio(s.sums["clip_low"], s.tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_low"], s.trained_tokens), unit="share"),
     Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
-           lambda s: f.ratio(s.sums["ppo_kl"], s.tokens), unit="nat"),
-    Metric("entropy", "mean entropy of π_θ", "tokens", "entropy", lambda s: f.ratio(s.sums["entropy"], s.tokens),
-           unit="nat"),
+           lambda s: f.ratio(s.sums["ppo_kl"], s.trained_tokens), unit="nat"),
+    Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
+           lambda s: f.ratio(s.sums["entropy"], s.trained_tokens), unit="nat"),
     Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
-           lambda s: f.ratio(s.sums["ref_kl"], s.tokens), unit="nat"),
+           lambda s: f.ratio(s.sums["ref_kl"], s.trained_tokens), unit="nat"),
     # Full diagnostics.
     Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
            f.quantiles, level="full"),

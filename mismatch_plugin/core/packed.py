@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,9 @@ class PackedSequences:
     * positions: index of the token in its response, integer; under context parallelism the global one
     * weight_versions: integer
 
-    rewards: [N]. sequence_ids: names for error messages. `invalid`: defects found while the data was still on the CPU.
+    rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
+    that `flatten` finds the tokens of others. `invalid`: the first invalid log-probs of each kind that
+    were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
     """
 
     loss_mask: Tensor
@@ -51,7 +53,9 @@ class PackedSequences:
     weight_versions: Tensor | None = None
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
+    padded_width: int | None = None
     invalid: tuple[InvalidLogProb, ...] = field(default=(), repr=False)
+    invalid_counts: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if any(not isinstance(length, int) or length < 0 for length in self.lengths):
@@ -111,15 +115,22 @@ class PackedSequences:
             changes["old_log_probs"] = train if old is None else old
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             changes = {"invalid": (), **changes}  # what was found belongs to the values before
+        if "lengths" in changes:
+            changes = {"padded_width": None, **changes}
         copy = replace(self, **changes)
         if copy.lengths == self.lengths:
-            kept = {name: self.__dict__[name] for name in ("offsets", "sequence_index") if name in self.__dict__}
+            kept = {
+                name: self.__dict__[name]
+                for name in ("offsets", "sequence_index", "padded_index")
+                if name in self.__dict__
+            }
             copy.__dict__.update(kept)
         return copy
 
     def prepared(self) -> PackedSequences:
         """This batch with its offsets made now, at data preparation, and not in the middle of the loss."""
         assert self.offsets is not None and self.sequence_index is not None
+        assert self.padded_index is None or self.padded_width is not None
         return self
 
     def to(self, device: torch.device | str) -> PackedSequences:
@@ -129,15 +140,58 @@ class PackedSequences:
         tensors = {item.name: getattr(self, item.name) for item in fields(self)}
         return replace(self, **{name: v.to(device) for name, v in tensors.items() if isinstance(v, Tensor)})
 
+    @cached_property
+    def padded_index(self) -> Tensor | None:
+        """[T] int64: the place of each token in the flattened [B, S] tensors; None where every place is a token."""
+        width = self.padded_width
+        if width is None or all(length == width for length in self.lengths):
+            return None
+        rows = self.sequence_index.long()
+        tokens = torch.arange(self.loss_mask.shape[0], device=rows.device)
+        return rows * width + tokens - self.offsets.index_select(0, rows)
+
+    def flatten(self, values: Tensor, name: str = "values") -> Tensor:
+        """[B, S], laid out as the tensors of `from_padded` were, → [T]; [T] stays. Padding gets zero gradient.
+
+        Raises ValueError that says what to write where the shape is another one. Host syncs: none.
+        """
+        if values.shape == self.loss_mask.shape:
+            return values
+        if self.padded_width is None or values.shape != (len(self.lengths), self.padded_width):
+            raise ValueError(f"{name} has shape {tuple(values.shape)}, the packed batch {self._shape_wanted(values)}.")
+        flat = values.reshape(-1)
+        return flat if self.padded_index is None else flat.index_select(0, self.padded_index)
+
+    def _shape_wanted(self, values: Tensor) -> str:
+        sequences, tokens = len(self.lengths), self.loss_mask.shape[0]
+        if self.padded_width is not None:
+            return (
+                f"{tokens} tokens from [{sequences}, {self.padded_width}] tensors: pass ({sequences}, "
+                f"{self.padded_width}), laid out as they were, or ({tokens},) without the padding"
+            )
+        held = f"{tokens} tokens of {sequences} sequences"
+        if values.dim() == 2 and values.shape[1] == 1:
+            return f"{held}: write .squeeze(1)" if values.numel() == tokens else f"{held}: pass one value a token"
+        if values.dim() == 2 and values.shape[0] == sequences and values.numel() == tokens:
+            return f"{held}: write .flatten(), or pack with from_padded, which remembers the layout"
+        if values.dim() == 2 and values.shape[0] == sequences and values.shape[1] >= max(self.lengths, default=0):
+            return (
+                f"{held}: write torch.cat([row[:n] for row, n in zip(log_probs, packed.lengths)]), or pack with "
+                f"from_padded, which remembers the layout"
+            )
+        return f"{held}: pass one value a token, ({tokens},), sequence after sequence"
+
     def unpack(self, values_T: Tensor) -> list[Tensor]:
         """[T] (or [T, …]) → one tensor a sequence (views)."""
         return list(values_T.split(list(self.lengths)))
 
     def to_padded(self, values_T: Tensor, padding: float = 0.0) -> Tensor:
-        """[T] → [N, longest], filled up with `padding`."""
+        """[T] → [N, longest], or [B, S] for a batch from `from_padded`, filled up with `padding`."""
         if not self.lengths:
-            return values_T.new_zeros((0, 0))
-        return torch.nn.utils.rnn.pad_sequence(self.unpack(values_T), batch_first=True, padding_value=padding)
+            return values_T.new_zeros((0, self.padded_width or 0))
+        square = torch.nn.utils.rnn.pad_sequence(self.unpack(values_T), batch_first=True, padding_value=padding)
+        missing = (self.padded_width or 0) - square.shape[1]
+        return square if missing <= 0 else torch.nn.functional.pad(square, (0, missing), value=padding)
 
     @classmethod
     def from_lists(
@@ -209,7 +263,8 @@ class PackedSequences:
         cls, *, loss_masks: Tensor | None = None, lengths: Sequence[int] | None = None, **fields: Any
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
-        long and padding must have loss_mask 0. advantages and rewards may be [B].
+        long and padding must have loss_mask 0. advantages and rewards may be [B]. `policy_loss` then takes log_probs
+        [B, S], and `to_padded` gives [B, S] back.
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
         for name, value in {"loss_masks": loss_masks, **fields}.items():
@@ -232,12 +287,15 @@ class PackedSequences:
             elif value.dim() == 1 and name == "advantages":
                 rows[name] = list(value)
             elif tuple(value.shape) != (batch, width):
-                raise ValueError(
-                    f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: they must agree."
-                )
+                mend = "they must agree"
+                if name == "advantages" and value.shape == (batch, 1):
+                    mend = "for one advantage a sequence write advantages.squeeze(1)"
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: {mend}.")
             else:
                 rows[name] = [row[:length] for row, length in zip(value, keep, strict=True)]
-        return cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
+        packed = cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
+        object.__setattr__(packed, "padded_width", width)
+        return packed
 
     def _checked(self) -> PackedSequences:
         rollout = self.rollout_log_probs
@@ -245,8 +303,9 @@ class PackedSequences:
             return self
         old = self.old_log_probs
         train = torch.zeros_like(rollout) if old is None else old.detach()
-        found = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
+        found, counts = find_invalid(train, rollout, self.loss_mask, self.lengths, self.sequence_ids)
         object.__setattr__(self, "invalid", found)
+        object.__setattr__(self, "invalid_counts", counts)
         return self
 
 
@@ -307,9 +366,11 @@ def _flatten(
         if tensor.dim() == 0 and name == "advantages":
             tensor = tensor.expand(length)
         if tensor.shape != (length,):
+            mend = "the two must cover the same response tokens"
+            if name == "advantages" and tensor.shape == (1,):
+                mend = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
             raise ValueError(
-                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: the two "
-                f"must cover the same response tokens."
+                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {mend}."
             )
         rows.append(tensor)
     if not rows:

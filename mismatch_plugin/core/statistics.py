@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.validity import DEFECTS, Locator, invalid_error
+from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Statistics:
     def metrics(self) -> dict[str, float]:
         """Every metric that this configuration declares. One transfer to the host.
 
-        Raises InvalidLogProbError where an invalid rollout log-prob was counted and the policy is `error`.
+        Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`.
         """
         from mismatch_plugin.core.metrics import compute_metrics
 
@@ -99,14 +99,15 @@ class Statistics:
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
         if self.config.rollout_log_prob_policy != "error":
             return
-        counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in DEFECTS}
+        counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in stopping_kinds(self.config)}
         if not any(counted.values()):
             return
-        found = [item for locate in self.locators for item in locate()]
+        found = [item for locate in self.locators for item in locate()[0] if item.kind in counted]
         if found:
-            raise invalid_error(found)
+            raise invalid_error(found, int(sum(counted.values())))
         kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
-        raise invalid_error([], f"rollout log-probs on another rank are no log-probs: {kinds}")
+        held = [kind for kind, count in counted.items() if count]
+        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}", kinds=held)
 
 
 def refuse_different(one: Statistics, other: Statistics) -> None:

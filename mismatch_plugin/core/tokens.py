@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.validity import PADDING, SOUND, classify
+from mismatch_plugin.core.validity import (
+    PADDING,
+    POSITIVE_TOLERANCE,
+    SOUND,
+    TRAIN_NOT_FINITE,
+    classify,
+    train_is_valid,
+)
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
     """Per-token log-probs, [T], selected so that nothing under the mask can leak.
 
-    mask: `loss_mask` as a number. padding: its complement, bool. train: log π_train, 0 at padding. rollout:
-    log π_rollout, equal to train at padding and where the value is no log-prob. log_ratio: train − rollout, so exactly
-    0 there. code: what each token is (`validity.KINDS`), None where no rollout log-probs were given at all.
+    mask: `loss_mask` as a number; where invalid log-probs are left out, without these. padding: its complement, bool.
+    train: log π_train, 0 at padding and where it is invalid. rollout: log π_rollout, equal to train at padding and
+    where either value is invalid. log_ratio: train − rollout, so exactly 0 there. code: what each token is
+    (`validity.KINDS`), None where no rollout log-probs were given at all.
     """
 
     mask: Tensor
@@ -30,23 +42,35 @@ class Tokens:
 
     @property
     def defective(self) -> Tensor | None:
-        """[T] bool: a training token whose log-prob is none; None where nothing was measured."""
+        """[T] bool: a training token with an invalid log-prob; None where nothing was measured."""
         if self.code is None:
             return None
         return (self.code != SOUND).logical_and_(self.code != PADDING)
 
+    def stopping(self, config: MismatchConfig) -> Tensor | None:
+        """[T] bool: the invalid log-probs that raise under the policy `error` (`validity.stopping_kinds`)."""
+        if self.code is None or config.uses_rollout_values:
+            return self.defective
+        return (self.code >= TRAIN_NOT_FINITE).logical_and_(self.code != PADDING)
 
-def select_tokens(train_T: Tensor, packed: PackedSequences) -> Tokens:
+
+def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = False) -> Tokens:
     """Select the training tokens' log-probs before any arithmetic.
 
-    Host syncs: none. Gradient: none (call it without one).
+    leaves_out: tokens with an invalid log-prob are treated as padding. Host syncs: none. Gradient: none (call it
+    without one).
     """
-    padding, rollout = packed.loss_mask.logical_not(), packed.rollout_log_probs
-    mask = packed.loss_mask.to(train_T.dtype if rollout is None else torch.promote_types(train_T.dtype, rollout.dtype))
-    finite = train_T.abs() < math.inf
-    train = torch.where(packed.loss_mask.logical_and(finite), train_T, 0.0)
+    loss_mask, rollout = packed.loss_mask, packed.rollout_log_probs
+    dtype = train_T.dtype if rollout is None else torch.promote_types(train_T.dtype, rollout.dtype)
+    padding = loss_mask.logical_not()
     if rollout is None:
-        return Tokens(mask, padding, train, train, torch.zeros_like(train), None)
-    code = classify(train_T, rollout, padding, finite.logical_not_())
-    selected = torch.where(code == SOUND, rollout, train)
-    return Tokens(mask, padding, train, selected, train - selected, code)
+        valid = (train_T > -math.inf).logical_and_(train_T <= POSITIVE_TOLERANCE).logical_and_(loss_mask)
+        train = torch.where(valid, train_T, 0.0)
+        return Tokens(loss_mask.to(dtype), padding, train, train, torch.zeros_like(train), None)
+    code = classify(train_T, rollout, padding)
+    sound = code == SOUND
+    if leaves_out:
+        loss_mask, padding = sound, sound.logical_not()
+    train = torch.where(sound if leaves_out else train_is_valid(code), train_T, 0.0)
+    selected = torch.where(sound, rollout, train)
+    return Tokens(loss_mask.to(dtype), padding, train, selected, train - selected, code)

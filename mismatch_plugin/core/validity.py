@@ -1,18 +1,28 @@
-"""Which rollout log-probs are no log-probs, found on the device and, for CPU data, named one by one."""
+"""Which log-probs are invalid, found on the device and, for CPU data, named."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-KINDS = ("floor", "sound", "positive", "zero_fill", "train_not_finite", "nan", "padding")
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+KINDS = ("floor", "sound", "positive", "zero_fill", "nan", "train_not_finite", "train_positive", "padding")
 """What a token's code means, by index. All but `sound` and `padding` are defects."""
-SOUND, ZERO_FILL, TRAIN_NOT_FINITE, NAN, PADDING = 1, 3, 4, 5, 6
+SOUND, ZERO_FILL, NAN, TRAIN_NOT_FINITE, TRAIN_POSITIVE, PADDING = 1, 3, 4, 5, 6, 7
 DEFECTS = tuple(kind for kind in KINDS if kind not in ("sound", "padding"))
+TRAIN_DEFECTS = ("train_not_finite", "train_positive")
+"""Defects of the training side's log-prob. The others are the rollout's."""
+NAMED = 8
+"""Defects of a kind that are found one by one; the others are only counted."""
+_SHOWN = 3
 
 POSITIVE_TOLERANCE = 0.1
 """A log-prob above this is no rounding: bf16 logits near 25 round log-probs by less."""
@@ -26,12 +36,13 @@ _EXPLANATION = {
     "positive": "is above 0",
     "floor": "is −inf or an engine's floor",
     "zero_fill": "is exactly 0.0 although the training side is far from 0: a fill, not a certain token",
-    "train_not_finite": "meets a training log-prob that is not finite",
+    "train_not_finite": "is NaN or −inf",
+    "train_positive": "is above 0",
 }
 
 
 class InvalidLogProbError(ValueError):
-    """A log-prob on a training token is no log-prob, and the policy is `error`."""
+    """A log-prob that is used is invalid, and the policy is `error`."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +55,42 @@ class InvalidLogProb:
     value: float
 
     def __str__(self) -> str:
+        side = "training" if self.kind in TRAIN_DEFECTS else "rollout"
         return (
-            f"rollout log-prob of sequence {self.sequence}, position {self.position} {_EXPLANATION[self.kind]} "
+            f"{side} log-prob of sequence {self.sequence}, position {self.position} {_EXPLANATION[self.kind]} "
             f"(value {self.value:g}, kind {self.kind})"
         )
 
 
-Locator = Callable[[], tuple[InvalidLogProb, ...]]
+Locator = Callable[[], tuple[tuple[InvalidLogProb, ...], dict[str, int]]]
 
 
-def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor, train_not_finite_T: Tensor) -> Tensor:
+def stopping_kinds(config: MismatchConfig) -> tuple[str, ...]:
+    """The kinds of defect that raise under the policy `error`: those of log-probs that enter the loss.
+
+    A training log-prob always does. A rollout log-prob does as an anchor, in a weight or where something is judged by
+    it; where it is only measured it is left out of the metrics and counted.
+    """
+    return DEFECTS if config.uses_rollout_values else TRAIN_DEFECTS
+
+
+def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor) -> Tensor:
     """Code of each token, an index into `KINDS`.
 
-    train_T, rollout_T: [T] float. padding_T, train_not_finite_T: [T] bool. Returns [T] int8. Host syncs: none.
+    train_T, rollout_T: [T] float. padding_T: [T] bool. Returns [T] int8. Host syncs: none.
     """
     # 0 floor (NaN lands there too, for the moment), 1 sound, 2 positive.
     code = (rollout_T > FLOOR).view(torch.int8).add_(rollout_T > POSITIVE_TOLERANCE)
     code.masked_fill_((rollout_T == 0.0).logical_and_(train_T < -ZERO_FILL_GAP), ZERO_FILL)
     code.masked_fill_(rollout_T != rollout_T, NAN)
-    code.masked_fill_(train_not_finite_T, TRAIN_NOT_FINITE)
+    code.masked_fill_((train_T > -math.inf).logical_not_(), TRAIN_NOT_FINITE)
+    code.masked_fill_(train_T > POSITIVE_TOLERANCE, TRAIN_POSITIVE)
     return code.masked_fill_(padding_T, PADDING)
+
+
+def train_is_valid(code_T: Tensor) -> Tensor:
+    """[T] bool: a token that trains, whose training log-prob is finite and not above 0."""
+    return code_T < TRAIN_NOT_FINITE
 
 
 def count_kinds(code_T: Tensor) -> Tensor:
@@ -94,31 +121,46 @@ def find_invalid(
     lengths: Sequence[int],
     labels: Sequence[object],
     positions_T: Tensor | None = None,
-) -> tuple[InvalidLogProb, ...]:
-    """Every defect with its place. It syncs: for data preparation on the CPU, or once a defect was counted."""
-    codes = classify(train_T, rollout_T, loss_mask_T.logical_not(), train_T - train_T != 0)
-    defects = (codes != SOUND) & (codes != PADDING)
-    if not defects.any():
-        return ()
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    found, sequence = [], 0
-    for token in defects.nonzero().flatten().tolist():
-        while token >= starts[sequence + 1]:
-            sequence += 1
+) -> tuple[tuple[InvalidLogProb, ...], dict[str, int]]:
+    """(the first `NAMED` defects of each kind in order of place, {kind: how many there are} of the kinds found).
+
+    It syncs: for data preparation on the CPU, or once a defect was counted.
+    """
+    codes = classify(train_T, rollout_T, loss_mask_T.logical_not())
+    counts: dict[str, int] = dict(zip(KINDS, count_kinds(codes).long().tolist(), strict=True))
+    counts = {kind: counts[kind] for kind in DEFECTS if counts[kind]}
+    if not counts:
+        return (), {}
+    tokens = torch.cat([(codes == KINDS.index(kind)).nonzero().flatten()[:NAMED] for kind in counts]).sort().values
+    ends = torch.tensor(tuple(lengths), dtype=torch.int64, device=tokens.device).cumsum(0)
+    sequences = torch.searchsorted(ends, tokens, right=True)
+    found = []
+    for token, sequence in zip(tokens.tolist(), sequences.tolist(), strict=True):
         kind = KINDS[int(codes[token])]
-        value = float(train_T[token] if kind == "train_not_finite" else rollout_T[token])
-        position = token - starts[sequence] if positions_T is None else int(positions_T[token])
+        value = float((train_T if kind in TRAIN_DEFECTS else rollout_T)[token])
+        start = int(ends[sequence]) - lengths[sequence]
+        position = token - start if positions_T is None else int(positions_T[token])
         found.append(InvalidLogProb(kind, labels[sequence], position, value))
-    return tuple(found)
+    return tuple(found), counts
 
 
-def invalid_error(found: Sequence[InvalidLogProb], summary: str = "") -> InvalidLogProbError:
-    """The error for the first few of the defects found (or a summary of them), with what to do about them."""
-    shown = summary or "; ".join(str(item) for item in found[:3])
-    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+def invalid_error(
+    found: Sequence[InvalidLogProb], total: int | None = None, summary: str = "", kinds: Collection[str] = ()
+) -> InvalidLogProbError:
+    """The error for the first few of the defects found (or a summary of them), with what to do about them.
+
+    total: how many there are, where `found` are only the first ones. kinds: those that a summary is about.
+    """
+    shown = summary or "; ".join(str(item) for item in found[:_SHOWN])
+    rest = (len(found) if total is None else total) - len(found[:_SHOWN])
+    more = f"; and {rest} more" if rest > 0 and not summary else ""
+    kinds = {item.kind for item in found} or kinds or DEFECTS
+    checks = []
+    if not {*kinds} <= {*TRAIN_DEFECTS}:
+        checks.append("that the rollout engine returns a log-prob for every sampled token")
+    if {*kinds} & {*TRAIN_DEFECTS}:
+        checks.append("that the training side's log-probs are finite and not above 0 (a flipped sign?)")
     return InvalidLogProbError(
-        f"{shown}{more}. Check that the rollout engine returns a log-prob for every sampled token, or choose "
-        f"--rollout-log-prob-policy neutral, drop-token or drop-sequence."
+        f"{shown}{more}. Check {' and '.join(checks)}, or choose --rollout-log-prob-policy neutral, drop-token or "
+        f"drop-sequence."
     )

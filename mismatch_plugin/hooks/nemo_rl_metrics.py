@@ -15,6 +15,12 @@ from mismatch_plugin.core.metrics import PREFIX
 _TOKENS, _SEQUENCES, _NONE = "TOKENS", "SEQUENCES", "NONE"
 _Sums = Mapping[str, float]
 
+
+def _left_out(sums: _Sums, what: str = "tokens") -> float:
+    """Tokens (sequences) without a valid log-prob where these are only measured: here they count with ratio 1."""
+    return sums.get(f"trained_{what}", sums[f"one@{what}"]) - sums[f"one@{what}"]
+
+
 # Metric → (count that divides it, the row it is formed from, its sum). Means only: extremes, deviations, quantiles and
 # sample sizes do not add up.
 _MEANS: dict[str, tuple[str, str, Callable[[_Sums], float]]] = {
@@ -27,12 +33,16 @@ _MEANS: dict[str, tuple[str, str, Callable[[_Sums], float]]] = {
     "rollout_log_ppl": (_SEQUENCES, "rollout", lambda s: -s["rollout@sequences"]),
     "log_ppl_diff": (_SEQUENCES, "log_ratio", lambda s: -s["log_ratio@sequences"]),
     "log_ppl_abs_diff": (_SEQUENCES, "log_ratio_abs", lambda s: s["log_ratio_abs@sequences"]),
-    "rollout_is_ratio_mean": (_TOKENS, "ratio", lambda s: s["ratio@tokens"] + s["one@tokens"]),  # a row holds ρ − 1
+    "rollout_is_ratio_mean": (
+        _TOKENS,
+        "ratio",
+        lambda s: s["ratio@tokens"] + s["one@tokens"] + _left_out(s),
+    ),  # a row holds ρ − 1
     "rollout_is_masked_fraction": (_TOKENS, "masked", lambda s: s["masked@tokens"]),
     "rollout_is_seq_masked_fraction": (_SEQUENCES, "masked_any", lambda s: s["masked_any@sequences"]),
     "rollout_is_veto_fraction": (_SEQUENCES, "vetoed", lambda s: s["vetoed@sequences"]),
-    "accepted_token_fraction": (_TOKENS, "kept", lambda s: s["kept@tokens"]),
-    "accepted_seq_fraction": (_SEQUENCES, "kept_any", lambda s: s["kept_any@sequences"]),
+    "accepted_token_fraction": (_TOKENS, "kept", lambda s: s["kept@tokens"] + _left_out(s)),
+    "accepted_seq_fraction": (_SEQUENCES, "kept_any", lambda s: s["kept_any@sequences"] + _left_out(s, "sequences")),
     "pg_clipfrac": (_TOKENS, "clip_high", lambda s: s["clip_high"] + s["clip_low"]),
     "pg_clipfrac_lower": (_TOKENS, "clip_high", lambda s: s.get("clip_dual", 0.0)),
     "pg_clipfrac_high_side": (_TOKENS, "clip_high", lambda s: s["clip_high"]),
@@ -55,7 +65,7 @@ def summable_metrics(
     tokens = correction.tokens
     own = torch.stack(
         [
-            (tokens.log_ratio.abs().clamp(max=20.0).exp() * tokens.mask).sum(),
+            (tokens.log_ratio.abs().clamp(max=20.0).exp() * mask.flatten()).sum(),
             (correction.weights * correction.keep).sum(),
             global_valid_seqs.to(tokens.mask).reshape(()),
             global_valid_toks.to(tokens.mask).reshape(()),

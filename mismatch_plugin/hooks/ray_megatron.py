@@ -262,7 +262,7 @@ class RayAdapter:
 
     def _guarded(self, loss_T: Tensor, correction: Correction, config: MismatchConfig) -> Tensor:
         """Without a step whose end raises for invalid rollout log-probs, they turn the loss into NaN: never silent."""
-        defective = correction.tokens.defective
+        defective = correction.tokens.stopping(config)
         if self.run.step is not None or defective is None or config.rollout_log_prob_policy != "error":
             return loss_T
         return loss_T * torch.where(defective.any(), math.nan, 1.0).to(loss_T.dtype)
@@ -294,5 +294,5 @@ def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, 
     if config.weighted:
         metrics["tis_weight"] = correction.weights * correction.keep
     if config.rejects:
-        metrics["tis_rejected"] = correction.tokens.mask - correction.keep
+        metrics["tis_rejected"] = (correction.tokens.mask - correction.keep).clamp(min=0.0)
     return metrics

@@ -9,7 +9,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.objectives import ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.validity import TRAIN_NOT_FINITE
+from mismatch_plugin.core.validity import train_is_valid
 
 _NOT_AVERAGED = ("_max", "_min", "_std", "_deviation", "_eff_sample_size", "ppl_ratio", "/tokens", "/sequences")
 """Endings of metrics of which the mean over micro-batches, all that verl takes of a loss's metrics, means nothing."""
@@ -58,7 +58,7 @@ def token_loss(
         anchor = correction.tokens.rollout.view_as(log_prob)
         aggregated = mask.to(log_prob.dtype) if config.denominator == "original" else keep
         assert correction.tokens.code is not None  # rollout log-probs are there
-        selected = mask & (correction.tokens.code != TRAIN_NOT_FINITE).view_as(mask)
+        selected = mask & train_is_valid(correction.tokens.code).view_as(mask)
     log_prob, anchor = torch.where(selected, log_prob, 0.0), torch.where(selected, anchor, 0.0)
     if config.algorithm == 3:
         losses = reinforce_loss(log_prob, advantages)

@@ -113,5 +113,10 @@ def select_tokens_of(packed: PackedSequences, index: Tensor, lengths: tuple[int,
             value = value.index_select(0, index)
         taken[item.name] = value
     # A defect is raised by the step on all ranks together, not here on the rank that happens to hold it.
-    taken |= {"lengths": lengths, "positions": packed.response_positions.index_select(0, index), "invalid": ()}
+    taken |= {
+        "lengths": lengths,
+        "positions": packed.response_positions.index_select(0, index),
+        "invalid": (),
+        "padded_width": None,
+    }
     return PackedSequences(**taken)

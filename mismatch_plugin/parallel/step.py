@@ -16,7 +16,7 @@ from mismatch_plugin.core.levels import segment_sum
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.statistics import Statistics
-from mismatch_plugin.core.validity import DEFECTS, invalid_error
+from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -96,7 +96,7 @@ class Step:
 
     def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
         by_token = self.config.aggregation == "token-mean"
-        if not known:
+        if not known or not self.config.uses_rollout_values:  # nothing is weighed, all is accepted
             tokens_N = self.groups.sum(segment_sum(packed.loss_mask.double(), packed.offsets))
             counts = float(self.groups.counts_sequences)
             tokens, original = tokens_N.sum() * counts, (tokens_N > 0).sum() * counts
@@ -159,7 +159,8 @@ class Step:
             return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
         reduced = self.groups.reduce_step(self.statistics)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
-        counted = [reduced.sum_of(f"invalid_{kind}") for kind in DEFECTS if f"invalid_{kind}" in reduced.sum_names]
+        kinds = stopping_kinds(self.config) if self.config.rollout_log_prob_policy == "error" else DEFECTS
+        counted = [reduced.sum_of(f"invalid_{kind}") for kind in kinds if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
         return reduced, torch.stack([factor, invalid])
 
@@ -193,7 +194,7 @@ def end_step(
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it
-        raise invalid_error([], f"{int(invalid)} rollout log-probs in this step are no log-probs")
+        raise invalid_error([], summary=f"this step has {int(invalid)} invalid log-probs")
     if factor != 1.0:
         for chunk in model:
             chunk.scale_gradients(1.0 / factor)

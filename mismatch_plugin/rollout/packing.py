@@ -65,6 +65,8 @@ def to_packed(
         MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
     """
     policy: InvalidPolicy = "error" if config is None else config.rollout_log_prob_policy
+    if config is not None and not config.uses_rollout_values:
+        policy = "neutral"  # what is only measured stops nothing
     behaviour = _use_behaviour(records, which)
     if trained_ids is not None and len(trained_ids) != len(records):
         raise ValueError(f"trained_ids has {len(trained_ids)} entries for {len(records)} records.")

@@ -48,8 +48,9 @@ def policies(seed: int) -> dict[str, Tensor]:
         return scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64)
 
     rollout = -noise(1.0).abs() - 0.05
-    old = rollout + noise(0.3)
-    data = {"rollout": rollout, "old": old, "current": old + noise(0.3), "advantages": noise(1.0)}
+    old = (rollout + noise(0.3)).clamp(max=-0.01)
+    current = (old + noise(0.3)).clamp(max=-0.01)
+    data = {"rollout": rollout, "old": old, "current": current, "advantages": noise(1.0)}
     return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
 
 

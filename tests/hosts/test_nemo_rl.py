@@ -52,8 +52,8 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return scale * torch.randn(TOKEN_MASK.shape, generator=generator, dtype=torch.float64)
 
     generation = -noise(1.0).abs() - 0.05
-    previous = generation + noise(0.3)
-    current = previous + noise(0.3)
+    previous = (generation + noise(0.3)).clamp(max=-0.01)
+    current = (previous + noise(0.3)).clamp(max=-0.01)
     data = {
         "token_mask": TOKEN_MASK, "sample_mask": SAMPLE_MASK, "advantages": noise(1.0), "prev_logprobs": previous,
         "generation_logprobs": generation, "reference_policy_logprobs": current + noise(0.3),

@@ -1,0 +1,95 @@
+"""A plain torch loop with the corrected loss: padded batches, a bf16 sampler, gradient accumulation, DDP, TensorBoard.
+
+python examples/torch_loop.py [LOG_DIR]
+torchrun --nproc-per-node 2 examples/torch_loop.py [LOG_DIR]      # the same losses
+"""
+
+import copy
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+
+import mismatch_plugin as mp
+
+VOCAB, ROWS, WIDTH, MICRO_BATCH, STEPS = 16, 16, 12, 4, 3
+config = mp.preset("token_is").replace(rs={"criteria": ["token:k3:0.000005"]}, terms={"entropy_coef": 0.01})
+
+
+def score(model, tokens):
+    """Log-prob and entropy of every next token, [B, S] each."""
+    logits = model(tokens[:, :-1]).to(torch.float64).log_softmax(-1)
+    return logits.gather(-1, tokens[:, 1:, None])[..., 0], -(logits.exp() * logits).sum(-1)
+
+
+@torch.no_grad()
+def rollout(sampler, seed):
+    """Tokens [B, S + 1], the sampler's own log-probs [B, S], the mask of the response [B, S], one advantage a row."""
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.zeros(ROWS, 1, dtype=torch.int64)
+    for _ in range(WIDTH):
+        drawn = torch.multinomial(sampler(tokens[:, -1]).float().softmax(-1), 1, generator=random)
+        tokens = torch.cat([tokens, drawn], dim=1)
+    mask = torch.arange(WIDTH) < torch.randint(3, WIDTH + 1, (ROWS, 1), generator=random)  # ragged, padded to S
+    reward = ((tokens[:, 1:] % 2 == 0) & mask).sum(1) / mask.sum(1)
+    return tokens, score(sampler, tokens)[0], mask, (reward - reward.mean()).double()
+
+
+rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+if world > 1:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+policy = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)).double()
+model = DistributedDataParallel(policy) if world > 1 else policy
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+writer = SummaryWriter(sys.argv[1] if len(sys.argv) > 1 else "runs/torch_loop") if rank == 0 else None
+
+for step in range(STEPS):
+    batch = rollout(copy.deepcopy(policy).bfloat16(), seed=step)  # in bf16 the same weights give other log-probs
+    batch = [values[rank::world] for values in batch]
+    parts = []
+    for tokens, sampled, mask, advantages in zip(*(values.split(MICRO_BATCH) for values in batch), strict=True):
+        with torch.no_grad():
+            old, _ = score(policy, tokens)  # π_old, before the optimizer step
+        names = {"old_log_probs": old, "rollout_log_probs": sampled, "loss_masks": mask, "advantages": advantages}
+        parts.append((tokens, mp.PackedSequences.from_padded(**names)))
+
+    # The mean over a step is Σ loss_sum / Σ denominator over all micro-batches and ranks; the mean of their means would
+    # weigh tokens of short micro-batches more. What is accepted follows from π_old, so it is known before the loss.
+    accepted = sum(mp.correct(packed, config).keep.sum() for _, packed in parts)
+    totals = torch.stack([accepted, sum(packed.loss_mask.sum() for _, packed in parts)])
+    if world > 1:
+        dist.all_reduce(totals)
+
+    statistics = None
+    for number, (tokens, packed) in enumerate(parts):
+        if world > 1:
+            model.require_backward_grad_sync = number == len(parts) - 1  # as under no_sync(), but for the last one
+        log_probs, entropy = score(model, tokens)
+        packed = packed.replace(entropy=packed.flatten(entropy))
+        result = mp.policy_loss(log_probs, packed, config)  # [B, S], as the batch was padded
+        loss = result.loss_sum / totals[0].clamp(min=1) + sum(result.terms.values()) / totals[1]
+        # DDP divides the summed gradients by the number of ranks. Ours are parts of one mean, to be added up: undo it.
+        (loss * world).backward()
+        statistics = result.statistics if statistics is None else statistics.merge(result.statistics)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    sums, maxima = statistics.sums, statistics.maxima
+    if world > 1:
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    if writer:
+        metrics = statistics.replace(sums, maxima).metrics()
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        shown = [metrics[f"rollout_corr/{name}"] for name in ("pg_loss", "kl", "accepted_token_fraction")]
+        print("step {} loss {:.12f} kl {:.12f} accepted {:.4f} norm {:.12f}".format(
+            step, *shown, policy[1].weight.norm()), flush=True)  # fmt: skip
+if writer:
+    writer.close()
+if world > 1:
+    dist.destroy_process_group()
