@@ -52,7 +52,7 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
     return made
 
 
-def draw_config(rng: Random, **fixed: Any) -> mp.MismatchConfig | None:
+def draw_config(rng: Random) -> mp.MismatchConfig | None:
     """None where the draw means nothing and is refused."""
     given: dict[str, Any] = {
         "use_rollout_log_probs": rng.random() < 0.5,
@@ -83,7 +83,7 @@ def draw_config(rng: Random, **fixed: Any) -> mp.MismatchConfig | None:
         terms |= {"kl_coef": rng.choice([0.1, 2.0]), "kl_type": rng.choice(["k1", "k2", "k3", "low_var_kl"])}
         terms["kl_importance_weighted"] = rng.random() < (0.5 if given["use_tis"] else 0.05)
     try:
-        return mp.MismatchConfig.model_validate(given | {"terms": terms} | fixed)
+        return mp.MismatchConfig.model_validate(given | {"terms": terms})
     except ValidationError:
         return None
 

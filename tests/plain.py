@@ -1,7 +1,7 @@
 """The correction a second time: plain Python, one loop a formula, from the design page's semantics.
 
-It shares no code with the package and reads nothing of a configuration but its fields. `near` collects how close any
-decision was to its bound, so that a test can keep away from ties, where two orders of summation may differ.
+It shares no code with the package and reads nothing of a configuration but its fields. `near` is told every value that
+a decision compares, and its bound, so that a test can keep away from ties, where two orders of summation may differ.
 """
 
 from __future__ import annotations
@@ -82,6 +82,10 @@ class Judged:
 
 
 Near = Callable[[float, float], None]
+
+
+def ignore(value: float, bound: float) -> None:
+    """For callers whose batches are known to be away from every bound."""
 
 
 def algorithm(config: mp.MismatchConfig) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plain import SAFETY, Judged, Near, Response, Token, algorithm, bounded_exp, clamp, decide
+from plain import SAFETY, Judged, Near, Response, Token, algorithm, bounded_exp, clamp, decide, ignore
 
 import mismatch_plugin as mp
 
@@ -25,7 +25,6 @@ class Answer:
     entropy_gradient: list[list[float]]
     factor: float
     judged: Judged
-    margin: float  # smallest distance of a decision from its bound
 
 
 # Section 3.1: the objectives ------------------------------------------------------------------------------------------
@@ -97,13 +96,8 @@ def divisor(config: mp.MismatchConfig, counts: list[int]) -> int:
     return sum(counts) if config.aggregation == "token-mean" else sum(count > 0 for count in counts)
 
 
-def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None = None) -> Answer:
+def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None = None, near: Near = ignore) -> Answer:
     """The corrected loss of a batch. factor: the mean weight of the whole step, where the batch is a part of it."""
-    margins = [math.inf]
-
-    def near(value: float, bound: float) -> None:
-        margins.append(abs(value - bound))
-
     judged = decide(batch, config, factor, near)
     dry = config.dry_run
     kept = [sum(token.keep or dry for token in tokens) for tokens in judged.responses]
@@ -152,5 +146,4 @@ def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None
         entropy_gradient=entropy_gradient,
         factor=judged.factor,
         judged=judged,
-        margin=min(margins),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -21,7 +21,6 @@ from plain_loss import Answer, plain
 from plain_metrics import Metrics, Quantile, plain_metrics
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.statistics import Statistics
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -40,36 +39,41 @@ class Case:
     metrics: Metrics
 
 
-def draw_case(rng: Random, refused: Counter[str], wanted: Callable[[mp.MismatchConfig], bool], **fixed: Any) -> Case:
-    """Draws until the configuration is accepted and wanted, and nothing is within 1e-6 of a bound."""
-    while True:
-        config = draw_config(rng, **fixed)
-        if config is None:
-            refused["configuration"] += 1
-            continue
-        if not wanted(config):
-            continue
-        for _ in range(8):
-            batch = draw_batch(rng, config)
-            distances = [math.inf]
-
-            def near(value: float, bound: float, distances: list[float] = distances) -> None:
-                distances.append(abs(value - bound))
-
-            answer = plain(batch, config)
-            metrics = plain_metrics(batch, answer, config, near)
-            if min(answer.margin, *distances) > 1e-6:
-                return Case(config, batch, answer, metrics)
-            refused["near a bound"] += 1
-
-
 def anything(config: mp.MismatchConfig) -> bool:
     return True
 
 
-def cases(seed: int, number: int, wanted: Callable[[mp.MismatchConfig], bool] = anything, **fixed: Any) -> list[Case]:
-    rng, refused = Random(seed), Counter[str]()
-    return [draw_case(rng, refused, wanted, **fixed) for _ in range(number)]
+def draw_case(rng: Random, wanted: Callable[[mp.MismatchConfig], bool], refused: Counter[str]) -> Case:
+    """Draws until the configuration is accepted and wanted, and nothing is within 1e-6 of a bound."""
+    for _ in range(500):
+        config = draw_config(rng)
+        if config is None or not wanted(config):
+            refused["configuration"] += config is None
+            continue
+        distances = [math.inf]
+
+        def near(value: float, bound: float, distances: list[float] = distances) -> None:
+            distances.append(abs(value - bound))
+
+        batch = draw_batch(rng, config)
+        answer = plain(batch, config, near=near)
+        metrics = plain_metrics(batch, answer, config, near)
+        if min(distances) > 1e-6:
+            return Case(config, batch, answer, metrics)
+        refused["near a bound"] += 1
+    raise AssertionError(f"none of 500 draws was accepted: {dict(refused)}")
+
+
+def cases(
+    seed: int,
+    number: int,
+    wanted: Callable[[mp.MismatchConfig], bool] = anything,
+    refused: Counter[str] | None = None,
+) -> Iterator[Case]:
+    """As many accepted cases as asked for. refused: counts the others, by reason."""
+    rng, refused = Random(seed), Counter() if refused is None else refused
+    for _ in range(number):
+        yield draw_case(rng, wanted, refused)
 
 
 # Comparison -----------------------------------------------------------------------------------------------------------
@@ -121,8 +125,7 @@ def run(
     result = mp.policy_loss(log_probs, packed, config, batch_factor=factor)
     loss = result.loss
     if divisors is not None:
-        loss = result.loss_sum / max(divisors[0], 1)
-        loss = loss + torch.stack([loss * 0, *result.terms.values()]).sum() / max(divisors[1], 1)
+        loss = result.loss_sum / max(divisors[0], 1) + sum(result.terms.values()) / max(divisors[1], 1)
     gradients = torch.autograd.grad(loss, [log_probs, entropy], allow_unused=True)
     filled = [torch.zeros_like(entropy) if gradient is None else gradient for gradient in gradients]
     return Outcome(result, float(loss.detach()), filled[0], filled[1])
@@ -148,10 +151,15 @@ def agree(case: Case) -> None:
     close_metrics(result.statistics.metrics(), case.metrics)
 
 
-def check(seed: int, number: int, one: Callable[[Case, Random], None], **draw: Any) -> None:
+def check(
+    seed: int,
+    number: int,
+    one: Callable[[Case, Random], None],
+    wanted: Callable[[mp.MismatchConfig], bool] = anything,
+) -> None:
     """One check on a number of cases; what fails is shown with its configuration and batch."""
     rng = Random(seed + 1000)
-    for case in cases(seed, number, **draw):
+    for case in cases(seed, number, wanted):
         try:
             one(case, rng)
         except AssertionError as error:  # noqa: PERF203
@@ -167,14 +175,12 @@ def test_loss_gradient_weights_and_metrics_agree(seed: int) -> None:
 
 
 def test_draws_reach_everything() -> None:
-    """Of 600 accepted draws; without this a draw that is always refused would test nothing."""
-    rng, refused, seen = Random(0), Counter[str](), Counter[str]()
-    for _ in range(600):
-        case = draw_case(rng, refused, anything)
+    """Of 600 accepted draws: a draw that is always refused would test nothing."""
+    refused, seen = Counter[str](), Counter[str]()
+    for case in cases(0, 600, refused=refused):
         seen.update(features(case.config, case.batch, case.answer))
-    assert refused["configuration"] >= 50, "the draws are to be blind enough to be refused at times"
-    rare = {name: seen[name] for name in EVERYTHING if seen[name] < 5}
-    assert not rare
+    assert refused["configuration"] >= 50  # blind enough to be refused at times
+    assert {name: seen[name] for name in EVERYTHING if seen[name] < 5} == {}
 
 
 @pytest.mark.parametrize("bad", INVALID)
@@ -190,7 +196,7 @@ def test_an_invalid_log_prob_that_is_used_is_an_error_under_the_policy_error(bad
             continue
         n, t = places[0]
         spoiled = copy.deepcopy(case.batch)
-        rows = (spoiled[n].rollout, spoiled[n].current, spoiled[n].old)
+        rows: list[Any] = [spoiled[n].rollout, spoiled[n].current, spoiled[n].old]
         for row, value in zip(rows, (bad, -4.0, -4.0), strict=True):
             if row is not None:
                 row[t] = value
@@ -206,7 +212,7 @@ def uses_rollout(config: mp.MismatchConfig) -> bool:
 # Splits, permutations, merges, dry run --------------------------------------------------------------------------------
 
 
-def merged(parts: Sequence[Statistics]) -> Statistics:
+def merged(parts: Sequence[mp.Statistics]) -> mp.Statistics:
     total = parts[0]
     for part in parts[1:]:
         total = total.merge(part)
@@ -237,6 +243,8 @@ def splits(case: Case, rng: Random) -> None:
         close_rows(correction.weights, [answer.weights[n] for n in part], "weight")
         close_rows(correction.keep, [answer.keep[n] for n in part], "keep")
         close_rows(outcome.gradient, [answer.gradient[n] for n in part], "gradient")
+        if "entropy" in given:
+            close_rows(outcome.entropy_gradient, [answer.entropy_gradient[n] for n in part], "entropy gradient")
     close_metrics(merged([outcome.result.statistics for outcome in outcomes]).metrics(), case.metrics)
 
 
