@@ -43,7 +43,10 @@ def draw_tis(rng: Random) -> dict[str, Any]:
 
 def draw_criterion(rng: Random) -> dict[str, Any]:
     """A ratio's bounds around 1; the others' from nearly nothing to a lot; either may be absent, 0 or infinite."""
-    made: dict[str, Any] = {"statistic": rng.choice(STATISTICS), "aggregate": rng.choice(AGGREGATES)}
+    made: dict[str, Any] = {
+        "statistic": rng.choice(["ratio", "ratio", "ratio", *STATISTICS]),
+        "aggregate": rng.choice(AGGREGATES),
+    }
     ratio = made["statistic"] in ("ratio", "k1")
     if rng.random() < (0.8 if ratio else 0.97):
         made["upper_bound"] = rng.choice([1.01, 1.5, 4.0, math.inf] if ratio else [1e-4, 0.01, 0.1, 0.6, math.inf])
