@@ -60,7 +60,7 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
     given: dict[str, Any] = {
         "use_rollout_log_probs": rng.random() < 0.5,
         "use_tis": rng.random() < 0.65,
-        "rs": {"criteria": [draw_criterion(rng) for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))]},
+        "rs": {"criteria": [draw_criterion(rng) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3]))]},
         "denominator": rng.choice(["auto", "accepted", "original"]),
         "aggregation": rng.choice(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]),
         "rollout_log_prob_policy": rng.choice(["error", "neutral", "drop-token", "drop-sequence"]),
@@ -152,7 +152,7 @@ def draw_batch(rng: Random, config: mp.MismatchConfig) -> list[Response]:
         "positions": True,
         "versions": True,
     }
-    gone = {name: None for name in OPTIONAL if absent[name] and rng.random() < (0.5 if name == "rollout" else 0.2)}
+    gone = {name: None for name in OPTIONAL if absent[name] and rng.random() < (0.9 if name == "rollout" else 0.2)}
     return [replace(response, **gone) for response in batch]
 
 
