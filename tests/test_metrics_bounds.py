@@ -106,6 +106,17 @@ def test_deviations_keep_their_digits_where_the_engines_nearly_agree(level: str,
         assert metrics[name] == pytest.approx(noise, rel=1e-3 if noise > 1e-9 else 1e-2), name
 
 
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_deviation_of_small_weights_keeps_its_digits(level: str) -> None:
+    """Products of long responses are e^-19; normalised, their mean is 1. Catches moments about 1, which give 0."""
+    logs = [-19.0, -18.5, -19.5, -19.8]
+    config = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"level": level, "batch_normalize": True}})
+    found = mp.correct(sequences(*[[log] for log in logs]), config)
+    mean = sum(map(math.exp, logs)) / 4
+    expected = math.sqrt(sum((math.exp(log) / mean - 1) ** 2 for log in logs) / 4)
+    assert found.statistics.metrics()[f"{PREFIX}rollout_is_weight_after_std"] == pytest.approx(expected, rel=1e-5)
+
+
 def test_sample_sizes_of_ratios() -> None:
     # ρ: 4 and five of 1: (9)² / (6 · 21)
     packed = sequences([math.log(4.0)], *[[0.0]] * 5)

@@ -138,11 +138,15 @@ def after_mean(s: State) -> float:
 
 
 def after_std(s: State) -> float:
-    """Its deviation, from the second moment about 1."""
-    if not s.sums["kept@tokens"]:
+    """Its deviation, from the second moment about 1, or about 0 where the mean is nearer to that: products of long
+    responses, before the factor brings their mean to 1, have no digits left about 1."""
+    kept = s.sums["kept@tokens"]
+    if not kept:
         return 0.0
-    mean = ratio(s.sums["weight@tokens"], s.sums["kept@tokens"])
-    return deviation(ratio(s.sums["weight_deviation@tokens"], s.sums["kept@tokens"]), mean - 1.0) / s.factor
+    mean = s.sums["weight@tokens"] / kept
+    if mean < 0.5:
+        return deviation(s.sums["weight_squared@tokens"] / kept, mean) / s.factor
+    return deviation(s.sums["weight_deviation@tokens"] / kept, mean - 1.0) / s.factor
 
 
 def after_ess(s: State, measure: str, squared: str) -> float:

@@ -1,0 +1,245 @@
+"""Random configurations and batches, blind enough that some configurations are refused, and their packed form."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
+
+import torch
+from plain import Response, algorithm
+from plain_loss import Answer
+from pydantic import ValidationError
+from torch import Tensor
+
+import mismatch_plugin as mp
+
+OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
+LEVELS = ("token", "sequence", "geometric")
+STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse")
+AGGREGATES = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+GARBAGE = (math.nan, math.inf, -math.inf, 1e30, 0.0, 7.0)
+INVALID = (None, math.nan, math.inf, -math.inf, -9999.0, 5.0, 0.0)
+
+
+# Configurations -------------------------------------------------------------------------------------------------------
+
+
+def draw_tis(rng: Random) -> dict[str, Any]:
+    tis: dict[str, Any] = {"level": rng.choice([*LEVELS, *LEVELS, "none"])}
+    if tis["level"] == "none" and rng.random() < 0.9:
+        return tis  # the rest would change nothing, and is refused
+    tis |= {"mode": rng.choice(["truncate", "clip", "mask"]), "batch_normalize": rng.random() < 0.5}
+    if rng.random() < 0.8:
+        tis["upper_bound"] = rng.choice([2.0, 1.02, 1.3, 5.0, 0.7, 150.0, math.inf])
+    if rng.random() < (0.05 if tis["mode"] == "truncate" else 0.6):
+        tis["lower_bound"] = rng.choice([0.0, 0.01, 0.5, 0.98, 1.5])
+    if tis["batch_normalize"] and rng.random() < 0.7:
+        tis["batch_normalize_scope"] = rng.choice(["auto", "step", "rollout_batch", "micro_batch"])
+    return tis
+
+
+def draw_criterion(rng: Random) -> dict[str, Any]:
+    """A ratio's bounds around 1; the others' from nearly nothing to a lot; either may be absent, 0 or infinite."""
+    made: dict[str, Any] = {
+        "statistic": rng.choice(["ratio", "ratio", "ratio", *STATISTICS]),
+        "aggregate": rng.choice(AGGREGATES),
+    }
+    ratio = made["statistic"] in ("ratio", "k1")
+    if rng.random() < (0.8 if ratio else 0.97):
+        made["upper_bound"] = rng.choice([1.01, 1.5, 4.0, math.inf] if ratio else [1e-4, 0.01, 0.1, 0.6, math.inf])
+    if rng.random() < (0.6 if ratio else 0.3):
+        made["lower_bound"] = rng.choice([0.0, 0.3, 0.9, 0.99] if ratio else [0.0, 2e-5, 5e-3])
+    return made
+
+
+def draw_config(rng: Random) -> mp.MismatchConfig | None:
+    """None where the draw means nothing and is refused."""
+    given: dict[str, Any] = {
+        "use_rollout_log_probs": rng.random() < 0.5,
+        "use_tis": rng.random() < 0.65,
+        "rs": {"criteria": [draw_criterion(rng) for _ in range(rng.choice([0, 0, 0, 1, 1, 2, 3]))]},
+        "denominator": rng.choice(["auto", "accepted", "original"]),
+        "aggregation": rng.choice(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]),
+        "rollout_log_prob_policy": rng.choice(["error", "neutral", "drop-token", "drop-sequence"]),
+        "metrics": rng.choice(["off", "basic", "full", "full"]),
+        "dry_run": rng.random() < 0.15,
+    }
+    if rng.random() < 0.3:
+        given["rs"]["veto_threshold"] = rng.choice([1e-4, 0.1, 0.6])
+    if given["use_tis"]:
+        given["tis"] = draw_tis(rng)
+    elif rng.random() < 0.1:
+        given["tis"] = {"upper_bound": rng.choice([2.0, 3.0])}  # 2.0 is the default and allowed
+    if rng.random() < (0.5 if given["aggregation"] == "seq-mean-token-sum" else 0.03):
+        given["length_norm"] = rng.choice([1.0, 7.5])
+    if not (given["use_tis"] and given["use_rollout_log_probs"]) or rng.random() < 0.03:
+        given["ppo"] = {
+            "eps_clip_low": rng.choice([0.2, 0.2, 0.05, 0.0, 0.9]),
+            "eps_clip_high": rng.choice([0.2, 0.28, 0.02, 0.0, 3.0]),
+            "dual_clip": rng.choice([None, 1.1, 3.0]),
+        }
+    terms: dict[str, Any] = {"entropy_coef": rng.choice([0.0, 0.01, -0.3])}
+    if rng.random() < 0.5:
+        terms |= {"kl_coef": rng.choice([0.1, 2.0]), "kl_type": rng.choice(["k1", "k2", "k3", "low_var_kl"])}
+        terms["kl_importance_weighted"] = rng.random() < (0.5 if given["use_tis"] else 0.05)
+    try:
+        return mp.MismatchConfig.model_validate(given | {"terms": terms})
+    except ValidationError:
+        return None
+
+
+# Batches --------------------------------------------------------------------------------------------------------------
+
+
+def single(value: float) -> float:
+    """Rounded to float32, so that a list with a None in it, which becomes float32, keeps its digits."""
+    return struct.unpack("f", struct.pack("f", value))[0]
+
+
+def draw_token(rng: Random, spread: float, extreme: bool) -> dict[str, float]:
+    rollout = single(-rng.choice([rng.expovariate(1.0), rng.uniform(0, 0.02), rng.uniform(0, 6)]) - 1e-5)
+    old = min(rollout + rng.gauss(0.0, spread), -1e-6 * rng.random())
+    current = min(old + rng.gauss(0.0, rng.choice([0.01, 0.3])), -1e-7)
+    if extreme and rng.random() < 0.2:
+        far = rng.choice([21.5, 25.0, 1000.0])
+        low, high = -0.25 - far, -0.25 - rng.random()
+        rollout, old, current = (single(rng.choice([low, high])) for _ in range(3))
+    elif rng.random() < 0.03:  # a certain token is honestly 0.0, and rounding may leave it a little above
+        rollout, old, current = single(rng.choice([0.0, 0.05])), -rng.random(), -rng.random()
+    return {"rollout": rollout, "old": old, "current": current, "ref": min(current + rng.gauss(0, 0.5), 0.0)}
+
+
+def draw_response(rng: Random, length: int, spread: float, extreme: bool, invalid: float) -> Response:
+    trained = rng.choice([0.0, 0.5, 0.8, 1.0, 1.0])
+    rows: dict[str, list[Any]] = {field.name: [] for field in fields(Response)}
+    advantage = rng.choice([rng.gauss(0, 1), rng.gauss(0, 1), 0.0, None])
+    position = rng.choice([0, 0, 50, 250, 16370])
+    for place in range(length):
+        mask = int(rng.random() < trained)
+        token: dict[str, Any] = draw_token(rng, spread, extreme)
+        each = rng.choice([0.0, rng.gauss(0, 1)]) if advantage is None else advantage
+        token |= {"advantages": each, "entropy": rng.expovariate(1.0)}
+        if rng.random() < invalid:
+            token["rollout"] = rng.choice(INVALID)
+            if token["rollout"] == 0.0:  # a fill only where the training side is far away
+                token["old"], token["current"] = -3.5 - rng.random(), -3.5 - rng.random()
+        if not mask:
+            token = {name: rng.choice(GARBAGE) for name in token}
+        token |= {"mask": mask, "positions": position + place, "versions": rng.randrange(90, 96) if mask else 10**6}
+        for name, value in token.items():
+            rows[name].append(value)
+    return Response(**rows)
+
+
+def draw_batch(rng: Random, config: mp.MismatchConfig) -> list[Response]:
+    """Ragged, with empty and fully masked responses, or none at all; optional fields absent where they may be."""
+    lengths = [rng.choice([0, 1, 1, 2, 3, 5, 8]) for _ in range(rng.choice([0, 1, 2, 3, 4, 6]))]
+    if lengths and rng.random() < 0.02:
+        lengths[0] = 300  # another bucket of length and position
+    spread, extreme = rng.choice([1e-4, 0.02, 0.3, 1.2]), rng.random() < 0.2
+    policy = config.rollout_log_prob_policy
+    invalid = 0.0 if policy == "error" else rng.choice([0.0, 0.1, 0.4])
+    batch = [draw_response(rng, length, spread, extreme, invalid) for length in lengths]
+    plain_ppo = algorithm(config) == 0 and not config.rs.criteria and config.rs.veto_threshold is None
+    absent = {
+        "rollout": plain_ppo and policy in ("error", "neutral"),
+        "old": True,
+        "ref": not config.terms.kl_coef,
+        "entropy": not config.terms.entropy_coef,
+        "positions": True,
+        "versions": True,
+    }
+    gone = {name: None for name in OPTIONAL if absent[name] and rng.random() < (0.9 if name == "rollout" else 0.2)}
+    return [replace(response, **gone) for response in batch]
+
+
+# Packed ---------------------------------------------------------------------------------------------------------------
+
+
+def given_fields(batch: list[Response]) -> set[str]:
+    """The optional fields of a batch: those of every response."""
+    return {name for name in OPTIONAL if all(getattr(response, name) is not None for response in batch)}
+
+
+def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.PackedSequences, Tensor, Tensor]:
+    """The batch, [T] log π_θ and [T] entropy, both with gradient. given: the fields of the step it is a part of."""
+    given = given_fields(batch) if given is None else given
+
+    def rows(name: str) -> list[Any]:
+        return [row(getattr(response, name)) for response in batch]
+
+    def row(values: list[Any]) -> Any:
+        return values if None in values else torch.tensor(values, dtype=torch.float64)
+
+    def leaf(name: str) -> Tensor:
+        flat = [value for response in batch for value in getattr(response, name) or []]
+        return torch.tensor(flat, dtype=torch.float64, requires_grad=True)
+
+    log_probs, entropy = leaf("current"), leaf("entropy")
+    named = {"rollout": "rollout_log_probs", "old": "old_log_probs", "ref": "ref_log_probs"}
+    optional: dict[str, Any] = {named[name]: rows(name) for name in named if name in given}
+    optional |= {"positions": [response.positions for response in batch]} if "positions" in given else {}
+    optional |= {"weight_versions": [response.versions for response in batch]} if "versions" in given else {}
+    lengths = [len(response.mask) for response in batch]
+    if "entropy" in given:
+        optional["entropy"] = list(entropy.split(lengths)) if lengths else []
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[response.mask for response in batch], advantages=rows("advantages"), **optional
+    )
+    return packed, log_probs, entropy
+
+
+# What the draws reach -------------------------------------------------------------------------------------------------
+
+
+def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -> list[str]:
+    """What a case exercises, in the words of `EVERYTHING`."""
+    tokens = [token for response in answer.judged.responses for token in response]
+    tis, names = config.tis, [f"algorithm {algorithm(config)}", config.metrics, config.aggregation, config.denominator]
+    names += [config.rollout_log_prob_policy, *(["dry run"] if config.dry_run else [])]
+    names += [f"{c.aggregate} {c.statistic}" for c in config.rs.criteria]
+    names += ["veto"] if answer.judged.vetoed else []
+    if config.use_tis:
+        names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none", f"hi {tis.upper_bound}"]
+        names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
+        names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
+    names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
+    names += ["kl weighted"] if config.terms.kl_importance_weighted else []
+    names += [f"clipped {side}" for side in ("high", "low", "dual") if any(side in t.clipped for t in tokens)]
+    names += list({token.kind for token in tokens})
+    names += [f"no {name}" for name in OPTIONAL if batch and name not in given_fields(batch)]
+    names += ["no response"] if not batch else []
+    names += ["empty response"] if any(not response.mask for response in batch) else []
+    names += ["masked response"] if any(r.mask and not any(r.mask) for r in batch) else []
+    kept = {token.keep for token in tokens}
+    return [*names, *(["some rejected"] if len(kept) == 2 else []), *(["all rejected"] if kept == {False} else [])]
+
+
+EVERYTHING = [
+    *(f"algorithm {number}" for number in range(4)),
+    *(
+        "off",
+        "basic",
+        "full",
+        "token-mean",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum",
+        "auto",
+        "accepted",
+        "original",
+    ),
+    *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
+    *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
+    *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
+    *(f"hi {hi}" for hi in (0.7, 1.02, 2.0, 150.0, math.inf)),
+    *(f"lo {lo}" for lo in (None, 0.0, 0.5, 0.98)),
+    *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
+    *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
+    *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
+    *("sound", "nan", "positive", "floor", "zero_fill"),
+    *(f"no {name}" for name in OPTIONAL),
+    *("no response", "empty response", "masked response"),
+]

@@ -1,0 +1,303 @@
+"""The correction a second time: plain Python, one loop a formula, from the design page's semantics.
+
+It shares no code with the package and reads nothing of a configuration but its fields. `near` is told every value that
+a decision compares, and its bound, so that a test can keep away from ties, where two orders of summation may differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mismatch_plugin as mp
+
+SAFETY = 20.0
+
+
+@dataclass
+class Response:
+    """One sequence, a number a token; under a zero of the mask anything. None: the field is not given at all."""
+
+    mask: list[int]
+    current: list[float]
+    advantages: list[float]
+    rollout: list[float | None] | None
+    old: list[float] | None
+    ref: list[float] | None
+    entropy: list[float] | None
+    positions: list[int] | None
+    versions: list[int] | None
+
+
+@dataclass
+class Token:
+    """A token that trains. rollout is log π_rollout where that is a log-prob, else train, so that the ratio is 1."""
+
+    place: int
+    current: float
+    old: float
+    advantage: float
+    train: float
+    rollout: float
+    kind: str
+    ref: float | None
+    entropy: float | None
+    position: int
+    version: int | None
+    weight: float = 1.0
+    keep: bool = True
+    masked: bool = False  # by mask mode or a criterion
+    mode_rejects: bool = False
+    loss: float = 0.0
+    slope: float = 0.0  # derivative of the loss with respect to log π_θ
+    kl: float = 0.0
+    kl_slope: float = 0.0
+    log_r: float = 0.0
+    clipped: set[str] = field(default_factory=set)
+
+    @property
+    def log_ratio(self) -> float:
+        return self.train - self.rollout
+
+
+@dataclass
+class Verdict:
+    """What one criterion found in one unit."""
+
+    value: float
+    high: bool
+    low: bool
+    tokens: list[Token]
+
+
+@dataclass
+class Judged:
+    """All responses with their decisions: `weight` (normalised) and `keep` as they would be, also in a dry run."""
+
+    responses: list[list[Token]]
+    verdicts: dict[str, list[Verdict]]
+    vetoed: list[list[Token]]
+    factor: float  # the batch's own mean weight
+
+
+Near = Callable[[float, float], None]
+
+
+def ignore(value: float, bound: float) -> None:
+    """For callers whose batches are known to be away from every bound."""
+
+
+def algorithm(config: mp.MismatchConfig) -> int:
+    return (1 if config.use_rollout_log_probs else 0) + (2 if config.use_tis else 0)
+
+
+def weighted(config: mp.MismatchConfig) -> bool:
+    return config.use_tis and config.tis.level != "none"
+
+
+def clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def bounded_exp(log_value: float) -> float:
+    return math.exp(clamp(log_value, -SAFETY, SAFETY))
+
+
+# Section 3.7: which rollout log-probs are invalid ---------------------------------------------------------------------
+
+
+def kind_of(rollout: float | None, train: float, near: Near) -> str:
+    if rollout is None or math.isnan(rollout):
+        return "nan"
+    if rollout > 0.1:
+        return "positive"
+    if rollout <= -5000.0:
+        return "floor"
+    if rollout == 0.0:
+        near(train, -3.0)
+        if train < -3.0:
+            return "zero_fill"
+    return "sound"
+
+
+def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> list[Token]:
+    """The training policy is π_old in algorithms 0 and 2 (π_θ where it is absent), π_θ in 1 and 3."""
+    tokens = []
+    for place, trains in enumerate(response.mask):
+        if not trains:
+            continue
+        current = response.current[place]
+        old = current if response.old is None else response.old[place]
+        train = current if config.use_rollout_log_probs else old
+        given = train if response.rollout is None else response.rollout[place]
+        kind = "sound" if response.rollout is None else kind_of(given, train, near)
+        tokens.append(
+            Token(
+                place=place,
+                current=current,
+                old=old,
+                advantage=response.advantages[place],
+                train=train,
+                rollout=given if kind == "sound" and given is not None else train,
+                kind=kind,
+                ref=None if response.ref is None else response.ref[place],
+                entropy=None if response.entropy is None else response.entropy[place],
+                position=place if response.positions is None else response.positions[place],
+                version=None if response.versions is None else response.versions[place],
+            )
+        )
+    return tokens
+
+
+# Sections 3.2 and 3.3: levels, modes ----------------------------------------------------------------------------------
+
+
+def units_of(level: str, responses: list[list[Token]]) -> list[list[Token]]:
+    """Tokens that share one aggregated ratio. What has no token that trains is no unit."""
+    if level in ("token", "none"):
+        return [[token] for tokens in responses for token in tokens]
+    return [tokens for tokens in responses if tokens]
+
+
+def aggregate(level: str, unit: list[Token]) -> float:
+    """The aggregated log-ratio, unclamped."""
+    total = math.fsum(token.log_ratio for token in unit)
+    return total / len(unit) if level == "geometric" else total
+
+
+def tis_bounds(config: mp.MismatchConfig) -> tuple[float, float]:
+    """(lo, hi): hi = inf means e^20; lo is 1/hi where it is absent, and never above hi."""
+    upper = min(config.tis.upper_bound, math.exp(SAFETY))
+    lower = min(1.0 / upper, upper) if config.tis.lower_bound is None else config.tis.lower_bound
+    return lower, upper
+
+
+def give_weights(responses: list[list[Token]], config: mp.MismatchConfig, near: Near) -> list[list[Token]]:
+    """Bounded weights before batch normalisation. Returns the units."""
+    lower, upper = tis_bounds(config)
+    units = units_of(config.tis.level, responses)
+    for unit in units:
+        log_ratio = aggregate(config.tis.level, unit)
+        near(log_ratio, math.log(upper))
+        high, low = log_ratio > math.log(upper), False
+        if lower > 0:
+            near(log_ratio, math.log(lower))
+            low = log_ratio < math.log(lower)
+        ratio = bounded_exp(log_ratio)
+        if config.tis.mode == "truncate":
+            weight = min(ratio, upper)
+        elif config.tis.mode == "clip":
+            weight = min(max(ratio, lower), upper)
+        else:
+            weight = 0.0 if high or low else ratio
+        for token in unit:
+            token.weight = weight
+            token.mode_rejects = config.tis.mode == "mask" and (high or low)
+    return units
+
+
+# Section 3.5: batch normalisation -------------------------------------------------------------------------------------
+
+
+def mean_weight(units: list[list[Token]]) -> float:
+    """Over tokens or sequences; under mask over those inside the bounds; 1 where there is nothing to divide by."""
+    inside = [unit[0].weight for unit in units if not unit[0].mode_rejects]
+    mean = math.fsum(inside) / len(inside) if inside else 0.0
+    return mean if mean > 0 else 1.0
+
+
+# Section 3.4: rejection -----------------------------------------------------------------------------------------------
+
+
+def statistic(name: str, token: Token) -> float:
+    l, p, q = token.log_ratio, math.exp(token.train), math.exp(token.rollout)  # noqa: E741
+    if name in ("ratio", "k1"):
+        return l
+    if name == "k2":
+        return l * l / 2.0
+    if name == "k3":
+        bounded = clamp(l, -SAFETY, SAFETY)
+        return math.expm1(bounded) - bounded
+    if name == "tv":
+        return abs(p - q)
+    train, rollout = clamp(p, 1e-6, 1.0 - 1e-6), clamp(q, 1e-6, 1.0 - 1e-6)
+    return bernoulli_kl(rollout, train) if name == "binary_kl" else bernoulli_kl(train, rollout)
+
+
+def bernoulli_kl(p: float, q: float) -> float:
+    return p * math.log(p / q) + (1.0 - p) * math.log((1.0 - p) / (1.0 - q))
+
+
+def is_ratio(criterion: mp.Criterion) -> bool:
+    return criterion.statistic in ("ratio", "k1")
+
+
+def criterion_name(criterion: mp.Criterion) -> str:
+    return f"{criterion.aggregate}_{'ratio' if is_ratio(criterion) else criterion.statistic}"
+
+
+def criterion_bounds(criterion: mp.Criterion, config: mp.MismatchConfig) -> tuple[float, float]:
+    """(lower, upper) as written: absent upper is the TIS bound; absent lower is 1/upper for a ratio; 0 and inf off."""
+    upper = config.tis.upper_bound if criterion.upper_bound is None else criterion.upper_bound
+    lower = criterion.lower_bound
+    if lower is None:
+        lower = 1.0 / upper if is_ratio(criterion) else 0.0
+    return lower, upper
+
+
+def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig, near: Near) -> Verdict:
+    values = [statistic(criterion.statistic, token) for token in unit]
+    if criterion.aggregate == "sequence_max":
+        value = max(values)
+    else:
+        value = math.fsum(values) / (len(unit) if criterion.aggregate == "sequence_mean" else 1)
+    lower, upper = criterion_bounds(criterion, config)
+    high = low = False
+    if upper < math.inf:
+        limit = math.log(upper) if is_ratio(criterion) else upper
+        near(value, limit)
+        high = value > limit
+    if lower > 0:
+        limit = math.log(lower) if is_ratio(criterion) else lower
+        near(value, limit)
+        low = value < limit
+    return Verdict(value, high, low, unit)
+
+
+def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | None, near: Near) -> Judged:
+    """Every decision, each on the original mask; a rejection changes no weight."""
+    responses = [read_tokens(response, config, near) for response in batch]
+    everything = [token for tokens in responses for token in tokens]
+    own = 1.0
+    if weighted(config):
+        units = give_weights(responses, config, near)
+        if config.tis.batch_normalize:
+            own = mean_weight(units)
+            for token in everything:
+                token.weight /= own if factor is None else factor
+    verdicts: dict[str, list[Verdict]] = {}
+    for criterion in config.rs.criteria:
+        level = "token" if criterion.aggregate == "token" else "sequence"
+        found = [judge(criterion, unit, config, near) for unit in units_of(level, responses)]
+        verdicts[criterion_name(criterion)] = found
+        for verdict in found:
+            if verdict.high or verdict.low:
+                for token in verdict.tokens:
+                    token.masked = True
+    vetoed = []
+    if config.rs.veto_threshold is not None:
+        for tokens in responses:
+            for token in tokens:
+                near(token.log_ratio, math.log(config.rs.veto_threshold))
+            if any(token.log_ratio < math.log(config.rs.veto_threshold) for token in tokens):
+                vetoed.append(tokens)
+    for tokens in responses:
+        invalid = any(token.kind != "sound" for token in tokens)
+        gone = any(tokens is other for other in vetoed)
+        gone = gone or (config.rollout_log_prob_policy == "drop-sequence" and invalid)
+        for token in tokens:
+            token.masked = token.masked or token.mode_rejects
+            dropped = config.rollout_log_prob_policy == "drop-token" and token.kind != "sound"
+            token.keep = not (token.masked or dropped or gone)
+    return Judged(responses, verdicts, vetoed, own)
