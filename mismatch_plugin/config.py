@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.criteria import Criterion, Rejection
+from mismatch_plugin.documents import read_file
 from mismatch_plugin.fields import (
     Section,
     described,
@@ -24,7 +25,6 @@ from mismatch_plugin.fields import (
     merge,
     notes_on,
     plain_error,
-    read_file,
     spell,
 )
 
