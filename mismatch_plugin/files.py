@@ -46,9 +46,10 @@ def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str
     return data.decode(encoding)
 
 
-def read_lines(path: Path, limit: int = MAX_LINE) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, limit: int = MAX_LINE, errors: str = "strict") -> Iterator[tuple[int, str]]:
     """(number from 1, text without its end) of every line. Only a line feed ends one: U+2028 is legal inside JSON.
 
+    errors: "replace" goes on behind bytes that are not UTF-8.
     Raises ValueError as `read_text`, with the number of a line that is too long; OSError as `open`.
     """
     refuse_special(path)
@@ -58,7 +59,7 @@ def read_lines(path: Path, limit: int = MAX_LINE) -> Iterator[tuple[int, str]]:
             number += 1
             if len(line) > limit:
                 raise ValueError(f"{path}, line {number} is longer than {limit / MIB:g} MiB, the most that is read.")
-            yield number, line.decode("utf-8").rstrip("\r\n")
+            yield number, line.decode("utf-8", errors).rstrip("\r\n")
 
 
 def read_json_object(path: Path, limit: int = MAX_FILE) -> dict[str, Any]:

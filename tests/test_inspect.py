@@ -33,9 +33,9 @@ def test_steps_come_back_as_written(tmp_path: Path) -> None:
     for step in steps:
         write_step(tmp_path / "deep" / "run", CONFIG, step)
     found = list(read_steps(tmp_path / "deep" / "run"))
-    assert len(found) == 2 and [*found[0]] == [*steps[0]]
+    assert len(found) == 2 and [*found[0]] == ["step", *steps[0]]
     assert math.isnan(found[1]["rollout_corr/kl"]) and found[1]["rollout_corr/chi2_seq"] == math.inf
-    assert found[0] == steps[0]
+    assert found[0] == {"step": 1, **steps[0]}
     settings = tmp_path / "deep" / "run" / "settings.json"
     assert mp.MismatchConfig.from_file(settings) == CONFIG
 

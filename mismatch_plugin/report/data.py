@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_plugin.config import ALGORITHM_NAMES
+from mismatch_plugin.files import read_json_object, read_lines
 from mismatch_plugin.report.table import NOTHING, Table
 
 Array = NDArray[np.float64]
@@ -28,6 +29,7 @@ BASELINE = "0"
 """Label of the variant that the others are compared with."""
 TRAIN_COLUMNS = ("reward", "exact")
 HELD_OUT = "held_out_"
+MAX_SEEDS = 10_000
 _OWN_KEYS = ("variant", "setting", "seed")
 
 
@@ -94,6 +96,10 @@ class RunFolder:
         """Column for `reward` or `exact`: the held-out one where any run recorded it, else that of the batches."""
         return HELD_OUT + name if HELD_OUT + name in self._recorded else name
 
+    def recorded(self, name: str, older: str) -> str:
+        """The column `name`, or the older one where no run recorded it and some run the older one."""
+        return older if name not in self._recorded and older in self._recorded else name
+
     @cached_property
     def _recorded(self) -> frozenset[str]:
         """Columns with a finite value in some run."""
@@ -127,8 +133,13 @@ def read_run_folder(root: str | Path) -> RunFolder:
             runs[key] = run
     settings = _ordered(_names(info.get("settings")), [key[0] for key in sorted(touched)])
     variants = _ordered(known, [key[1] for key in sorted(touched)])
-    asked = info.get("seeds")
-    seeds = _ordered(range(asked) if isinstance(asked, int) else (), sorted({key[2] for key in touched}))
+    asked: list[int] = []
+    if "seeds" in info:
+        try:
+            asked = _seeds(info["seeds"])
+        except ValueError as error:
+            missing.append(str(error))
+    seeds = _ordered(asked, sorted({key[2] for key in touched}))
     missing += _not_started(settings, variants, seeds, touched)
     return RunFolder(root, info, settings, variants, seeds, runs, tuple(missing))
 
@@ -212,7 +223,7 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
     """The run, None where it holds no step; and sentences about what is wrong with it."""
     setting, variant, seed = key
     name = f"{setting}, {describe(variant)}, seed {seed}"
-    records, bad = _read_lines(folder / "metrics.jsonl")
+    records, bad = _read_steps(folder / "metrics.jsonl")
     notes = [f"{name}: {bad} damaged line{'s' if bad > 1 else ''} skipped."] if bad else []
     if not records:
         return None, [*notes, f"{name}: started, but holds no step."]
@@ -225,30 +236,48 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
         for column, value in _flat(records[step]):
             columns.setdefault(column, np.full(len(steps), np.nan))[index] = value
     for column in (*TRAIN_COLUMNS, "grad_norm"):
-        # Step 0 is the evaluation before the first update: it has no training figures.
+        # Step 0 is the evaluation before the first update: it has no training figures. A host's run has none of these.
         lost = int(np.isnan(columns.get(column, steps)[steps > 0]).sum())
         if lost:
             notes.append(f"{name}: {column} is no finite number at {lost} step{'s' if lost > 1 else ''}.")
     return Run(setting, variant, seed, steps, columns, config, finished), notes
 
 
-def _read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """(records by step, number of damaged lines). A step written twice counts as it was written last."""
+def _read_steps(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """(records by step, number of damaged lines). A step written twice counts as it was written last.
+
+    A record without a step, as a loop of its own may write it, follows the one before it; the first is step 1.
+    """
     records: dict[int, dict[str, Any]] = {}
-    bad = 0
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return records, bad
-    for line in lines:
-        if not line.strip():
-            continue
+    bad, last = 0, 0
+    for record in read_objects(path):
         try:
-            record = json.loads(line)
-            records[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError):
+            if record is None:
+                raise ValueError
+            step = record.get("step", last + 1)
+            last = int(step)
+            if last != step:
+                raise ValueError
+            records[last] = record
+        except (ValueError, TypeError, OverflowError):
             bad += 1
     return records, bad
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of every line that is not blank; None for a damaged one. Nothing where no file can be read."""
+    try:
+        for _, line in read_lines(path, errors="replace"):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                yield record if isinstance(record, dict) else None
+    except OSError:
+        return
+    except ValueError:  # no regular file, or a line without end
+        yield None
 
 
 def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -259,15 +288,27 @@ def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     parts |= metrics if isinstance(metrics, dict) else {}
     for name, value in parts.items():
         if isinstance(value, (int, float)):
-            yield name, float(value) if math.isfinite(value) else math.nan
+            try:
+                number = float(value)
+            except OverflowError:  # an integer of 400 digits
+                number = math.nan
+            yield name, number if math.isfinite(number) else math.nan
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+
+
+def _seeds(asked: object) -> list[int]:
+    """The seeds that `run.json` asks for, by number or one by one. Raises ValueError for what is neither."""
+    if isinstance(asked, int) and 0 <= asked <= MAX_SEEDS:
+        return list(range(asked))
+    if isinstance(asked, list) and len(asked) <= MAX_SEEDS and all(isinstance(seed, int) for seed in asked):
+        return asked
+    raise ValueError(f"run.json has {str(asked)[:40]} as seeds, which is not a number of seeds: taken are those found.")
 
 
 def _names(value: object) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics import METRICS, PREFIX
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.report.table import NOTHING, Table, compact
 
 ROWS = (
     "kl",
@@ -174,7 +174,4 @@ def _ess_name(config: MismatchConfig) -> str:
 
 
 def _cell(value: float) -> str:
-    """Four digits, short enough for a terminal of 80 columns beside names that are not broken."""
-    if not math.isfinite(value):
-        return NOTHING
-    return f"{value + 0.0:.4g}".replace("e-0", "e-").replace("e+0", "e+")  # + 0.0: no minus zero
+    return compact(value) if math.isfinite(value) else NOTHING

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ import numpy as np
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.files import write_whole
 from mismatch_plugin.report.data import (
     BASELINE,
     HELD_OUT,
@@ -106,9 +106,7 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         version=mismatch_plugin.__version__,
     )
     page = folder.root / "report.html"
-    partial = page.with_suffix(".part")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, page)
+    write_whole(page, html)
     return page
 
 
@@ -245,6 +243,7 @@ def _mean_over(runs: Iterable[Run], column: str) -> float:
 def _mismatch_table(folder: RunFolder, setting: str) -> Table:
     """How far apart the policies were, and what the correction did about it: means over steps and seeds."""
     rows = []
+    size = folder.recorded(f"{PREFIX}rollout_is_ratio_eff_sample_size", f"{PREFIX}rollout_is_eff_sample_size")
     for variant in folder.variants:
         runs = folder.shown(setting, variant)
         norms = [values for run in runs if len(values := run.curve("grad_norm")[1])]
@@ -254,7 +253,7 @@ def _mismatch_table(folder: RunFolder, setting: str) -> Table:
             (
                 short(variant),
                 number(_mean_over(runs, f"{PREFIX}kl"), 4),
-                number(_mean_over(runs, f"{PREFIX}rollout_is_eff_sample_size"), 2),
+                number(_mean_over(runs, size), 2),
                 number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_mean"), 2),
                 number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_eff_sample_size"), 2),
                 number(100 * (1 - accepted), 1) + ("" if math.isnan(accepted) else " %"),

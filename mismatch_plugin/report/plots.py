@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics import PREFIX
@@ -64,15 +65,16 @@ class Picture:
 
 @dataclass(frozen=True)
 class Line:
-    """A horizontal line at a value that means something; its label stands on it."""
+    """A horizontal line at a value that means something; its label is above it, or under it."""
 
     value: float
     label: str
+    under: bool = False
 
 
 @dataclass(frozen=True)
 class Part:
-    """One axis of a panel: the column it shows, its label, the scale, the lines across it.
+    """One axis of a panel: the column it shows (or the `older` one, where no run recorded it), its label, scale, lines.
 
     floor: the smallest range that the axis spans, so that rounding is not drawn as if it were a course.
     span: what the axis shows at least.
@@ -85,6 +87,7 @@ class Part:
     floor: float = 0.02
     span: tuple[float, float] | None = None
     shown: Callable[[Array], Array] = lambda values: values
+    older: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Panel:
     parts: tuple[Part, ...]
 
 
-_ESS_LINES = (Line(0.5, "good above 0.5"), Line(health.MIN_EFFECTIVE_SAMPLE_SIZE, "warning below 0.3"))
+_ESS_LINES = (Line(0.5, "good above 0.5"), Line(health.MIN_EFFECTIVE_SAMPLE_SIZE, "warning below 0.3", under=True))
 _ONE = (Line(1.0, "ideal 1"),)
 _CHI2 = (Line(health.MAX_CHI2, "warning above 1"),)
 
@@ -124,8 +127,10 @@ CURVES = (
 GUIDE = (
     Panel("guide_mean_weight", "Mean IS weight", "Mean ratio π_train/π_rollout over tokens, before bounding.",
           (Part(f"{PREFIX}rollout_is_mean", "mean ratio", lines=_ONE),)),
-    Panel("guide_ess", "Effective sample size", "Of the ratio clamped to its bounds, with the guide's lines at 0.5 "
-          "and 0.3.", (Part(f"{PREFIX}rollout_is_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1)),)),
+    Panel("guide_ess", "Effective sample size", "Of the ratio of the tokens, with the guide's lines at 0.5 and 0.3 "
+          "(runs before 0.2: of the ratio clamped to its bounds, which stays above 0.6).",
+          (Part(f"{PREFIX}rollout_is_ratio_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1),
+          older=f"{PREFIX}rollout_is_eff_sample_size"),)),
     Panel("guide_veto", "Veto fraction", "Share of sequences that hold a token below the veto threshold; 0 without a "
           "veto.", (Part(f"{PREFIX}rollout_is_veto_fraction", "share of sequences",
           lines=(Line(health.MAX_VETO_FRACTION, "warning above 0.1"),), span=(0, 0.12)),)),
@@ -157,7 +162,8 @@ class Plotter:
 
     def panel(self, panel: Panel) -> Picture | None:
         """A panel over the steps; None where nothing was recorded for any of its axes."""
-        axes_of = [part for part in panel.parts if self.has(part.column)]
+        parts = [replace(part, column=self.folder.recorded(part.column, part.older)) for part in panel.parts]
+        axes_of = [part for part in parts if self.has(part.column)]
         if not axes_of:
             return None
         with rc_context(STYLE):
@@ -187,7 +193,7 @@ class Plotter:
                 half = [[d.mean - d.low], [d.high - d.mean]]
                 axis.errorbar(d.mean, y, xerr=half, color=colour, marker=marker, markerfacecolor=filled,
                               markersize=6.5, capsize=3.5, linewidth=1.6)  # fmt: skip
-            axis.set_yticks(range(len(rows)), [short(variant) for variant, _ in rows])
+            axis.set_yticks(range(len(rows)), [plain(short(variant)) for variant, _ in rows])
             axis.set_ylim(len(rows) - 0.5, -0.5)
             axis.set_xlabel(f"{name} at the end, minus algorithm 0")
             axis.set_title("Difference to algorithm 0")
@@ -201,7 +207,7 @@ class Plotter:
     def quantiles(self) -> Picture | None:
         """Quantiles of the token log-ratio over the steps, one small axis a variant; None without `full` metrics."""
         names = [f"{PREFIX}rollout_is_ratio_{q}" for q in ("p1", "p50", "p99", "p99_9")]
-        tables = {v: [_windows(*align(c)) for name in names if (c := self._curves(name)[v])] for v in self.runs}
+        tables = {v: [windows(*align(c)) for name in names if (c := self._curves(name)[v])] for v in self.runs}
         tables = {v: parts for v, parts in tables.items() if len(parts) == len(names)}
         if not tables:
             return None
@@ -217,7 +223,7 @@ class Plotter:
                 axis.fill_between(steps, low, top, color=colour, alpha=0.25, linewidth=0)
                 axis.plot(steps, middle, color=colour)
                 axis.plot(steps, far, color=colour, linestyle=(0, (1, 1)), linewidth=1.2)
-                axis.set_title(short(variant))
+                axis.set_title(plain(short(variant)))
             for axis in grid[len(tables) :]:
                 axis.set_visible(False)
             grid[len(tables) - (1 if len(tables) % 2 == 0 or len(tables) == 1 else 2)].tick_params(labelbottom=True)
@@ -249,7 +255,7 @@ class Plotter:
                 bars.append(axis.barh(range(len(rows)), width, left=left, color=colour, hatch=hatch, label=label,
                                       edgecolor="white", height=0.65))  # fmt: skip
                 left += width
-            axis.set_yticks(range(len(rows)), [short(variant) for variant in rows])
+            axis.set_yticks(range(len(rows)), [plain(short(variant)) for variant in rows])
             axis.invert_yaxis()
             axis.grid(axis="y", visible=False)
             axis.set_xlabel("seconds a step")
@@ -271,7 +277,7 @@ class Plotter:
         for variant, curves in self._curves(part.column).items():
             if not curves:
                 continue
-            steps, values = _windows(*align(curves))
+            steps, values = windows(*align(curves))
             values = part.shown(values)
             if not len(steps):
                 continue
@@ -279,7 +285,7 @@ class Plotter:
             mean, spacing = values.mean(0), max(1, len(steps) // 6)
             first = self.folder.variants.index(variant) % spacing
             (drawn[variant],) = axis.plot(steps, mean, color=colour, linestyle=dash, marker=marker,
-                                          markevery=(first, spacing), label=short(variant))  # fmt: skip
+                                          markevery=(first, spacing), label=plain(short(variant)))  # fmt: skip
             if len(values) > 1:
                 error = np.array([mean_and_error(column).error for column in values.T])
                 axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
@@ -291,7 +297,7 @@ class Plotter:
         if part.span is not None:
             smallest, largest = min(smallest, part.span[0]), max(largest, part.span[1])
             axis.set_ylim(smallest - 0.02 * (largest - smallest), largest + 0.02 * (largest - smallest))
-        _lines(axis, part.lines, smallest, largest)
+        threshold_lines(axis, part.lines, smallest, largest)
         bottom, top = axis.get_ylim()
         missing = max(part.floor - (top - bottom), 0.0)
         axis.set_ylim(bottom - 0.5 * missing, top + 0.5 * missing)
@@ -319,7 +325,7 @@ def save(pictures: Iterable[Picture], folder: Path) -> None:
         (folder / picture.name).write_bytes(picture.png)
 
 
-def _windows(steps: Array, values: Array) -> tuple[Array, Array]:
+def windows(steps: Array, values: Array) -> tuple[Array, Array]:
     """Means of neighbouring steps, at most WINDOWS of them, so that a step's noise does not hide the course."""
     if len(steps) <= WINDOWS:
         return steps, values
@@ -327,20 +333,36 @@ def _windows(steps: Array, values: Array) -> tuple[Array, Array]:
     return np.array([steps[p].mean() for p in pieces]), np.stack([values[:, p].mean(1) for p in pieces], axis=1)
 
 
-def _lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
+def threshold_lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
     """Lines of meaning that lie near the data; one far outside would squeeze the curves flat."""
     room = max(largest - smallest, 0.25 * max(abs(largest), abs(smallest)), 0.02)
     for line in lines:
         if smallest - 1.5 * room <= line.value <= largest + 1.5 * room:
             axis.axhline(line.value, color="#444444", linewidth=0.9, linestyle=(0, (3, 3)), zorder=1.5)
-            axis.annotate(line.label, (1.0, line.value), xycoords=("axes fraction", "data"), xytext=(0, 2), ha="right",
-                          va="bottom", textcoords="offset points", fontsize=7.5, color="#333333")  # fmt: skip
+            label = axis.annotate(
+                line.label,
+                (1.0, line.value),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, -2.5 if line.under else 2.5),
+                ha="right",
+                va="top" if line.under else "bottom",
+                textcoords="offset points",
+                fontsize=7.5,
+                color="#333333",
+                zorder=5,
+            )
+            label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])  # readable across a curve
 
 
 def legend(figure: Figure, handles: Sequence[Line2D], columns: int = 2) -> None:
     """Below the figure."""
     figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)) or 1,
                   handlelength=3.2, columnspacing=1.2, labelspacing=0.3)  # fmt: skip
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib shows it letter by letter: between two dollar signs it would read mathematics."""
+    return name.replace("$", r"\$")
 
 
 def png(figure: Figure) -> bytes:
