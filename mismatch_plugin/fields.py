@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 MAX_FAULTS, MAX_SHOWN = 10, 200
-"""Sentences of one error, and characters of a value in it: a file that is not a configuration has thousands of faults."""
+"""Sentences of one error, and characters of a value in it: a file that is no configuration has thousands of faults."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,9 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
         elif fault["type"] == "extra_forbidden":
             parent, _, name = path.rpartition(".")
             if path in known:  # one key with a dot in it
-                sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {str(fault['input'])[:MAX_SHOWN]}}}.")
+                sentences.append(
+                    f"setting {path} is one key: nest it, {parent}: {{{name}: {str(fault['input'])[:MAX_SHOWN]}}}."
+                )
                 continue
             siblings = [name for name in known if name.startswith(f"{parent}." if parent else "")]
             sentences.append(str(unknown("setting", path, siblings)))

@@ -19,7 +19,7 @@ def write(folder: Path, text: str, name: str = "mismatch.yaml") -> Path:
 
 def test_aliases_are_the_values_that_they_name(tmp_path: Path) -> None:
     text = "use_tis: &on true\nuse_rollout_log_probs: *on\ntis: {upper_bound: &two 2.5}\nppo: {dual_clip: *two}\n"
-    with pytest.raises(ValueError, match="dual_clip 2.5 changes nothing in algorithm 3"):
+    with pytest.raises(ValueError, match=r"dual_clip 2\.5 changes nothing in algorithm 3"):
         mp.MismatchConfig.from_file(write(tmp_path, text))
     config = mp.MismatchConfig.from_file(write(tmp_path, text.replace("use_rollout_log_probs: *on\n", "")))
     assert config.tis.upper_bound == config.ppo.dual_clip == 2.5

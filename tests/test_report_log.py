@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -83,7 +82,7 @@ def test_writers_that_meet_on_a_fresh_folder_all_write(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """A disk on which nothing can be opened for writing as long as the list holds True."""
     full, real = [True], Path.open
 
@@ -94,7 +93,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     monkeypatch.setattr(Path, "open", opened)
     monkeypatch.setattr(log, "_warned", set())
-    yield full
+    return full
 
 
 def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(

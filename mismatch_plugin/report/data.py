@@ -251,16 +251,12 @@ def _read_steps(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
     records: dict[int, dict[str, Any]] = {}
     bad, last = 0, 0
     for record in read_objects(path):
-        try:
-            if record is None:
-                raise ValueError
-            step = record.get("step", last + 1)
-            last = int(step)
-            if last != step:
-                raise ValueError
-            records[last] = record
-        except (ValueError, TypeError, OverflowError):
+        step = None if record is None else record.get("step", last + 1)
+        if record is None or not isinstance(step, int | float) or not math.isfinite(step) or step != int(step):
             bad += 1
+            continue
+        last = int(step)
+        records[last] = record
     return records, bad
 
 

@@ -110,15 +110,10 @@ def _line(metrics: Mapping[str, Any]) -> str:
     try:
         return to_json(metrics)
     except (TypeError, ValueError):
-        pass
-    for name, value in metrics.items():
-        try:
-            to_json({name: value})
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"metric {name} is a {type(value).__name__}, not a number: give float(value) where it holds one."
-            ) from None
-    raise ValueError("the metrics are no JSON object: give a dict from names to numbers.")
+        plain = (bool, int, float, str, type(None), Mapping, list, tuple)
+        name = next((name for name, value in metrics.items() if not isinstance(value, plain)), None)
+        kind = "the metrics hold what is" if name is None else f"metric {name} is a {type(metrics[name]).__name__},"
+        raise ValueError(f"{kind} not a number: give float(value) where it holds one.") from None
 
 
 def _last_step(lines: BinaryIO) -> int:

@@ -63,8 +63,10 @@ def _resolve(path: Path) -> Path:
             raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
         refuse_special(path)
         return path
-    if (path / METRICS).exists():
-        return path / METRICS
+    written = path / METRICS
+    if written.exists() and not written.is_dir():
+        refuse_special(written)
+        return written
     folders = sorted({file.parent for file in path.rglob(f"*{EVENTS}*") if file.is_file()})
     if not folders:
         raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events: give {_ACCEPTED}.")
@@ -141,7 +143,8 @@ def _names(path: Path, rows: Iterable[dict[str, float]], run: str | None) -> dic
     if not found:
         raise ValueError(f"{path}: no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
     if run is not None:
-        chosen = [run] if run in found else [before for before in found if run in before]
+        begins = [before for before in found if before.startswith(run)]
+        chosen = [run] if run in found else begins or [before for before in found if run in before]
         if not chosen:
             raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(found)}.")
         found = {before: found[before] for before in chosen}
@@ -152,8 +155,8 @@ def _names(path: Path, rows: Iterable[dict[str, float]], run: str | None) -> dic
             ours = name[len(before) :]
             if ours in owner:
                 raise ValueError(
-                    f"{path} holds {ours} for several runs, {_listed(found)}: choose one with --run, by its name or a "
-                    f"part of it."
+                    f"{path} holds {ours} for several runs, {_listed(found)}: choose one with --run, by how "
+                    f"its name begins or a part of it."
                 )
             owner[ours], names[name] = before, ours
     return names

@@ -67,14 +67,14 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        shown, widths = self, dict[str, int]()
-        if width is not None and sum(max(map(len, (h, *self._parts(h)))) + 1 for h in self.headers) > width:
-            widths = {h: max(map(len, " ".join((h, *self._parts(h))).split())) for h in self.headers}
-            while len(widths) > 2 and sum(widths.values()) + len(widths) > width:
+        shown, widths, gap = self, dict[str, int](), 1  # between columns, next to the box's own
+        if width is not None and sum(max(map(len, (h, *self._parts(h)))) + 1 + gap for h in self.headers) > width:
+            gap, widths = 0, {h: max(map(len, " ".join((h, *self._parts(h))).split())) for h in self.headers}
+            while len(widths) > 2 and sum(widths.values()) + len(widths) - 1 > width:
                 widths.popitem()
             shown = self.only(*widths)
         table = RichTable(
-            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False
+            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, gap, 0, 0), show_edge=False
         )
         for header in shown.headers:
             is_code = header in shown.code
