@@ -100,6 +100,10 @@ class RunFolder:
         """The column `name`, or the older one where no run recorded it and some run the older one."""
         return older if name not in self._recorded and older in self._recorded else name
 
+    def has(self, name: str) -> bool:
+        """Whether some run recorded a finite value in this column."""
+        return name in self._recorded
+
     @cached_property
     def _recorded(self) -> frozenset[str]:
         """Columns with a finite value in some run."""

@@ -96,6 +96,9 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     html = template.render(
         folder=folder,
         parts=parts,
+        title=str(folder.info.get("title", "Comparison of mismatch corrections")),
+        judged=any(folder.has(folder.source(name)) for name in _MEASURES),
+        timed=any(part.seconds.rows for part in parts),
         intro=_introduction(folder),
         first=first,
         overview=final_table(summaries),
@@ -122,15 +125,20 @@ def _base64(data: bytes) -> str:
 
 
 def _introduction(folder: RunFolder) -> list[str]:
+    """What the page is about: what `run.json` says of it, else what `compare` does."""
+    about = folder.info.get("about")
+    if isinstance(about, list):
+        return [str(sentence) for sentence in about]
     held_out = folder.source("exact").startswith(HELD_OUT)
     seeds = folder.seeds
     which = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{len(seeds)} seed"
     where = "on held-out prompts" if held_out else "on the training batches"
     count, settings = len(folder.variants), len(folder.settings)
+    differ = "s that differ in how far the two engines are apart" if settings != 1 else ""
     return [
         f"{count} way{'s' * (count != 1)} of correcting the mismatch between rollout engine and trainer "
         f"{'was' if count == 1 else 'were'} trained on the same small task, with {which}, in {settings} "
-        f"setting{'s' * (settings != 1)} that differ in how far the two engines are apart.",
+        f"setting{differ}.",
         f"Results are measured {where}; a final value is the mean of the last tenth of a run's evaluations, and ± is "
         "one standard error over seeds.",
         "Every difference is paired with algorithm 0 on the same seed; no seed was chosen, and a difference that may "

@@ -126,7 +126,7 @@ CURVES = (
 )  # fmt: skip
 GUIDE = (
     Panel("guide_mean_weight", "Mean IS weight", "Mean ratio π_train/π_rollout over tokens, before bounding.",
-          (Part(f"{PREFIX}rollout_is_mean", "mean ratio", lines=_ONE),)),
+          (Part(f"{PREFIX}rollout_is_ratio_mean", "mean ratio", lines=_ONE, older=f"{PREFIX}rollout_is_mean"),)),
     Panel("guide_ess", "Effective sample size", "Of the ratio of the tokens, with the guide's lines at 0.5 and 0.3 "
           "(runs before 0.2: of the ratio clamped to its bounds, which stays above 0.6).",
           (Part(f"{PREFIX}rollout_is_ratio_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1),
@@ -137,7 +137,8 @@ GUIDE = (
     Panel("guide_kl", "KL and k3", "KL divergence of rollout from training policy: the direct estimate above, the k3 "
           "estimate (never negative) below.", (Part(f"{PREFIX}kl", "KL", "symlog", (Line(0.0, ""),), floor=1e-5),
           Part(f"{PREFIX}k3_kl", "k3", "symlog", floor=1e-5))),
-    Panel("guide_ppl_ratio", "PPL ratio (training/rollout)", "Mean ratio of the two perplexities of a response.",
+    Panel("guide_ppl_ratio", "PPL ratio (training/rollout)", "Perplexity of a response under "
+          "the training policy over that under the rollout engine.",
           (Part(f"{PREFIX}ppl_ratio", "ratio", lines=_ONE, floor=1e-3),)),
     Panel("guide_chi2", "χ² divergence", "Second moment of the ratio minus 1: of tokens above, of whole sequences "
           "below. Above 1 the mean ratio is unreliable.",
