@@ -231,4 +231,4 @@ def test_a_run_of_compare_is_judged_by_its_own_settings(tmp_path: Path) -> None:
     config = mp.preset("token_is").model_dump(mode="json")
     write(tmp_path, "config.json", json.dumps({"settings": {}, "mismatch": config}))
     body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
-    assert body["settings"] == str(tmp_path / "config.json") and "nothing is corrected" not in body["verdict"]
+    assert body["settings"] == str(tmp_path / "config.json") and body["correction"].startswith("holds")
