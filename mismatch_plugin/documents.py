@@ -46,9 +46,7 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
         raise ValueError(f"configuration file {path} is not valid YAML or JSON: {error}.") from None
     try:
         data = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except RecursionError:
-        raise ValueError(f"configuration file {path} is not valid: it is nested too deeply.") from None
-    except (yaml.YAMLError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"configuration file {path} is not valid YAML or JSON: {error}") from error
     if data is None:
         return {}
@@ -58,8 +56,11 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 
 def parse_json(text: str) -> Any:
-    """JSON whose keys are unique. Raises ValueError, or RecursionError where Python's own parser gives up."""
-    data = json.loads(text, object_pairs_hook=_unique)
+    """JSON whose keys are unique. Raises ValueError."""
+    try:
+        data = json.loads(text, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply.") from None
     _refuse_large(data, _values)
     return data
 
@@ -68,17 +69,19 @@ def parse_yaml(text: str) -> Any:
     """YAML, safe tags only, keys unique in each mapping (`<<` merges as YAML 1.1 says: a key given by hand wins).
 
     The size is counted before anything is built: merge keys would be expanded while building.
-    Raises ValueError or yaml.YAMLError; RecursionError where the parser gives up.
+    Raises ValueError.
     """
-    loader = _Loader(text)
     try:
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None
         _refuse_large(node, _children)
         return loader.construct_document(node)
-    finally:
-        loader.dispose()
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply.") from None
 
 
 class _Loader(yaml.SafeLoader):

@@ -189,6 +189,8 @@ def test_both_switches_in_yaml_evade_the_host_s_check_and_not_the_launcher(tmp_p
         ("tis_mode: clip\n", "--use-tis --tis-level token", "stand in --custom-config-path .* and on the command line"),
         ("- 1\n", "--use-tis", "holds a list, not a mapping"),
         ("tis_upper_bound: lots\n", "--use-tis", "tis_upper_bound"),
+        ("tis_mode: [\n", "--use-tis", r"--custom-config-path .*mis\.yaml is not valid YAML: "),
+        ("&a\ntis_mode: *a\n", "--use-tis", r"mis\.yaml is not valid YAML: .* an alias \(\*\) holds itself"),
     ],
 )
 def test_yaml_that_contradicts(text: str, line: str, message: str, tmp_path: Path) -> None:
