@@ -176,6 +176,13 @@ def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
     assert [row["metric"] for row in body["metrics"]][-3:] == list(full)
 
 
+def test_a_metric_is_there_once() -> None:
+    """Several families of full metrics begin with rollout_rs_."""
+    step = {**metrics(0.0), "rollout_corr/rollout_rs_token_ratio_masked_fraction": 0.25}
+    full = inspect_steps([step], CONFIG).full
+    assert full is not None and full.column("metric").count("rollout_rs_token_ratio_masked_fraction") == 1
+
+
 def test_advice_is_wrapped_at_words(tmp_path: Path) -> None:
     write_step(tmp_path, CONFIG, metrics(-0.9))
     output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"], env={"COLUMNS": "80"}).output

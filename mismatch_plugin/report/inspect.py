@@ -88,7 +88,8 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
             newest[warning.metric] = warning
     table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
     seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
-    names = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    named = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    names = [*dict.fromkeys(named)]  # several families begin alike
     full = _table("full metrics", names, steps, recent) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
     about = Counter(warning.about for warning, _ in warnings)

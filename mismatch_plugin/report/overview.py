@@ -6,8 +6,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from mismatch_plugin.report.curves import Part
 from mismatch_plugin.report.data import RunFolder
-from mismatch_plugin.report.plots import STYLE, Part, Picture, Plotter, legend, plain, png
+from mismatch_plugin.report.plots import STYLE, Picture, Plotter, legend, plain, png
 
 WIDTH, HEIGHT = 3.1, 3.3
 

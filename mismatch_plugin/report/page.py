@@ -17,6 +17,7 @@ import numpy as np
 import mismatch_plugin
 from mismatch_plugin.core.metrics import PREFIX
 from mismatch_plugin.files import write_whole
+from mismatch_plugin.report.curves import CURVES, GUIDE
 from mismatch_plugin.report.data import (
     BASELINE,
     HELD_OUT,
@@ -25,10 +26,10 @@ from mismatch_plugin.report.data import (
     describe,
     mean_seconds,
     read_run_folder,
-    settings_tables,
     short,
 )
 from mismatch_plugin.report.exact import cached_tables
+from mismatch_plugin.report.run_settings import settings_tables
 from mismatch_plugin.report.statistics import (
     Mean,
     Paired,
@@ -167,9 +168,9 @@ def _setting_part(folder: RunFolder, summary: SettingSummary) -> SettingPart:
     add(part.pictures, "exact match", plotter.outcome("exact", "Exact match"))
     add(part.pictures, "reward", plotter.outcome("reward", "Reward"))
     add(part.pictures, "difference to algorithm 0", plotter.differences(summary))
-    for panel in plots.CURVES:
+    for panel in CURVES:
         add(part.pictures, panel.title, plotter.panel(panel))
-    for panel in plots.GUIDE:
+    for panel in GUIDE:
         add(part.guide, panel.title, plotter.panel(panel))
     add(part.quantiles, "log-ratio quantiles (metrics level full)", plotter.quantiles())
     add(part.times, "wall time", plotter.seconds())

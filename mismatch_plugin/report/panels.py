@@ -14,8 +14,9 @@ from matplotlib.ticker import MaxNLocator
 
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.report.curves import Line
 from mismatch_plugin.report.data import Array
-from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, Line, png, threshold_lines, windows
+from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, png, threshold_lines, windows
 
 ALL = "six_panels.png"
 """All of them in one picture."""

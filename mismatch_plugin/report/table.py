@@ -68,10 +68,14 @@ class Table:
         from rich.text import Text
 
         shown, widths, gap = self, dict[str, int](), 1  # between columns, next to the box's own
-        if width is not None and sum(max(map(len, (h, *self._parts(h)))) + 1 + gap for h in self.headers) > width:
+        whole = {h: max(map(len, (h, *self._parts(h)))) for h in self.headers}
+        if width is not None and sum(whole.values()) + (1 + gap) * len(whole) > width:
             gap, widths = 0, {h: max(map(len, " ".join((h, *self._parts(h))).split())) for h in self.headers}
-            while len(widths) > 2 and sum(widths.values()) + len(widths) - 1 > width:
+            while (left := width - sum(widths.values()) - len(widths) + 1) < 0 and len(widths) > 2:
                 widths.popitem()
+            for header in sorted(widths, key=lambda h: widths[h] - whole[h]):  # what is broken most gets the rest
+                grown = max(0, min(left, whole[header] - widths[header]))
+                widths[header], left = widths[header] + grown, left - grown
             shown = self.only(*widths)
         table = RichTable(
             title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, gap, 0, 0), show_edge=False
