@@ -1,6 +1,8 @@
 """One report of the runs below a folder: OUTPUT/<cluster>/<algorithm>/seed<n>, each written by --mismatch-report-dir.
 
 python examples/collect_report.py OUTPUT
+
+A run counts as finished where its folder holds a `done.json` (any content), as compare_four_on_a_cluster.sh writes it.
 """
 
 from __future__ import annotations
@@ -8,27 +10,70 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+import mismatch_plugin
+from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.log import METRICS, SETTINGS
 from mismatch_plugin.report.page import build_report
 
+ABOUT = [
+    "These runs were trained elsewhere, each under one algorithm, and wrote only metrics of the mismatch between "
+    "rollout engine and trainer.",
+    "Shown is how large the mismatch was and what each correction did about it. What was learned is not in these "
+    "files: rewards are in the logs of the host.",
+    "The runs sampled different responses, so a difference between two of them may be chance.",
+]
+
 
 def collect(output: Path) -> Path:
-    """Give each run the description that the report reads, and write the page. Returns its path.
+    """Give each run and the folder the description that the report reads, and write the page. Returns its path.
 
-    Raises: ValueError where no run wrote any metrics.
+    Raises: ValueError where no run wrote any metrics, a run is not of the algorithm that its folder names, or the
+    folder belongs to `mismatch-plugin compare`.
     """
+    record = output / "run.json"
+    if record.exists() and "collected" not in read_json_object(record):
+        raise ValueError(
+            f"{output} holds a run of `mismatch-plugin compare`, which has written its report.html itself."
+        )
     runs = sorted(path.parent for path in output.glob(f"*/*/seed*/{METRICS}"))
     if not runs:
         raise ValueError(
             f"no {METRICS} below {output}: did the runs get --mismatch-report-dir, and can nodes write there? "
             f"(Delete a run's done.json to run it again.)"
         )
+    labels = []
     for run in runs:
-        settings = json.loads((run / SETTINGS).read_text(encoding="utf-8")) if (run / SETTINGS).exists() else {}
-        description = {"variant": run.parent.name, "setting": run.parent.parent.name, "mismatch": settings}
-        (run / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
+        settings = read_json_object(run / SETTINGS) if (run / SETTINGS).exists() else {}
+        labels.append(label(run, settings))
+        description = {"variant": labels[-1], "setting": run.parent.parent.name, "mismatch": settings}
+        write_whole(run / "config.json", json.dumps(description, indent=2) + "\n")
+    whole: dict[str, Any] = {
+        "collected": True,
+        "title": "Mismatch and corrections of runs on a cluster",
+        "about": ABOUT,
+        "settings": list(dict.fromkeys(run.parent.parent.name for run in runs)),
+        "variants": list(dict.fromkeys(labels)),
+        "seeds": sorted({int(run.name.removeprefix("seed")) for run in runs if run.name[4:].isdecimal()}),
+        "versions": {"mismatch-plugin, of this report": mismatch_plugin.__version__},
+    }
+    write_whole(record, json.dumps(whole, indent=2) + "\n")
     return build_report(output, exact=False)
+
+
+def label(run: Path, settings: dict[str, Any]) -> str:
+    """The folder's name, for 2 and 3 with the level and mode of the run's weights: `2:sequence:truncate`.
+
+    Raises: ValueError where a folder 0 to 3 holds a run of another algorithm.
+    """
+    name, tis = run.parent.name, settings.get("tis")
+    if name not in ("0", "1", "2", "3") or not isinstance(tis, dict):
+        return name
+    algorithm = int(bool(settings.get("use_rollout_log_probs"))) + 2 * int(bool(settings.get("use_tis")))
+    if str(algorithm) != name:
+        raise ValueError(f"{run} holds a run of algorithm {algorithm}: move it to a folder of that name.")
+    return name if algorithm < 2 else f"{name}:{tis.get('level')}:{tis.get('mode')}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from mismatch_plugin.criteria import Criterion, Rejection
+from mismatch_plugin.documents import read_file
 from mismatch_plugin.fields import (
     Section,
     described,
@@ -33,7 +34,6 @@ from mismatch_plugin.fields import (
     merge,
     notes_on,
     plain_error,
-    read_file,
     spell,
 )
 

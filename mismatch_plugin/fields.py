@@ -6,18 +6,18 @@ The rules for combinations that mean nothing stand here too (`without_effect`), 
 from __future__ import annotations
 
 import difflib
-import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+
+MAX_FAULTS, MAX_SHOWN = 10, 200
+"""Sentences of one error, and characters of a value in it: a file that is no configuration has thousands of faults."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def flag_names(model: type[BaseModel]) -> dict[str, str]:
     return {leaf.path: leaf.meta["flag"] for leaf in leaf_fields(model) if leaf.meta.get("flag")}
 
 
-# Nested dicts and files -----------------------------------------------------------------------------------------------
+# Nested dicts ---------------------------------------------------------------------------------------------------------
 
 
 def dotted_fields_set(data: Mapping[str, Any], prefix: str = "") -> set[str]:
@@ -99,46 +99,6 @@ def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:
     return getattr(part, name), type(part).model_fields[name].get_default(call_default_factory=True)
 
 
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML whose keys stand once: the last of two would win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        pairs = [(self.construct_object(key, deep=True), value) for key, value in node.value]
-        _unique([pair for pair in pairs if pair[0] != "<<"])
-        return super().construct_mapping(node, deep)
-
-
-def _unique(pairs: Sequence[tuple[Any, Any]]) -> dict[Any, Any]:
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r} stands there twice: keep one of them, with all of its settings.")
-    return dict(pairs)
-
-
-def read_file(path: str | Path) -> dict[str, Any]:
-    """A configuration file as a dict. Raises ValueError for a missing file or one that holds no mapping."""
-    path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"configuration file {path} does not exist: check the path given.")
-    text = path.read_text(encoding="utf-8")
-    try:
-        data = json.loads(text, object_pairs_hook=_unique) if path.suffix == ".json" else yaml.load(text, _UniqueKeys)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"configuration file {path} is not valid YAML or JSON: {error}") from error
-    if data is None:
-        return {}
-    if not isinstance(data, dict):
-        raise ValueError(f"configuration file {path} holds a {type(data).__name__}, not a mapping of settings.")
-    names = {str(name) for name in data}
-    if names & {"algorithm", "rollout_correction", "rollout_is", "rollout_rs"}:
-        raise ValueError(f"configuration file {path} is in verl's form: read it with mismatch_plugin.compat.from_verl.")
-    if "use_rs" in names or any(name.startswith(("tis_", "rs_")) for name in names):
-        raise ValueError(
-            f"configuration file {path} is in slime's form: read it with mismatch_plugin.compat.from_slime."
-        )
-    return data
-
-
 # Numbers and switches as people write them ----------------------------------------------------------------------------
 
 
@@ -148,14 +108,13 @@ def number(value: Any, name: str = "the value") -> float:
     Python would read "1_2" as 12, where verl means the bounds 1 and 2, so an underscore is refused.
     Raises: ValueError naming `name` and the value.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(value, str) and "_" not in value:
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if plain or (isinstance(value, str) and "_" not in value):
         try:
             return float(value)
-        except ValueError:
+        except (ValueError, OverflowError):  # an integer of 400 digits
             pass
-    raise ValueError(f"{name} is {value!r}, which is not a number: write one, for example 2.0.")
+    raise ValueError(f"{name} is {shown(value)}, which is not a number: write one, for example 2.0.")
 
 
 class Section(BaseModel):
@@ -190,14 +149,20 @@ def switch(value: Any, name: str) -> bool:
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
+def shown(value: object) -> str:
+    """The value as an error names it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
 def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     """A one-sentence error for a name that does not exist: the close ones, or else all there are."""
     names = list(known)
-    close = difflib.get_close_matches(str(given), names, n=3, cutoff=0.6)
+    close = difflib.get_close_matches(str(given)[:MAX_SHOWN], names, n=3, cutoff=0.6)
     mend = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
     if not names:
         mend = "leave it out, or check its spelling."
-    return ValueError(f"{kind} {str(given)!r} is unknown: {mend}")
+    return ValueError(f"{kind} {shown(str(given))} is unknown: {mend}")
 
 
 def spell(template: str, info: ValidationInfo, *about: str) -> str:
@@ -214,8 +179,9 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
     """pydantic's report as one sentence a fault: setting, value, mend. Paths in `typed` are named as flags."""
     known = [leaf.path for leaf in leaf_fields(model)]
     flags = {path: flag for path, flag in flag_names(model).items() if path in typed}
-    sentences = []
-    for fault in error.errors():
+    sentences: list[str] = []
+    faults = error.errors(include_url=False)
+    for fault in faults[:MAX_FAULTS]:
         path = ".".join(str(part) for part in fault["loc"])
         leaf = re.sub(r"\.\d.*", "", path)  # the list that holds it, for an element of a list
         if fault["type"] == "value_error":
@@ -223,7 +189,9 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
         elif fault["type"] == "extra_forbidden":
             parent, _, name = path.rpartition(".")
             if path in known:  # one key with a dot in it
-                sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {fault['input']}}}.")
+                sentences.append(
+                    f"setting {path} is one key: nest it, {parent}: {{{name}: {str(fault['input'])[:MAX_SHOWN]}}}."
+                )
                 continue
             siblings = [name for name in known if name.startswith(f"{parent}." if parent else "")]
             sentences.append(str(unknown("setting", path, siblings)))
@@ -235,7 +203,9 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
                 if leaf in flags and leaf != path
                 else flags.get(path, path)
             )
-            sentences.append(f"{name} is {fault['input']!r}: {mend}.")
+            sentences.append(f"{name} is {shown(fault['input'])}: {mend}.")
+    if len(faults) > MAX_FAULTS:
+        sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults like these.")
     return ValueError(" ".join(sentences))
 
 

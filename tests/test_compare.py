@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from mismatch_plugin.cli import app
 from mismatch_plugin.lab.command import DEFAULT_ALGORITHMS
 from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
+from mismatch_plugin.lab.run import _finished
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,44 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
         open_folder(tmp_path / "other", description, resume=False)
     with pytest.raises(ValueError, match="is a file"):
         open_folder(tmp_path / "other" / "notes.txt", description, resume=False)
+
+
+@pytest.mark.parametrize("damaged", ['{"seeds": 1, "sett', "", "[]", '{"seeds": ' + "[" * 100_000, "\\"])
+def test_a_damaged_run_json_is_said_and_kept(tmp_path: Path, damaged: str) -> None:
+    description: dict[str, Any] = {"settings": ["control"], "variants": ["0"], "seeds": 1}
+    open_folder(tmp_path / "run", description, resume=False)
+    record = tmp_path / "run" / "run.json"
+    record.write_text(damaged)
+    with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it, or choose"):
+        open_folder(tmp_path / "run", description, resume=True)
+    assert record.read_text() == damaged
+
+
+def test_run_json_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that dies while it writes leaves no half of one: the file gets its name when all of it is there."""
+    before: list[bool] = []
+
+    def die(_: int) -> None:
+        before.append((tmp_path / "run" / "run.json").exists())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", die)
+    with pytest.raises(KeyboardInterrupt):
+        open_folder(tmp_path / "run", {"seeds": 1}, resume=False)
+    assert before == [False] and list((tmp_path / "run").iterdir()) == []
+    monkeypatch.undo()
+    open_folder(tmp_path / "run", {"seeds": 1}, resume=False)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["seeds"] == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "done.json"])
+def test_a_run_whose_record_is_damaged_is_not_thrown_away(tmp_path: Path, name: str) -> None:
+    for written in ("config.json", "done.json"):
+        (tmp_path / written).write_text("{}")
+    assert _finished(tmp_path, {}) == {}
+    (tmp_path / name).write_text('{"step": 4')
+    with pytest.raises(ValueError, match=rf"{name} is damaged: .*Delete done\.json to run it again"):
+        _finished(tmp_path, {})
 
 
 @pytest.mark.parametrize(

@@ -427,9 +427,9 @@ def test_what_is_no_number_is_refused(path: str, value: object) -> None:
         ("a.json", '{"use_tis": true, "use_tis": false}'),
     ],
 )
-def test_a_key_that_stands_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
+def test_a_key_that_is_there_twice_is_refused(tmp_path: Path, name: str, text: str) -> None:
     (tmp_path / name).write_text(text)
-    with pytest.raises(ValueError, match="stands there twice"):
+    with pytest.raises(ValueError, match="is there twice"):
         mp.MismatchConfig.from_file(tmp_path / name)
 
 

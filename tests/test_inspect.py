@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.report.inspect import inspect_steps
 from mismatch_plugin.report.log import read_steps, to_json, write_step
+from mismatch_plugin.report.table import compact
 
 CONFIG = mp.preset("token_is")
 
@@ -33,9 +35,9 @@ def test_steps_come_back_as_written(tmp_path: Path) -> None:
     for step in steps:
         write_step(tmp_path / "deep" / "run", CONFIG, step)
     found = list(read_steps(tmp_path / "deep" / "run"))
-    assert len(found) == 2 and [*found[0]] == [*steps[0]]
+    assert len(found) == 2 and [*found[0]] == ["step", *steps[0]]
     assert math.isnan(found[1]["rollout_corr/kl"]) and found[1]["rollout_corr/chi2_seq"] == math.inf
-    assert found[0] == steps[0]
+    assert found[0] == {"step": 1, **steps[0]}
     settings = tmp_path / "deep" / "run" / "settings.json"
     assert mp.MismatchConfig.from_file(settings) == CONFIG
 
@@ -65,7 +67,14 @@ def test_what_is_no_metrics_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"rollout_corr/kl": 0.1}', encoding="utf-16")
     (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
-    for given, reason in ((path, "metrics.jsonl is no metrics.jsonl: "), (tmp_path / "folder", "Is a directory")):
+    os.mkfifo(tmp_path / "pipe.csv")
+    reasons = {
+        path: "metrics.jsonl is no metrics.jsonl: ",
+        tmp_path / "folder": "holds neither metrics.jsonl nor TensorBoard events",
+        tmp_path / "pipe.csv": "is a pipe, not a regular file",
+        Path("/dev/zero"): "is a device, not a regular file",
+    }
+    for given, reason in reasons.items():
         result = CliRunner().invoke(app, ["inspect", str(given)], env={"COLUMNS": "400"})
         assert result.exit_code == 2 and reason in result.output
     (tmp_path / "settings.json").write_text("[" * 100_000)
@@ -76,12 +85,28 @@ def test_what_is_no_metrics_file_is_named(tmp_path: Path) -> None:
 
 def test_names_and_numbers_stand_whole_on_80_columns(tmp_path: Path) -> None:
     write_step(tmp_path, CONFIG, dict.fromkeys(metrics(0.0), 1.2346e-9))
-    output = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"], env={"COLUMNS": "80"}).output
     lines = output.splitlines()
     assert any(line.startswith("rollout_is_weight_after_eff_sample_size ") for line in lines)
     row = next(line for line in lines if line.startswith("rollout_is_std "))
     assert row.split()[1:] == ["1.235e-9"] * 4
-    assert max(map(len, lines[:20])) <= 80
+    assert max(map(len, lines)) <= 80
+
+
+def test_numbers_of_any_size_stay_whole_on_80_columns(tmp_path: Path) -> None:
+    """The widest numbers next to the longest name; a narrower terminal loses the last columns, not digits."""
+    sizes = [-0.00012346, -1.2346e-10, -1.2346e300, 0.00012346, -0.012346]
+    for size in sizes:
+        write_step(tmp_path, CONFIG, dict.fromkeys(metrics(0.0), size))
+    shown = {"-1.235e-4", "-1.23e-10", "-1.2e+300", "0.0001235", "-0.01235"}
+    assert {compact(size) for size in sizes} == shown
+    for columns in (200, 80, 60):
+        arguments = ["inspect", str(tmp_path), "--no-pictures"]
+        output = CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)}).output
+        row = next(line for line in output.splitlines() if line.startswith("rollout_is_weight_after_eff_sample_size "))
+        cells = row.split()[1:]
+        assert cells == ["-0.01235", "-2.5e+299", "-1.2e+300", "0.0001235"][: len(cells)]
+        assert len(cells) == (4 if columns >= 80 else 2), output
 
 
 def test_a_sound_run_and_an_unsound_one() -> None:
@@ -141,7 +166,9 @@ def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
     step = {**metrics(0.0), "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
     assert inspect_steps([step], CONFIG).full is None
     write_step(tmp_path, CONFIG, {**step, **{f"rollout_corr/{name}": value for name, value in full.items()}})
-    lines = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output.splitlines()
+    lines = (
+        CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"], env={"COLUMNS": "80"}).output.splitlines()
+    )
     shown = lines[lines.index(next(line for line in lines if line.startswith("full metrics"))) + 3 :][: len(full)]
     assert [line.split() for line in shown] == [[name, "-1.235e-9", "-1.235e-9"] for name in full]
     assert max(map(len, lines)) <= 80 and lines[0].startswith("1 step, ")
@@ -149,9 +176,16 @@ def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
     assert [row["metric"] for row in body["metrics"]][-3:] == list(full)
 
 
+def test_a_metric_is_there_once() -> None:
+    """Several families of full metrics begin with rollout_rs_."""
+    step = {**metrics(0.0), "rollout_corr/rollout_rs_token_ratio_masked_fraction": 0.25}
+    full = inspect_steps([step], CONFIG).full
+    assert full is not None and full.column("metric").count("rollout_rs_token_ratio_masked_fraction") == 1
+
+
 def test_advice_is_wrapped_at_words(tmp_path: Path) -> None:
     write_step(tmp_path, CONFIG, metrics(-0.9))
-    output = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "80"}).output
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"], env={"COLUMNS": "80"}).output
     assert max(map(len, output.splitlines())) <= 80
     words = output.split()
     (warning, _), *_ = inspect_steps([metrics(-0.9)], CONFIG).warnings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mismatch_plugin import files
+from mismatch_plugin.rollout.check.training import InputError, read_training
 from mismatch_plugin.rollout.files import iter_records, read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
 
@@ -103,6 +106,60 @@ def test_a_bad_line_is_named(tmp_path: Path, change: dict[str, Any], says: str) 
     path.write_text("\n".join([json.dumps(RECORD), "", json.dumps({**RECORD, **change})]))
     with pytest.raises(ValueError, match=says):
         read_records(path)
+
+
+def test_devices_and_pipes_are_refused(tmp_path: Path, suffix: str) -> None:
+    """A pipe without a writer would block for ever, a device be read without end."""
+    os.mkfifo(pipe := tmp_path / f"pipe{suffix}")
+    os.symlink("/dev/zero", device := tmp_path / f"device{suffix}")
+    for path, kind in ((pipe, "a pipe"), (device, "a device")):
+        with pytest.raises(ValueError, match=rf"{path.name} is {kind}, not a regular file"):
+            read_records(path)
+        if suffix == ".jsonl":
+            with pytest.raises(InputError, match=rf"{path.name} is {kind}, not a regular file"):
+                read_training(path)
+
+
+def test_lines_of_any_shape_end_in_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(RECORD) + "\n" + '{"prompt_ids": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2: .*recursion limit"):
+        read_records(path)
+    with pytest.raises(InputError, match=r"records\.jsonl, line 1"):
+        read_training(path)
+    with pytest.raises(ValueError, match=r"records\.jsonl, line 2 is longer than 0\.0001"):
+        list(files.read_lines(path, limit=105))
+
+
+def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
+    """U+2028 and its like are legal inside JSON strings."""
+    path = tmp_path / "training.jsonl"
+    names = ["a\u2028b", "c\x0bd\x1ee", "f\u0085g"]
+    lines = [json.dumps({"train_log_probs": [-1.0], "sample_id": name}, ensure_ascii=False) for name in names]
+    lines[1] = json.dumps({"train_log_probs": [-1.0], "sample_id": names[1]})  # control characters must be escaped
+    path.write_bytes(("\r\n".join(lines) + "\n").encode())
+    assert [sample.sample_id for sample in read_training(path)] == names
+
+
+def test_two_writers_do_not_meet(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"records{suffix}"
+
+    def during() -> Iterator[RolloutRecord]:
+        yield full()
+        assert write_records(path, [full()] * 3) == 3  # another one begins and ends meanwhile
+        yield full()
+
+    assert write_records(path, during()) == 2
+    assert len(read_records(path)) == 2 and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_written_file_has_the_mode_that_umask_leaves(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_records(tmp_path / "records.jsonl", [full()])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "records.jsonl").stat().st_mode & 0o777 == 0o640
 
 
 def test_half_a_line_is_an_error(tmp_path: Path) -> None:

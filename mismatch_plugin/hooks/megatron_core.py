@@ -28,7 +28,7 @@ from mismatch_plugin.hooks.megatron_extra_losses import extra_losses, logits_bes
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step, StepTotals, end_step
-from mismatch_plugin.report.log import refuse_other_settings, write_step
+from mismatch_plugin.report.log import log_step, refuse_other_settings
 
 
 class MegatronLoss:
@@ -233,7 +233,7 @@ class MegatronLoss:
             return {}
         metrics = self.finished.metrics()
         if self.config.report_dir is not None and self.groups.is_first_of_stage:
-            write_step(self.config.report_dir, self.config, metrics)
+            log_step(self.config.report_dir, self.config, metrics)
         return metrics
 
 

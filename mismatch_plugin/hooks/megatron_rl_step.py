@@ -15,7 +15,7 @@ from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.hooks.megatron_extra_losses import extra_losses
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
-from mismatch_plugin.report.log import write_step
+from mismatch_plugin.report.log import log_step
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -89,7 +89,7 @@ def log_metrics(metrics: dict[str, float], config: MismatchConfig, args: Any, fi
     for warning in check_health(metrics, config):
         logger.warning("step %d: %s", step, warning)
     if config.report_dir is not None:
-        write_step(config.report_dir, config, {"step": step, **metrics})
+        log_step(config.report_dir, config, {"step": step, **metrics})
 
 
 def factor_of(step_end: StepEnd | None) -> Tensor | float | None:

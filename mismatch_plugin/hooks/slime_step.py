@@ -19,7 +19,7 @@ from mismatch_plugin.hooks.megatron_extra_losses import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, end_step
-from mismatch_plugin.report.log import write_step
+from mismatch_plugin.report.log import log_step, refuse_other_settings
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -60,6 +60,8 @@ class StepRun:
     _begun: _Begun | None = None
     _seen: list[object] = field(default_factory=list)
     _told_scope: bool = False
+    _asked: bool = False
+    """Whether the report folder was found to be this run's: asked once, before the first step."""
 
     def prepare(
         self,
@@ -100,8 +102,12 @@ class StepRun:
         Where no rollout was compared before (`prepare`), configurations are compared here, and what the micro-batches
         hold at the step's end.
         Collectives: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch normalisation
-        meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ.
+        meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ; before
+        the first step where the report folder holds steps of other settings.
         """
+        if config.report_dir is not None and not self._asked:
+            refuse_other_settings(config.report_dir, config)
+            self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self._agreed
         if not self._agreed:
@@ -179,7 +185,7 @@ class StepRun:
             for warning in check_health(self.metrics, config):
                 logger.warning("step %d: %s", begun.number, warning)
             if config.report_dir is not None and self.writes(begun.args):
-                write_step(config.report_dir, config, {"step": begun.number, **self.metrics})
+                log_step(config.report_dir, config, {"step": begun.number, **self.metrics})
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
+from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.lab.run import DONE, METRICS, run_one
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.presets import preset, preset_names
+from mismatch_plugin.report.data import read_objects
 from mismatch_plugin.report.log import differences
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -63,14 +65,8 @@ class Job:
 
     def last(self, name: str) -> float | None:
         """The newest value of a metric in the run's file."""
-        path = self.folder / METRICS
-        if not path.exists():
-            return None
-        for line in reversed(path.read_text().splitlines()):
-            try:
-                value = json.loads(line).get(name)
-            except json.JSONDecodeError:  # the line being written
-                continue
+        for record in reversed([*read_objects(self.folder / METRICS)]):
+            value = (record or {}).get(name)  # None: the line being written
             if isinstance(value, (int, float)):
                 return float(value)
         return None
@@ -135,9 +131,12 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --output.")
     if record.exists():
-        before = json.loads(record.read_text())
         if not resume:
             raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or choose another --output")
+        try:
+            before = read_json_object(record)
+        except ValueError as error:
+            raise ValueError(f"{error} It says what the run is: restore it, or choose another --output.") from None
         before = {name: value for name, value in before.items() if name in description}
         found = list(differences(before, description))
         # What a setting means differs, too, where other settings were chosen.
@@ -153,7 +152,7 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "platform": platform.platform()}
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    record.write_text(json.dumps({**description, "versions": versions, "started": started}, indent=2) + "\n")
+    write_whole(record, json.dumps({**description, "versions": versions, "started": started}, indent=2) + "\n")
 
 
 def _option(name: str) -> str:
@@ -270,7 +269,7 @@ _EVENT_METRICS = tuple(
 
 
 def write_events(jobs: Iterable[Job]) -> int:
-    """TensorBoard events beside each run's metrics, from its file. Returns how many runs had any."""
+    """TensorBoard events next to each run's metrics, from its file. Returns how many runs had any."""
     from torch.utils.tensorboard.writer import SummaryWriter
 
     written = 0
@@ -279,10 +278,8 @@ def write_events(jobs: Iterable[Job]) -> int:
         if not path.exists() or (job.folder / "events").exists():
             continue
         with SummaryWriter(str(job.folder / "events")) as writer:
-            for line in path.read_text().splitlines():
-                try:
-                    record = json.loads(line)
-                except json.JSONDecodeError:
+            for record in read_objects(path):
+                if record is None or "step" not in record:
                     continue
                 values = {k: v for k, v in record.items() if isinstance(v, float)}
                 metrics = record.get("metrics", {})

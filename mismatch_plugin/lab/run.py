@@ -19,11 +19,12 @@ from typing import Any, get_args, get_origin
 
 import mismatch_plugin
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.flags import add_arguments
 from mismatch_plugin.lab.engines import RolloutEngine
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import get_task
-from mismatch_plugin.report.log import to_json, write_whole
+from mismatch_plugin.report.log import to_json
 
 CONFIG, METRICS, DONE = "config.json", "metrics.jsonl", "done.json"
 _PACKAGES = ("torch", "megatron-core", "transformers")
@@ -100,12 +101,18 @@ def server_engine(settings: LabSettings, url: str | None) -> AbstractContextMana
 
 
 def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | None:
-    """What `done.json` says, if it is there and belongs to these settings."""
+    """What `done.json` says, if it is there and belongs to these settings.
+
+    Raises ValueError where a file is damaged: a run that may have finished is not thrown away.
+    """
     if not (folder / DONE).exists() or not (folder / CONFIG).exists():
         return None
-    before = json.loads((folder / CONFIG).read_text())
-    same = json.loads(to_json(description)) == {name: before.get(name) for name in description}
-    return json.loads((folder / DONE).read_text()) if same else None
+    try:
+        before = read_json_object(folder / CONFIG)
+        same = json.loads(to_json(description)) == {name: before.get(name) for name in description}
+        return read_json_object(folder / DONE) if same else None
+    except ValueError as error:
+        raise ValueError(f"{error} Delete {DONE} to run it again.") from None
 
 
 def _versions() -> dict[str, str]:

@@ -13,8 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from mismatch_plugin.documents import read_mapping
 from mismatch_plugin.launching.command_line import Given, peek
 from mismatch_plugin.launching.hydra import put, read_overrides, text
 from mismatch_plugin.launching.plan import Host, Plan, stop
@@ -76,12 +75,16 @@ def _loss_section(args: Namespace, given: Given, script: Path | None) -> dict[st
     return section
 
 
-def _read(path: Path) -> dict[str, Any]:
-    data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The section of a file, over that of the files that its `defaults` name."""
+    path = path.resolve()
+    if path in children:
+        raise ValueError(f"configuration file {path} is among its own defaults: take it out of them.")
+    data = read_mapping(path)
     defaults = data.get("defaults") or []
     section: dict[str, Any] = {}
     for parent in [defaults] if isinstance(defaults, str) else defaults:
-        section |= _read(path.parent / str(parent))
+        section |= _read(path.parent / str(parent), (*children, path))
     return section | (data.get(_SECTION) or {})
 
 

@@ -10,9 +10,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.documents import parse_yaml
 from mismatch_plugin.hooks.slime_settings import MIS_KEYS, refuse_unknown_settings
 from mismatch_plugin.launching.command_line import Given, peek
 from mismatch_plugin.launching.plan import Plan, refuse_old_megatron, settled
@@ -209,7 +208,10 @@ def _read_config(args: Namespace) -> dict[str, Any]:
         text = Path(path).read_text(encoding="utf-8")
     else:
         raise ValueError(f"{_CONFIG_PATH} {path} does not exist: check the path.")
-    data = yaml.safe_load(text) or {}
+    try:
+        data = parse_yaml(text) or {}
+    except ValueError as error:
+        raise ValueError(f"{_CONFIG_PATH} {path} is not valid YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{_CONFIG_PATH} {path} holds a {type(data).__name__}, not a mapping of arguments.")
     return {str(name): value for name, value in data.items()}

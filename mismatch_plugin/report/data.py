@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_plugin.config import ALGORITHM_NAMES
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.files import read_json_object, read_lines
 
 Array = NDArray[np.float64]
 
@@ -28,7 +28,7 @@ BASELINE = "0"
 """Label of the variant that the others are compared with."""
 TRAIN_COLUMNS = ("reward", "exact")
 HELD_OUT = "held_out_"
-_OWN_KEYS = ("variant", "setting", "seed")
+MAX_SEEDS = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +94,14 @@ class RunFolder:
         """Column for `reward` or `exact`: the held-out one where any run recorded it, else that of the batches."""
         return HELD_OUT + name if HELD_OUT + name in self._recorded else name
 
+    def recorded(self, name: str, older: str) -> str:
+        """The column `name`, or the older one where no run recorded it and some run the older one."""
+        return older if name not in self._recorded and older in self._recorded else name
+
+    def has(self, name: str) -> bool:
+        """Whether some run recorded a finite value in this column."""
+        return name in self._recorded
+
     @cached_property
     def _recorded(self) -> frozenset[str]:
         """Columns with a finite value in some run."""
@@ -127,8 +135,13 @@ def read_run_folder(root: str | Path) -> RunFolder:
             runs[key] = run
     settings = _ordered(_names(info.get("settings")), [key[0] for key in sorted(touched)])
     variants = _ordered(known, [key[1] for key in sorted(touched)])
-    asked = info.get("seeds")
-    seeds = _ordered(range(asked) if isinstance(asked, int) else (), sorted({key[2] for key in touched}))
+    asked: list[int] = []
+    if "seeds" in info:
+        try:
+            asked = _seeds(info["seeds"])
+        except ValueError as error:
+            missing.append(str(error))
+    seeds = _ordered(asked, sorted({key[2] for key in touched}))
     missing += _not_started(settings, variants, seeds, touched)
     return RunFolder(root, info, settings, variants, seeds, runs, tuple(missing))
 
@@ -166,53 +179,11 @@ def mean_seconds(runs: Iterable[Run]) -> dict[str, float]:
     return parts
 
 
-def settings_tables(folder: RunFolder) -> list[Table]:
-    """What was run: the lab's settings, what tells settings and variants apart, versions."""
-    flat = {key: dict(_flatten(run.config)) for key, run in sorted(folder.runs.items())}
-    names = sorted({name for config in flat.values() for name in config if name not in _OWN_KEYS})
-
-    def differing(index: int) -> list[str]:
-        """Settings whose value depends on this part of a run's key while the rest of the key is the same."""
-        found = []
-        for name in names:
-            groups: dict[tuple[object, ...], set[str]] = {}
-            for key, config in flat.items():
-                groups.setdefault(key[:index] + key[index + 1 :], set()).add(config.get(name, NOTHING))
-            if any(len(values) > 1 for values in groups.values()):
-                found.append(name)
-        return found
-
-    def listed(index: int, label: str, members: Iterable[str], which: list[str]) -> Table:
-        rows = []
-        for member in members:
-            config = next((config for key, config in flat.items() if key[index] == member), None)
-            cell = NOTHING if config is None else "; ".join(f"{n} = {config[n]}" for n in which if n in config)
-            words = describe(member) if index == 1 else member
-            rows.append((words, cell or NOTHING))
-        return Table(f"What tells the {label}s apart", (label, "settings"), tuple(rows))
-
-    by_setting, by_variant = differing(0), differing(1)
-    shared = dict(_flatten(folder.info.get("lab")))
-    first: Mapping[str, str] = next(iter(flat.values()), {})
-    own = [name for name in names if name not in {*by_setting, *by_variant, *differing(2)} and name in first]
-    shared |= {name: first[name] for name in own if name not in shared}
-    tables = [
-        Table("The same for all runs", ("setting", "value"), tuple(shared.items())),
-        listed(0, "setting", folder.settings, by_setting),
-        listed(1, "algorithm", folder.variants, by_variant),
-        Table("Versions", ("part", "version"), tuple(_flatten(folder.info.get("versions")))),
-    ]
-    started = folder.info.get("started")
-    run = [("started", str(started))] if started else []
-    run.append(("seeds", ", ".join(map(str, folder.seeds)) or NOTHING))
-    return [Table("Run", ("what", "value"), tuple(run)), *(table for table in tables if table.rows)]
-
-
 def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -> tuple[Run | None, list[str]]:
     """The run, None where it holds no step; and sentences about what is wrong with it."""
     setting, variant, seed = key
     name = f"{setting}, {describe(variant)}, seed {seed}"
-    records, bad = _read_lines(folder / "metrics.jsonl")
+    records, bad = _read_steps(folder / "metrics.jsonl")
     notes = [f"{name}: {bad} damaged line{'s' if bad > 1 else ''} skipped."] if bad else []
     if not records:
         return None, [*notes, f"{name}: started, but holds no step."]
@@ -225,30 +196,44 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
         for column, value in _flat(records[step]):
             columns.setdefault(column, np.full(len(steps), np.nan))[index] = value
     for column in (*TRAIN_COLUMNS, "grad_norm"):
-        # Step 0 is the evaluation before the first update: it has no training figures.
+        # Step 0 is the evaluation before the first update: it has no training figures. A host's run has none of these.
         lost = int(np.isnan(columns.get(column, steps)[steps > 0]).sum())
         if lost:
             notes.append(f"{name}: {column} is no finite number at {lost} step{'s' if lost > 1 else ''}.")
     return Run(setting, variant, seed, steps, columns, config, finished), notes
 
 
-def _read_lines(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
-    """(records by step, number of damaged lines). A step written twice counts as it was written last."""
+def _read_steps(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
+    """(records by step, number of damaged lines). A step written twice counts as it was written last.
+
+    A record without a step, as a loop of its own may write it, follows the one before it; the first is step 1.
+    """
     records: dict[int, dict[str, Any]] = {}
-    bad = 0
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return records, bad
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-            records[int(record["step"])] = record
-        except (ValueError, TypeError, KeyError):
+    bad, last = 0, 0
+    for record in read_objects(path):
+        step = None if record is None else record.get("step", last + 1)
+        if record is None or not isinstance(step, int | float) or not math.isfinite(step) or step != int(step):
             bad += 1
+            continue
+        last = int(step)
+        records[last] = record
     return records, bad
+
+
+def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of every line that is not blank; None for a damaged one. Nothing where no file can be read."""
+    try:
+        for _, line in read_lines(path, errors="replace"):
+            if line.strip():
+                try:
+                    record = json.loads(line)
+                except (ValueError, RecursionError):
+                    record = None
+                yield record if isinstance(record, dict) else None
+    except OSError:
+        return
+    except ValueError:  # no regular file, or a line without end
+        yield None
 
 
 def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
@@ -259,15 +244,27 @@ def _flat(record: dict[str, Any]) -> Iterator[tuple[str, float]]:
     parts |= metrics if isinstance(metrics, dict) else {}
     for name, value in parts.items():
         if isinstance(value, (int, float)):
-            yield name, float(value) if math.isfinite(value) else math.nan
+            try:
+                number = float(value)
+            except OverflowError:  # an integer of 400 digits
+                number = math.nan
+            yield name, number if math.isfinite(number) else math.nan
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError):
         return {}
-    return value if isinstance(value, dict) else {}
+
+
+def _seeds(asked: object) -> list[int]:
+    """The seeds that `run.json` asks for, by number or one by one. Raises ValueError for what is neither."""
+    if isinstance(asked, int) and 0 <= asked <= MAX_SEEDS:
+        return list(range(asked))
+    if isinstance(asked, list) and len(asked) <= MAX_SEEDS and all(isinstance(seed, int) for seed in asked):
+        return asked
+    raise ValueError(f"run.json has {str(asked)[:40]} as seeds, which is not a number of seeds: taken are those found.")
 
 
 def _names(value: object) -> list[str]:
@@ -292,29 +289,3 @@ def _not_started(
             if absent:
                 seed_words = f"seed{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
                 yield f"{setting}, {describe(variant)}: {seed_words} not started."
-
-
-def _flatten(value: object, prefix: str = "") -> list[tuple[str, str]]:
-    """(dotted name, text) of every leaf of nested dicts. Of a path only the last part: where a run lay says nothing."""
-    if not isinstance(value, dict):
-        return []
-    leaves: list[tuple[str, str]] = []
-    for name, item in value.items():
-        if isinstance(item, dict):
-            leaves += _flatten(item, f"{prefix}{name}.")
-        else:
-            leaves.append((f"{prefix}{name}", _text(item)))
-    return leaves
-
-
-def _text(item: Any) -> str:
-    if item is None or item in ([], ""):
-        return NOTHING
-    if isinstance(item, bool):
-        return "on" if item else "off"
-    if isinstance(item, str):
-        for kind in (PurePosixPath, PureWindowsPath):
-            if kind(item).is_absolute():
-                return kind(item).name
-        return item
-    return f"{item:g}" if isinstance(item, float) else json.dumps(item, ensure_ascii=False)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.data import describe
 from mismatch_plugin.report.table import Table
 
@@ -300,7 +300,7 @@ def cached_tables(folder: Path) -> list[Table]:
 
 def _cached(path: Path, compute: Callable[[], Any], kind: Callable[..., Any]) -> Any:
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
+        stored = read_json_object(path)
         if stored.pop("version") == mp.__version__:
             return kind(**stored)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -311,9 +311,7 @@ def _cached(path: Path, compute: Callable[[], Any], kind: Callable[..., Any]) ->
         result = compute()
     finally:
         torch.set_num_threads(threads)
-    partial = path.with_suffix(".part")
-    partial.write_text(json.dumps({"version": mp.__version__, **asdict(result)}), encoding="utf-8")
-    os.replace(partial, path)
+    write_whole(path, json.dumps({"version": mp.__version__, **asdict(result)}))
     return result
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics import METRICS, PREFIX
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.report.table import NOTHING, Table, compact
 
 ROWS = (
     "kl",
@@ -88,7 +88,8 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
             newest[warning.metric] = warning
     table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
     seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
-    names = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    named = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    names = [*dict.fromkeys(named)]  # several families begin alike
     full = _table("full metrics", names, steps, recent) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
     about = Counter(warning.about for warning, _ in warnings)
@@ -174,7 +175,4 @@ def _ess_name(config: MismatchConfig) -> str:
 
 
 def _cell(value: float) -> str:
-    """Four digits, short enough for a terminal of 80 columns beside names that are not broken."""
-    if not math.isfinite(value):
-        return NOTHING
-    return f"{value + 0.0:.4g}".replace("e-0", "e-").replace("e+0", "e+")  # + 0.0: no minus zero
+    return compact(value) if math.isfinite(value) else NOTHING

@@ -6,14 +6,19 @@ Hosts call it where `report_dir` is set; `mismatch-plugin inspect DIR` reads it.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.fields import read_file
+from mismatch_plugin.documents import read_mapping
+from mismatch_plugin.files import read_lines, read_text, write_whole
+
+logger = logging.getLogger("mismatch_plugin")
 
 METRICS, SETTINGS = "metrics.jsonl", "settings.json"
 
@@ -33,13 +38,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def write_whole(path: Path, text: str) -> None:
-    """All of the file or nothing of it, so that a killed run never leaves half of one."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text)
-    part.replace(path)
-
-
 def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(name, value before, value now) of each leaf that differs between two JSON objects; dots join nested names."""
     if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -52,9 +50,12 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
 def refuse_other_settings(folder: str | Path, config: MismatchConfig) -> None:
     """Raise ValueError where the folder holds steps of a run with other settings. A host asks before it trains."""
     path, settings = Path(folder) / SETTINGS, _settings(config)
-    if not path.exists() or path.read_text() == settings:
-        return
-    for name, before, now in differences(read_file(path), json.loads(settings)):
+    try:
+        if not path.exists() or read_text(path) == settings:
+            return
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    for name, before, now in differences(read_mapping(path), json.loads(settings)):
         if name != "report_dir":
             raise ValueError(
                 f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
@@ -68,8 +69,10 @@ def _settings(config: MismatchConfig) -> str:
 def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
     """Append a step; one process of a run calls it. The first call writes the settings, too.
 
-    A run that goes on with the same settings appends. Raises ValueError where the folder holds steps of other ones
-    (`report_dir` may differ: the same folder has several names).
+    metrics: numbers by name. Without `step` among them the step is one more than the last in the file, from 1. A run
+    that goes on with the same settings appends.
+    Raises ValueError where the folder holds steps of other settings (`report_dir` may differ: the same folder has
+    several names) or a metric is not a number; OSError where the folder cannot be written.
     """
     folder = Path(folder)
     refuse_other_settings(folder, config)
@@ -81,7 +84,67 @@ def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str,
             lines.seek(-1, os.SEEK_END)
             if lines.read() != b"\n":
                 lines.write(b"\n")  # a kill cut the last line
-        lines.write((to_json(metrics) + "\n").encode())
+        if "step" not in metrics:
+            lines.flush()
+            metrics = {"step": _last_step(lines) + 1, **metrics}
+        lines.write((_line(metrics) + "\n").encode())
+
+
+def log_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
+    """`write_step` for a hook, which never stops training: what cannot be written is a warning, once a folder.
+
+    A host asks `refuse_other_settings` before it trains.
+    """
+    try:
+        write_step(folder, config, metrics)
+    except (OSError, ValueError) as error:
+        if str(folder) not in _warned:
+            _warned.add(str(folder))
+            logger.warning("metrics are not written, training goes on (said once for %s): %s", folder, error)
+
+
+_warned: set[str] = set()
+
+
+def _line(metrics: Mapping[str, Any]) -> str:
+    try:
+        return to_json(metrics)
+    except (TypeError, ValueError):
+        plain = (bool, int, float, str, type(None), Mapping, list, tuple)
+        name = next((name for name, value in metrics.items() if not isinstance(value, plain)), None)
+        kind = "the metrics hold what is" if name is None else f"metric {name} is a {type(metrics[name]).__name__},"
+        raise ValueError(f"{kind} not a number: give float(value) where it holds one.") from None
+
+
+def _last_step(lines: BinaryIO) -> int:
+    """The step of the last whole line; where it has none, as in older files, the number of lines. 0 for no lines."""
+    end, tail = lines.seek(0, os.SEEK_END), b""
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        lines.seek(start)
+        first, *whole = (lines.read(end - start) + tail).split(b"\n")
+        for line in reversed(whole if start else [first, *whole]):
+            if (record := _record(line)) is None:
+                continue
+            step = record.get("step")
+            if isinstance(step, int | float) and math.isfinite(step):
+                return int(step)
+            lines.seek(0)
+            return sum(_record(entry) is not None for entry in lines)
+        tail, end = first, start
+    return 0
+
+
+_BLOCK = 1 << 16
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """The object of one line, None where there is none: a kill cut the line."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
@@ -94,27 +157,36 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
     if not path.exists():
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        for number, line in read_lines(path):
+            if line.strip() and (step := _numbers(path, number, line)) is not None:
+                yield step
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            step = json.loads(line)
-            if not isinstance(step, dict):
-                raise ValueError("it is no object")
-            nested = step.get("metrics")  # where `compare` keeps them
-            step = {**step, **nested} if isinstance(nested, dict) else step
-            numbers = {name: float(value) for name, value in step.items() if _is_number(value)}
-        except (ValueError, OverflowError, RecursionError) as error:
-            if line.startswith("{") and not line.endswith("}"):  # its writer was killed
-                continue
-            raise ValueError(f"{path}, line {number} is no step: {error}.") from None
-        yield numbers
 
 
-def _is_number(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in ("nan", "inf", "-inf")
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _numbers(path: Path, number: int, line: str) -> dict[str, float] | None:
+    """The numbers of one line, None for one that a kill cut."""
+    try:
+        step = json.loads(line)
+        if not isinstance(step, dict):
+            raise ValueError("it is no object")
+        nested = step.get("metrics")  # where `compare` keeps them
+        step = {**step, **nested} if isinstance(nested, dict) else step
+        numbers = {name: number_in(value) for name, value in step.items()}
+        return {name: value for name, value in numbers.items() if value is not None}
+    except (ValueError, OverflowError, RecursionError) as error:
+        if line.startswith("{") and not line.endswith("}"):  # its writer was killed
+            return None
+        raise ValueError(f"{path}, line {number} is no step: {error}.") from None
+
+
+def number_in(value: Any) -> float | None:
+    """A number, or a text that spells one or nan or an infinity; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and not _NUMBER.fullmatch(value.strip()):
+        return None
+    return float(value)
+
+
+_NUMBER = re.compile(r"[+-]?(nan|inf(inity)?|\d+\.?\d*(e[+-]?\d+)?|\.\d+(e[+-]?\d+)?)", re.IGNORECASE)

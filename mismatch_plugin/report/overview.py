@@ -6,8 +6,9 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
+from mismatch_plugin.report.curves import Part
 from mismatch_plugin.report.data import RunFolder
-from mismatch_plugin.report.plots import STYLE, Part, Picture, Plotter, legend, png
+from mismatch_plugin.report.plots import STYLE, Picture, Plotter, legend, plain, png
 
 WIDTH, HEIGHT = 3.1, 3.3
 
@@ -25,7 +26,7 @@ def overview(folder: RunFolder) -> Picture | None:
         shared = figure.subplots(1, len(plotters), sharey=True, squeeze=False)[0]
         for plotter, axis in zip(plotters, shared, strict=True):
             drawn |= plotter.draw(axis, Part(column, "exact match", span=(0.0, 1.0)))
-            axis.set_title(plotter.setting)
+            axis.set_title(plain(plotter.setting))
             axis.set_xlabel("optimizer step")
             axis.label_outer()
         legend(figure, [drawn[v] for v in folder.variants if v in drawn], columns=4)

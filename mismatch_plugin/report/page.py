@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import math
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,8 @@ import numpy as np
 
 import mismatch_plugin
 from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.files import write_whole
+from mismatch_plugin.report.curves import CURVES, GUIDE
 from mismatch_plugin.report.data import (
     BASELINE,
     HELD_OUT,
@@ -25,10 +26,10 @@ from mismatch_plugin.report.data import (
     describe,
     mean_seconds,
     read_run_folder,
-    settings_tables,
     short,
 )
 from mismatch_plugin.report.exact import cached_tables
+from mismatch_plugin.report.run_settings import settings_tables
 from mismatch_plugin.report.statistics import (
     Mean,
     Paired,
@@ -96,6 +97,9 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     html = template.render(
         folder=folder,
         parts=parts,
+        title=str(folder.info.get("title", "Comparison of mismatch corrections")),
+        judged=any(folder.has(folder.source(name)) for name in _MEASURES),
+        timed=any(part.seconds.rows for part in parts),
         intro=_introduction(folder),
         first=first,
         overview=final_table(summaries),
@@ -106,9 +110,7 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         version=mismatch_plugin.__version__,
     )
     page = folder.root / "report.html"
-    partial = page.with_suffix(".part")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, page)
+    write_whole(page, html)
     return page
 
 
@@ -124,15 +126,20 @@ def _base64(data: bytes) -> str:
 
 
 def _introduction(folder: RunFolder) -> list[str]:
+    """What the page is about: what `run.json` says of it, else what `compare` does."""
+    about = folder.info.get("about")
+    if isinstance(about, list):
+        return [str(sentence) for sentence in about]
     held_out = folder.source("exact").startswith(HELD_OUT)
     seeds = folder.seeds
     which = f"seeds {seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else f"{len(seeds)} seed"
     where = "on held-out prompts" if held_out else "on the training batches"
     count, settings = len(folder.variants), len(folder.settings)
+    differ = "s that differ in how far the two engines are apart" if settings != 1 else ""
     return [
         f"{count} way{'s' * (count != 1)} of correcting the mismatch between rollout engine and trainer "
         f"{'was' if count == 1 else 'were'} trained on the same small task, with {which}, in {settings} "
-        f"setting{'s' * (settings != 1)} that differ in how far the two engines are apart.",
+        f"setting{differ}.",
         f"Results are measured {where}; a final value is the mean of the last tenth of a run's evaluations, and ± is "
         "one standard error over seeds.",
         "Every difference is paired with algorithm 0 on the same seed; no seed was chosen, and a difference that may "
@@ -161,9 +168,9 @@ def _setting_part(folder: RunFolder, summary: SettingSummary) -> SettingPart:
     add(part.pictures, "exact match", plotter.outcome("exact", "Exact match"))
     add(part.pictures, "reward", plotter.outcome("reward", "Reward"))
     add(part.pictures, "difference to algorithm 0", plotter.differences(summary))
-    for panel in plots.CURVES:
+    for panel in CURVES:
         add(part.pictures, panel.title, plotter.panel(panel))
-    for panel in plots.GUIDE:
+    for panel in GUIDE:
         add(part.guide, panel.title, plotter.panel(panel))
     add(part.quantiles, "log-ratio quantiles (metrics level full)", plotter.quantiles())
     add(part.times, "wall time", plotter.seconds())
@@ -245,6 +252,7 @@ def _mean_over(runs: Iterable[Run], column: str) -> float:
 def _mismatch_table(folder: RunFolder, setting: str) -> Table:
     """How far apart the policies were, and what the correction did about it: means over steps and seeds."""
     rows = []
+    size = folder.recorded(f"{PREFIX}rollout_is_ratio_eff_sample_size", f"{PREFIX}rollout_is_eff_sample_size")
     for variant in folder.variants:
         runs = folder.shown(setting, variant)
         norms = [values for run in runs if len(values := run.curve("grad_norm")[1])]
@@ -254,7 +262,7 @@ def _mismatch_table(folder: RunFolder, setting: str) -> Table:
             (
                 short(variant),
                 number(_mean_over(runs, f"{PREFIX}kl"), 4),
-                number(_mean_over(runs, f"{PREFIX}rollout_is_eff_sample_size"), 2),
+                number(_mean_over(runs, size), 2),
                 number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_mean"), 2),
                 number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_eff_sample_size"), 2),
                 number(100 * (1 - accepted), 1) + ("" if math.isnan(accepted) else " %"),

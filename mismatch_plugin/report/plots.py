@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,10 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patheffects import withStroke
 
-from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.report.curves import Line, Panel, Part
 from mismatch_plugin.report.data import Array, RunFolder, align, mean_seconds, short
 from mismatch_plugin.report.statistics import SettingSummary, mean_and_error
 
@@ -62,85 +63,6 @@ class Picture:
     png: bytes
 
 
-@dataclass(frozen=True)
-class Line:
-    """A horizontal line at a value that means something; its label stands on it."""
-
-    value: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """One axis of a panel: the column it shows, its label, the scale, the lines across it.
-
-    floor: the smallest range that the axis spans, so that rounding is not drawn as if it were a course.
-    span: what the axis shows at least.
-    """
-
-    column: str
-    label: str
-    scale: str = "linear"
-    lines: tuple[Line, ...] = ()
-    floor: float = 0.02
-    span: tuple[float, float] | None = None
-    shown: Callable[[Array], Array] = lambda values: values
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A picture of one or two axes over the steps."""
-
-    name: str
-    title: str
-    caption: str
-    parts: tuple[Part, ...]
-
-
-_ESS_LINES = (Line(0.5, "good above 0.5"), Line(health.MIN_EFFECTIVE_SAMPLE_SIZE, "warning below 0.3"))
-_ONE = (Line(1.0, "ideal 1"),)
-_CHI2 = (Line(health.MAX_CHI2, "warning above 1"),)
-
-
-def _rejected(accepted: Array) -> Array:
-    return 1.0 - accepted
-
-
-CURVES = (
-    Panel("kl", "KL(rollout‖train)", "How far apart the two policies are: mean of log π_rollout − log π_train over "
-          "tokens. The guide warns beyond 0.1.", (Part(f"{PREFIX}kl", "nat a token", "symlog",
-          (Line(health.MAX_KL, "warning above 0.1"),), floor=1e-5),)),
-    Panel("weights", "Weights used", "Mean of the weights that multiply the loss, and the largest of each step. "
-          "Algorithms 0 and 1 have none.", (Part(f"{PREFIX}rollout_is_weight_after_mean", "mean", lines=_ONE),
-          Part(f"{PREFIX}rollout_is_weight_after_max", "largest", "log"))),
-    Panel("ess", "ESS of the weights used", "Effective sample size, as a share of all tokens; a rejected token "
-          "counts as weight 0. Algorithms 0 and 1 have no weights.",
-          (Part(f"{PREFIX}rollout_is_weight_after_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1)),)),
-    Panel("rejection", "Rejected tokens", "Share of response tokens that rejection, mask mode or the veto took out of "
-          "the loss.", (Part(f"{PREFIX}accepted_token_fraction", "share of tokens", shown=_rejected),)),
-    Panel("grad_norm", "Gradient norm", "Before clipping; a single spike shows in its window's mean.",
-          (Part("grad_norm", "norm", "log"),)),
-)  # fmt: skip
-GUIDE = (
-    Panel("guide_mean_weight", "Mean IS weight", "Mean ratio π_train/π_rollout over tokens, before bounding.",
-          (Part(f"{PREFIX}rollout_is_mean", "mean ratio", lines=_ONE),)),
-    Panel("guide_ess", "Effective sample size", "Of the ratio clamped to its bounds, with the guide's lines at 0.5 "
-          "and 0.3.", (Part(f"{PREFIX}rollout_is_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1)),)),
-    Panel("guide_veto", "Veto fraction", "Share of sequences that hold a token below the veto threshold; 0 without a "
-          "veto.", (Part(f"{PREFIX}rollout_is_veto_fraction", "share of sequences",
-          lines=(Line(health.MAX_VETO_FRACTION, "warning above 0.1"),), span=(0, 0.12)),)),
-    Panel("guide_kl", "KL and k3", "KL divergence of rollout from training policy: the direct estimate above, the k3 "
-          "estimate (never negative) below.", (Part(f"{PREFIX}kl", "KL", "symlog", (Line(0.0, ""),), floor=1e-5),
-          Part(f"{PREFIX}k3_kl", "k3", "symlog", floor=1e-5))),
-    Panel("guide_ppl_ratio", "PPL ratio (training/rollout)", "Mean ratio of the two perplexities of a response.",
-          (Part(f"{PREFIX}ppl_ratio", "ratio", lines=_ONE, floor=1e-3),)),
-    Panel("guide_chi2", "χ² divergence", "Second moment of the ratio minus 1: of tokens above, of whole sequences "
-          "below. Above 1 the mean ratio is unreliable.",
-          (Part(f"{PREFIX}chi2_token", "tokens", "symlog", _CHI2, floor=1e-4),
-          Part(f"{PREFIX}chi2_seq", "sequences", "symlog", _CHI2, floor=1e-4))),
-)  # fmt: skip
-
-
 class Plotter:
     """Draws one setting's pictures. Every variant keeps its colour, line style and marker in all of them."""
 
@@ -157,7 +79,8 @@ class Plotter:
 
     def panel(self, panel: Panel) -> Picture | None:
         """A panel over the steps; None where nothing was recorded for any of its axes."""
-        axes_of = [part for part in panel.parts if self.has(part.column)]
+        parts = [replace(part, column=self.folder.recorded(part.column, part.older)) for part in panel.parts]
+        axes_of = [part for part in parts if self.has(part.column)]
         if not axes_of:
             return None
         with rc_context(STYLE):
@@ -187,7 +110,7 @@ class Plotter:
                 half = [[d.mean - d.low], [d.high - d.mean]]
                 axis.errorbar(d.mean, y, xerr=half, color=colour, marker=marker, markerfacecolor=filled,
                               markersize=6.5, capsize=3.5, linewidth=1.6)  # fmt: skip
-            axis.set_yticks(range(len(rows)), [short(variant) for variant, _ in rows])
+            axis.set_yticks(range(len(rows)), [plain(short(variant)) for variant, _ in rows])
             axis.set_ylim(len(rows) - 0.5, -0.5)
             axis.set_xlabel(f"{name} at the end, minus algorithm 0")
             axis.set_title("Difference to algorithm 0")
@@ -201,7 +124,7 @@ class Plotter:
     def quantiles(self) -> Picture | None:
         """Quantiles of the token log-ratio over the steps, one small axis a variant; None without `full` metrics."""
         names = [f"{PREFIX}rollout_is_ratio_{q}" for q in ("p1", "p50", "p99", "p99_9")]
-        tables = {v: [_windows(*align(c)) for name in names if (c := self._curves(name)[v])] for v in self.runs}
+        tables = {v: [windows(*align(c)) for name in names if (c := self._curves(name)[v])] for v in self.runs}
         tables = {v: parts for v, parts in tables.items() if len(parts) == len(names)}
         if not tables:
             return None
@@ -217,7 +140,7 @@ class Plotter:
                 axis.fill_between(steps, low, top, color=colour, alpha=0.25, linewidth=0)
                 axis.plot(steps, middle, color=colour)
                 axis.plot(steps, far, color=colour, linestyle=(0, (1, 1)), linewidth=1.2)
-                axis.set_title(short(variant))
+                axis.set_title(plain(short(variant)))
             for axis in grid[len(tables) :]:
                 axis.set_visible(False)
             grid[len(tables) - (1 if len(tables) % 2 == 0 or len(tables) == 1 else 2)].tick_params(labelbottom=True)
@@ -249,7 +172,7 @@ class Plotter:
                 bars.append(axis.barh(range(len(rows)), width, left=left, color=colour, hatch=hatch, label=label,
                                       edgecolor="white", height=0.65))  # fmt: skip
                 left += width
-            axis.set_yticks(range(len(rows)), [short(variant) for variant in rows])
+            axis.set_yticks(range(len(rows)), [plain(short(variant)) for variant in rows])
             axis.invert_yaxis()
             axis.grid(axis="y", visible=False)
             axis.set_xlabel("seconds a step")
@@ -271,7 +194,7 @@ class Plotter:
         for variant, curves in self._curves(part.column).items():
             if not curves:
                 continue
-            steps, values = _windows(*align(curves))
+            steps, values = windows(*align(curves))
             values = part.shown(values)
             if not len(steps):
                 continue
@@ -279,7 +202,7 @@ class Plotter:
             mean, spacing = values.mean(0), max(1, len(steps) // 6)
             first = self.folder.variants.index(variant) % spacing
             (drawn[variant],) = axis.plot(steps, mean, color=colour, linestyle=dash, marker=marker,
-                                          markevery=(first, spacing), label=short(variant))  # fmt: skip
+                                          markevery=(first, spacing), label=plain(short(variant)))  # fmt: skip
             if len(values) > 1:
                 error = np.array([mean_and_error(column).error for column in values.T])
                 axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
@@ -291,7 +214,7 @@ class Plotter:
         if part.span is not None:
             smallest, largest = min(smallest, part.span[0]), max(largest, part.span[1])
             axis.set_ylim(smallest - 0.02 * (largest - smallest), largest + 0.02 * (largest - smallest))
-        _lines(axis, part.lines, smallest, largest)
+        threshold_lines(axis, part.lines, smallest, largest)
         bottom, top = axis.get_ylim()
         missing = max(part.floor - (top - bottom), 0.0)
         axis.set_ylim(bottom - 0.5 * missing, top + 0.5 * missing)
@@ -319,7 +242,7 @@ def save(pictures: Iterable[Picture], folder: Path) -> None:
         (folder / picture.name).write_bytes(picture.png)
 
 
-def _windows(steps: Array, values: Array) -> tuple[Array, Array]:
+def windows(steps: Array, values: Array) -> tuple[Array, Array]:
     """Means of neighbouring steps, at most WINDOWS of them, so that a step's noise does not hide the course."""
     if len(steps) <= WINDOWS:
         return steps, values
@@ -327,20 +250,36 @@ def _windows(steps: Array, values: Array) -> tuple[Array, Array]:
     return np.array([steps[p].mean() for p in pieces]), np.stack([values[:, p].mean(1) for p in pieces], axis=1)
 
 
-def _lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
+def threshold_lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
     """Lines of meaning that lie near the data; one far outside would squeeze the curves flat."""
     room = max(largest - smallest, 0.25 * max(abs(largest), abs(smallest)), 0.02)
     for line in lines:
         if smallest - 1.5 * room <= line.value <= largest + 1.5 * room:
             axis.axhline(line.value, color="#444444", linewidth=0.9, linestyle=(0, (3, 3)), zorder=1.5)
-            axis.annotate(line.label, (1.0, line.value), xycoords=("axes fraction", "data"), xytext=(0, 2), ha="right",
-                          va="bottom", textcoords="offset points", fontsize=7.5, color="#333333")  # fmt: skip
+            label = axis.annotate(
+                line.label,
+                (1.0, line.value),
+                xycoords=("axes fraction", "data"),
+                xytext=(0, -2.5 if line.under else 2.5),
+                ha="right",
+                va="top" if line.under else "bottom",
+                textcoords="offset points",
+                fontsize=7.5,
+                color="#333333",
+                zorder=5,
+            )
+            label.set_path_effects([withStroke(linewidth=2.5, foreground="white")])  # readable across a curve
 
 
 def legend(figure: Figure, handles: Sequence[Line2D], columns: int = 2) -> None:
     """Below the figure."""
     figure.legend(handles=handles, loc="outside lower center", ncols=min(columns, len(handles)) or 1,
                   handlelength=3.2, columnspacing=1.2, labelspacing=0.3)  # fmt: skip
+
+
+def plain(name: str) -> str:
+    """A name as matplotlib shows it letter by letter: between two dollar signs it would read mathematics."""
+    return name.replace("$", r"\$")
 
 
 def png(figure: Figure) -> bytes:

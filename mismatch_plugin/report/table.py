@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ class Table:
     """Column headers and rows of text.
 
     code: headers of the columns whose cells are names as one types them (flags, metrics). A cell of such a column
-    may hold several, separated by ", ". notes: sentences that stand below the table.
+    may hold several, separated by ", ". notes: sentences below the table.
     """
 
     title: str
@@ -56,31 +57,62 @@ class Table:
             lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines) + "\n"
 
-    def to_rich(self) -> RichTable:
-        """A table for `rich.print`, without the notes."""
+    def to_rich(self, width: int | None = None) -> RichTable:
+        """A table for `rich.print`, without the notes.
+
+        width: of the terminal, where words and numbers must stay whole: where the table does not fit, columns become
+        as narrow as their longest word, and the last columns are left out while it still does not fit.
+        """
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
+        shown, widths, gap = self, dict[str, int](), 1  # between columns, next to the box's own
+        whole = {h: max(map(len, (h, *self._parts(h)))) for h in self.headers}
+        if width is not None and sum(whole.values()) + (1 + gap) * len(whole) > width:
+            gap, widths = 0, {h: max(map(len, " ".join((h, *self._parts(h))).split())) for h in self.headers}
+            while (left := width - sum(widths.values()) - len(widths) + 1) < 0 and len(widths) > 2:
+                widths.popitem()
+            for header in sorted(widths, key=lambda h: widths[h] - whole[h]):  # what is broken most gets the rest
+                grown = max(0, min(left, whole[header] - widths[header]))
+                widths[header], left = widths[header] + grown, left - grown
+            shown = self.only(*widths)
         table = RichTable(
-            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, 1, 0, 0), show_edge=False
+            title=self.title, box=box.SIMPLE_HEAD, title_justify="left", padding=(0, gap, 0, 0), show_edge=False
         )
-        for header in self.headers:
-            is_code = header in self.code
+        for header in shown.headers:
+            is_code = header in shown.code
             keep_whole = is_code and len(self.headers) <= NARROW
-            table.add_column(header, style="cyan" if is_code else None, overflow="fold", no_wrap=keep_whole)
-        for row in self.rows:
+            style = "cyan" if is_code else None
+            table.add_column(header, style=style, overflow="fold", no_wrap=keep_whole, width=widths.get(header))
+        for row in shown.rows:
             cells = [
-                cell.replace(", ", "\n") if header in self.code else cell
-                for header, cell in zip(self.headers, row, strict=True)
+                cell.replace(", ", "\n") if header in shown.code else cell
+                for header, cell in zip(shown.headers, row, strict=True)
             ]
             table.add_row(*map(Text, cells))  # Text, since brackets in a cell are no markup
         return table
+
+    def _parts(self, header: str) -> list[str]:
+        """The lines of a column's cells: a name each where it holds names."""
+        return [part for cell in self.column(header) for part in (cell.split(", ") if header in self.code else [cell])]
 
     def _cell(self, header: str, cell: str) -> str:
         if header not in self.code or cell == NOTHING:
             return cell
         return ", ".join(f"`{part}`" for part in cell.split(", ") if part)
+
+
+def compact(value: float) -> str:
+    """A finite number in at most nine characters: up to four digits, so that a table fits on 80 columns."""
+    for digits in (4, 3, 2, 1):
+        text = f"{value + 0.0:.{digits}g}"  # + 0.0: no minus zero
+        if "e" not in text and len(text) > 9:  # -0.0001235
+            text = f"{value:.{digits - 1}e}"
+        text = re.sub(r"e([+-])0*(\d)", r"e\1\2", text)
+        if len(text) <= 9:
+            break
+    return text
 
 
 def _line(cells: Iterable[str]) -> str:

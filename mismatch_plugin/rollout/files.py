@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
+from mismatch_plugin.files import read_lines, refuse_special, replacing
 from mismatch_plugin.rollout.records import RolloutRecord
 
 _ROWS = 1024
@@ -33,11 +31,11 @@ def iter_records(path: str | Path) -> Iterator[RolloutRecord]:
 def write_records(path: str | Path, records: Iterable[RolloutRecord]) -> int:
     """Write records and return their number. Log-probs are kept to the last bit, NaN and infinities too.
 
-    The file appears whole or not at all: it is written beside its place and moved there at the end.
+    The file appears whole or not at all: it is written next to its place and moved there at the end.
     """
     path = Path(path)
     write = _write_jsonl if _is_jsonl(path) else _write_parquet
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         return write(temporary, records)
 
 
@@ -45,25 +43,6 @@ def _is_jsonl(path: Path) -> bool:
     if path.suffix in (".jsonl", ".parquet"):
         return path.suffix == ".jsonl"
     raise ValueError(f"{path}: the suffix {path.suffix!r} is unknown, use .jsonl or .parquet.")
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o666 & ~_umask())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _write_jsonl(path: Path, records: Iterable[RolloutRecord]) -> int:
@@ -85,14 +64,13 @@ def _named(path: Path, records: Iterator[RolloutRecord]) -> Iterator[RolloutReco
 
 
 def _read_jsonl(path: Path) -> Iterator[RolloutRecord]:
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                yield RolloutRecord.model_validate_json(line)
-            except ValidationError as error:
-                raise _unreadable(f"{path}, line {number}", error) from None
+    for number, line in read_lines(path):
+        if not line.strip():
+            continue
+        try:
+            yield RolloutRecord.model_validate_json(line)
+        except ValidationError as error:
+            raise _unreadable(f"{path}, line {number}", error) from None
 
 
 def _unreadable(place: str, error: ValidationError) -> ValueError:
@@ -186,6 +164,7 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
 
 def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
     pa, parquet = _pyarrow()
+    refuse_special(path)
     try:
         file = parquet.ParquetFile(path)
     except pa.ArrowInvalid as error:

@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import yaml
 
+import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks import nemo_rl_settings, slime
 from mismatch_plugin.launch import prepare
 from mismatch_plugin.launching.command_line import read_command_line
 from mismatch_plugin.launching.hydra import put, read_overrides
 from mismatch_plugin.launching.plan import Plan
+from mismatch_plugin.report.log import write_step
 from tests.hosts.contracts.launch_parsers import host_parser, read_custom_config
 from tests.hosts.contracts.launch_trees import ROOT, megatron_tree, ray_tree, run
 
@@ -352,6 +354,50 @@ def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("collect_report: no metrics.jsonl below")
     assert len(done.stderr.splitlines()) == 1
+
+
+def _collected(output: Path, algorithm: str, preset: str, seed: int = 0, folder: str = "cluster") -> Path:
+    run = output / folder / algorithm / f"seed{seed}"
+    for _ in range(3):
+        write_step(run, mp.preset(preset), {"rollout_corr/kl": 0.1, "rollout_corr/rollout_is_mean": 1.0})
+    (run / "done.json").write_text("{}")
+    return run
+
+
+PRESETS = {"0": "disabled", "1": "bypass_ppo_clip", "2": "seq_is", "3": "pg_is"}
+
+
+def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
+    pytest.importorskip("jinja2", reason="the report needs jinja2 (extra lab)")
+    collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
+    for algorithm, preset in PRESETS.items():
+        _collected(tmp_path, algorithm, preset, seed=7)
+    html = collect(tmp_path).read_text(encoding="utf-8")
+    assert "Complete ·" in html and "This is a partial report" not in html
+    assert "rewards are in the logs of the host" in html and "same small task" not in html
+    assert "2 decoupled PPO, sequence truncate" in html and "every run that was found has finished" in html
+    assert {path.name for path in (tmp_path / "plots").iterdir()} == {
+        f"cluster_{name}.png" for name in ("kl", "guide_kl", "guide_mean_weight")
+    }
+    (tmp_path / "cluster" / "3" / "seed7" / "done.json").unlink()
+    html = collect(tmp_path).read_text(encoding="utf-8")  # again, after more has been written
+    assert "This is a partial report" in html and "sequence truncate, seed 7: unfinished, 3 steps" in html
+
+
+def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:
+    collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
+    _collected(tmp_path / "mixed", "1", "seq_is")
+    with pytest.raises(ValueError, match=r"seed0 holds a run of algorithm 2: move it to a folder of that name"):
+        collect(tmp_path / "mixed")
+    compared = _folder(tmp_path / "compared") / "run.json"
+    compared.write_text('{"settings": ["control"]}')
+    with pytest.raises(ValueError, match="holds a run of `mismatch-plugin compare`"):
+        collect(tmp_path / "compared")
+    compared.write_text('{"settings": ["con')
+    with pytest.raises(ValueError, match=r"run\.json is damaged: "):
+        collect(tmp_path / "compared")
+    assert compared.read_text() == '{"settings": ["con'
 
 
 # Running a script with stand-ins --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 
 
@@ -39,11 +40,16 @@ class InputError(ValueError):
 def read_training(path: Path) -> list[TrainingSample]:
     """Read the file. Raises InputError with line, field and value where it is not what is described above."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        return _read(path)
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
         raise InputError(f"cannot read the training file {path}: {error}") from None
+
+
+def _read(path: Path) -> list[TrainingSample]:
     samples = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in read_lines(path):
         if not line.strip():
             continue
         try:

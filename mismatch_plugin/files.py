@@ -1,0 +1,98 @@
+"""Files that are read within bounds, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+MAX_LINE = 256 * MIB
+"""Bytes of one line of a JSONL file: a record of a million tokens has some tens of MiB."""
+MAX_FILE = 512 * MIB
+"""Bytes of a file that is read whole."""
+
+_KINDS = (
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+)
+
+
+def refuse_special(path: Path) -> None:
+    """Raise ValueError for a device, pipe or socket: reading one may never end. What is absent is left to `open`."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return
+    for is_kind, kind in _KINDS:
+        if is_kind(mode):
+            raise ValueError(f"{path} is {kind}, not a regular file: save what it holds in a file and give that one.")
+
+
+def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str:
+    """A file's text. Raises ValueError where it is not a regular file, too large, or not text; OSError as `open`."""
+    refuse_special(path)
+    with path.open("rb") as stream:
+        data = stream.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"{path} is larger than {limit / MIB:g} MiB, the most that is read: is it the right file?")
+    return data.decode(encoding)
+
+
+def read_lines(path: Path, limit: int = MAX_LINE, errors: str = "strict") -> Iterator[tuple[int, str]]:
+    """(number from 1, text without its end) of every line. Only a line feed ends one: U+2028 is legal inside JSON.
+
+    errors: "replace" goes on behind bytes that are not UTF-8.
+    Raises ValueError as `read_text`, with the number of a line that is too long; OSError as `open`.
+    """
+    refuse_special(path)
+    with path.open("rb") as stream:
+        number = 0
+        while line := stream.readline(limit + 1):
+            number += 1
+            if len(line) > limit:
+                raise ValueError(f"{path}, line {number} is longer than {limit / MIB:g} MiB, the most that is read.")
+            yield number, line.decode("utf-8", errors).rstrip("\r\n")
+
+
+def read_json_object(path: Path, limit: int = MAX_FILE) -> dict[str, Any]:
+    """The JSON object that a file holds. Raises ValueError naming the file where it holds none; OSError as `open`."""
+    try:
+        value = json.loads(read_text(path, limit))
+    except RecursionError:
+        raise ValueError(f"{path} is damaged: it is nested too deeply.") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is damaged: it holds a {type(value).__name__}, not an object.")
+    return value
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A new file next to `path` that takes its place when the block ends, and is removed where the block fails.
+
+    Its name is its own, so that two writers do not meet: the last one to end wins.
+    """
+    temporary = path.with_name(f".{path.name[:64]}-{os.getpid()}-{secrets.token_hex(4)}.part")
+    os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # the mode that umask leaves
+    try:
+        yield temporary
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All of the file or nothing of it, so that a killed run never leaves half of one."""
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
