@@ -108,3 +108,20 @@ def test_a_request_given_up_at_any_step_leaves_its_lane_usable(ends: str) -> Non
 
     with FaultyServer() as server:
         asyncio.run(asyncio.wait_for(run(server), 20))
+
+
+def test_a_closed_client_sends_nothing_more() -> None:
+    async def run(server: FaultyServer) -> None:
+        client = SGLangClient(server.url, retries=Retries(100, 0.01, 0.01))
+        pending = asyncio.create_task(client.generate([[1]], ONE))
+        while not server.in_flight:
+            await asyncio.sleep(0.01)
+        await client.close()
+        for late in (pending, client.generate([[2]], ONE), client.server_info()):
+            with pytest.raises(RuntimeError, match="this client is closed"):
+                await late
+        assert [body["input_ids"] for body in server.bodies("/generate")] == [[1]]
+        await client.close()
+
+    with FaultyServer(lambda request: honest(request) if request.json is None else Reply(hang=True)) as server:
+        asyncio.run(asyncio.wait_for(run(server), GUARD_S))

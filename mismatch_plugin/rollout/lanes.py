@@ -27,8 +27,10 @@ class Lane:
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """The client of this lane; a new one after `drop`."""
+        """The client of this lane; a new one after `drop`. Raises RuntimeError once the lanes are closed."""
         if self._client is None:
+            if self._lanes.closed:
+                raise RuntimeError("this client is closed: open another one for further requests.")
             self._client = self._lanes.make_client()
         return self._client
 
@@ -43,7 +45,7 @@ class Lanes:
     """At most `count` lanes at once; None: as many as there are requests."""
 
     def __init__(self, make_client: Callable[[], httpx.AsyncClient], count: int | None) -> None:
-        self.make_client = make_client
+        self.make_client, self.closed = make_client, False
         self._slots = None if count is None else asyncio.Semaphore(count)
         self._free: list[Lane] = []
         self._all: set[Lane] = set()
@@ -78,6 +80,7 @@ class Lanes:
 
     async def close(self, wait: float) -> None:
         """Close all connections; a peer that does not answer to that is waited for `wait` seconds at most."""
+        self.closed = True
         for lane in self._all:
             lane.drop()
         if self._closing:
