@@ -50,8 +50,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def server() -> Iterator[str]:
     """Rescores sequences with the float32 model, in the form of SGLang's reply."""
+    policy("float32")  # made here: the server's threads must not import transformers all at once
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.answer({"dtype": "float32", "quantization": "fp8"})
+
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             ids = request["input_ids"]
@@ -66,7 +70,10 @@ def server() -> Iterator[str]:
                 "input_token_logprobs": [[value, token, None] for value, token in zip(scored, ids, strict=True)],
                 "output_token_logprobs": [],
             }
-            body = json.dumps({"text": "", "output_ids": [], "meta_info": meta}).encode()
+            self.answer({"text": "", "output_ids": [], "meta_info": meta})
+
+        def answer(self, told: Any) -> None:
+            body = json.dumps(told).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
@@ -191,6 +198,7 @@ def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path
 def test_a_server_is_a_training_side_at_temperature_1_only(server: str):
     clean = _run(FOLDER / f"{CLEAN}.jsonl", "--url", server)
     assert clean.exit_code == 0, clean.output
+    assert clean.output.count("quantization fp8: ") == 1  # what the server itself tells is known to widen the mismatch
     hot = _run(FOLDER / "float32_temperature_0.7.jsonl", "--url", server)
     assert hot.exit_code == 2 and "temperature 0.7" in hot.output
 

@@ -6,17 +6,21 @@ import asyncio
 import json
 import random
 import tracemalloc
+import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+import mismatch_plugin as mp
 from mismatch_plugin.rollout.client import GenerateError, Outcome, Progress, Retries, SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest, response_ids
 
 T = TypeVar("T")
+FIXTURES = Path(__file__).parent / "fixtures" / "sglang_generate"
 QUICK = Retries(attempts=6, first=0.01, longest=0.05)
 THREE = SamplingParameters(max_new_tokens=3)
 
@@ -167,7 +171,7 @@ PASSING = {
 @pytest.mark.parametrize("name", PASSING)
 def test_what_passes_is_tried_again(name: str) -> None:
     with FaultyServer(first_time(PASSING[name])) as server:
-        found = outcomes(server, 30, timeout=0.5 if name == "hanging" else 20.0)
+        found = outcomes(server, 30, timeout=3.0 if name == "hanging" else 20.0)
         assert_right([record for outcome in found if (record := outcome.value) is not None], 30)
         assert [outcome.attempts for outcome in found] == [1 + (number % 3 == 0) for number in range(30)]
         assert times_sent(server) == Counter({number: 1 + (number % 3 == 0) for number in range(30)})
@@ -175,7 +179,7 @@ def test_what_passes_is_tried_again(name: str) -> None:
 
 LASTING = {
     "503": (Reply({"error": {"message": "starting"}}, status=503), "server_error", "status 503, starting"),
-    "hanging": (Reply(hang=True), "timeout", "no answer to POST /generate within 0.2 s"),
+    "hanging": (Reply(hang=True), "timeout", "no answer to POST /generate within 1.5 s"),
     "half a JSON": (Reply(body=b'{"text": "a'), "connection", "JSON cut off after 11 bytes"),
 }
 
@@ -184,7 +188,7 @@ LASTING = {
 def test_what_does_not_pass_fails_after_the_last_attempt(name: str) -> None:
     fault, kind, says = LASTING[name]
     with FaultyServer(lambda request: fault if request.json["input_ids"][0] == 1 else honest(request)) as server:
-        found = outcomes(server, 3, timeout=0.2, retries=Retries(attempts=3, first=0.01, longest=0.02))
+        found = outcomes(server, 3, timeout=1.5, retries=Retries(attempts=3, first=0.01, longest=0.02))
         failure = found[1].failure
         assert failure is not None and (failure.kind, failure.attempts, failure.sample) == (kind, 3, 1)
         assert says in failure.message
@@ -290,7 +294,7 @@ def test_the_deadline_ends_everything_and_accounts_for_all() -> None:
     with FaultyServer(respond) as server:
         found = call(
             server,
-            lambda client: client.generate_outcomes(prompts(9), THREE, deadline=0.4),
+            lambda client: client.generate_outcomes(prompts(9), THREE, deadline=3.0),
             concurrency=3,
             timeout=60.0,
         )
@@ -305,7 +309,7 @@ def test_the_deadline_holds_while_waiting_to_try_again() -> None:
     with FaultyServer(lambda _: Reply({"error": "busy"}, status=503)) as server:
         slow = Retries(attempts=10, first=10_000.0, longest=10_000.0)
         found = call(
-            server, lambda client: client.generate_outcomes(prompts(1), THREE, deadline=0.2), retries=slow, timeout=60.0
+            server, lambda client: client.generate_outcomes(prompts(1), THREE, deadline=2.0), retries=slow, timeout=60.0
         )
         failure = found[0].failure
         assert failure is not None and failure.kind == "deadline" and "before that: POST /generate" in failure.message
@@ -414,11 +418,21 @@ def test_prompts_that_are_no_ids_are_refused_before_anything_is_sent(bad: Any, s
         assert server.requests == []
 
 
-def test_the_sampling_mask_needs_a_finite_top_k() -> None:
-    with FaultyServer() as server:
-        with pytest.raises(ValueError, match="needs a finite top_k"):
+def test_the_server_decides_what_the_sampling_mask_needs() -> None:
+    told = json.loads((FIXTURES / "sampling_mask.json").read_text())["response"]
+
+    def respond(request: Request) -> Reply:
+        sent = request.json["sampling_params"]
+        return Reply(told, status=400) if sent["top_p"] == 1.0 and sent["top_k"] == -1 else honest(request)
+
+    with FaultyServer(respond) as server:
+        with pytest.raises(GenerateError, match="status 400, return_sampling_mask requires top_k=1 for greedy"):
             call(server, lambda client: client.generate([[1]], THREE, return_sampling_mask=True))
-        assert server.requests == []
+        # A newer server takes top-p alone; this one loses the mask, which is seen.
+        narrow = SamplingParameters(max_new_tokens=3, top_p=0.9)
+        with pytest.raises(GenerateError, match="the sampling mask was asked for and did not come"):
+            call(server, lambda client: client.generate([[1]], narrow, return_sampling_mask=True))
+        assert [body["return_sampling_mask"] for body in server.bodies("/generate")] == [True, True]
 
 
 def test_no_prompts_are_no_requests() -> None:
@@ -436,12 +450,14 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="no server's address"):
-        SGLangClient("127.0.0.1:30000")
     with pytest.raises(ValueError, match="concurrency=0"):
         SGLangClient("http://127.0.0.1:1", concurrency=0)
     with pytest.raises(ValueError, match="must be positive seconds"):
         SGLangClient("http://127.0.0.1:1", timeout=0)
+    with pytest.raises(ValueError, match="max_reply_bytes=0 must be at least 1"):
+        SGLangClient("http://127.0.0.1:1", max_reply_bytes=0)
+    with pytest.raises(ValueError, match="vocab_size=0 must be at least 1"):
+        SGLangClient("http://127.0.0.1:1", vocab_size=0)
 
 
 def test_waits_grow_and_scatter() -> None:
@@ -470,3 +486,148 @@ def test_a_reply_of_another_form_costs_one_sample(field: str) -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="rollout_log_prob_policy='errror' is unknown"):
         SGLangClient("http://127.0.0.1:1", rollout_log_prob_policy="errror")  # type: ignore[arg-type]
+
+
+def pill(request: Request, server: FaultyServer) -> Reply:
+    """Prompt 2 ends the server, which is started again."""
+    if request.json["input_ids"][0] != 2:
+        return honest(request)
+
+    def die() -> None:
+        server.kill()
+        server.soon(server.start, 0.05)
+
+    server.soon(die)
+    return Reply(hang=True)
+
+
+def test_a_request_that_brings_the_server_down_is_not_sent_again_and_again() -> None:
+    patient = Retries(attempts=30, first=0.02, longest=0.05)
+    with FaultyServer(lambda request: pill(request, server)) as server:
+        found = outcomes(server, 4, concurrency=1, retries=patient)
+        assert times_sent(server) == {0: 1, 1: 1, 2: 3, 3: 1}
+        assert [outcome.failure is None for outcome in found] == [True, True, False, True]
+        failure = found[2].failure
+        assert failure is not None and failure.kind == "connection"
+        assert "the connection broke 3 times with this request under way. It is not sent again" in failure.message
+        assert "vocab_size of SGLangClient" in failure.message
+
+
+def test_a_server_that_stays_down_after_a_request_is_said() -> None:
+    def respond(request: Request) -> Reply:
+        if request.json["input_ids"]:
+            server.soon(server.kill)
+        return Reply(hang=True)
+
+    with FaultyServer(respond) as server:
+        (found,) = outcomes(server, 1, retries=Retries(attempts=3, first=0.01, longest=0.02))
+        assert found.failure is not None and found.attempts == 3 and times_sent(server) == {0: 1}
+        assert found.failure.message.endswith("; the connection broke with this request under way")
+
+
+def test_a_connection_that_breaks_now_and_then_costs_nothing() -> None:
+    def respond(request: Request) -> Reply:
+        return Reply(drop=True) if request.method == "POST" and request.seen < 2 else honest(request)
+
+    with FaultyServer(respond) as server:
+        assert_right(generate(server, 5), 5)
+
+
+INFO = {"version": "0.5.23", "dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2", "vocab_size": 10, "tp_size": 1}
+
+
+def telling(request: Request) -> Reply:
+    if request.path == "/server_info":
+        return Reply(INFO)
+    return Reply({"weight_version": "3"}) if request.path == "/model_info" else honest(request)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_ids_outside_the_vocabulary_are_refused_before_anything_is_sent(told: bool) -> None:
+    options: dict[str, Any] = {} if told else {"vocab_size": 10}
+    with FaultyServer(telling if told else honest) as server, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for action in ("generate", "rescore"):
+            with pytest.raises(
+                ValueError, match=r"prompt 1, position 2: id 10 is outside the model's vocabulary of 10"
+            ):
+                call(server, lambda client: getattr(client, action)([[1], [9, 0, 10]]), **options)  # noqa: B023
+        assert server.bodies("/generate") == []
+        assert len(call(server, lambda client: client.generate([[9]], THREE), **options)) == 1
+        # What is given by hand wins over what the server tells.
+        assert len(call(server, lambda client: client.generate([[10]], THREE), vocab_size=11)) == 1
+
+
+def test_what_is_known_of_a_servers_settings_is_said_once() -> None:
+    async def twice(client: SGLangClient) -> None:
+        await client.generate([[1]], THREE)
+        await client.rescore([[1, 2]])
+        await client.server_info()
+
+    with FaultyServer(telling) as server:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call(server, twice)
+        said = [str(note.message) for note in caught if issubclass(note.category, mp.MismatchWarning)]
+        assert len(said) == 2 and all(note.startswith(f"{server.url}: ") for note in said)
+        assert "kv_cache_dtype fp8_e5m2" in said[0] and "--enable-fp32-lm-head" in said[1]
+        assert server.paths().count("/server_info") == 2  # with the first request, and when it was asked for
+
+
+@pytest.mark.parametrize("answer", [Reply(status=404), Reply([1]), Reply({"tp_size": "many"}), Reply(hang=True)])
+def test_a_server_that_tells_nothing_of_itself_is_taken_as_it_is(answer: Reply) -> None:
+    def respond(request: Request) -> Reply:
+        return answer if request.method == "GET" else honest(request)
+
+    async def twice(client: SGLangClient) -> list[RolloutRecord]:
+        await client.generate(prompts(2), THREE)
+        return await client.generate(prompts(2), THREE)
+
+    with FaultyServer(respond) as server:
+        assert_right(call(server, twice, connect_timeout=2.0), 2)
+        assert len([path for path in server.paths() if path.endswith("_info")]) <= 2  # asked once
+
+
+def test_records_name_the_server_and_the_worker() -> None:
+    def respond(request: Request) -> Reply:
+        reply = honest(request)
+        if request.json["input_ids"][0] == 1:
+            reply.json["meta_info"]["dp_rank"] = 3
+        return reply
+
+    with FaultyServer(respond) as server:
+        records = generate(server, 2)
+        assert [(record.server, record.dp_rank) for record in records] == [(server.url, None), (server.url, 3)]
+
+
+def test_a_call_whose_lanes_are_all_taken_ends_at_its_deadline() -> None:
+    def respond(request: Request) -> Reply:
+        return honest(request) if request.json["input_ids"] == [5] else Reply(hang=True)
+
+    async def crowd(client: SGLangClient) -> list[Outcome[RolloutRecord]]:
+        other = asyncio.create_task(client.generate(prompts(1), THREE))
+        while not server.in_flight:
+            await asyncio.sleep(0.01)
+        found = await client.generate_outcomes([[5]], THREE, deadline=0.2)
+        other.cancel()
+        await asyncio.gather(other, return_exceptions=True)
+        assert len(await client.generate([[5]], THREE)) == 1
+        return found
+
+    with FaultyServer(respond) as server:
+        (found,) = call(server, crowd, concurrency=1, timeout=200.0)
+        assert found.failure is not None and (found.failure.kind, found.attempts) == ("deadline", 0)
+        assert "before a lane was free" in found.failure.message
+
+
+def test_the_last_id_of_the_vocabulary_is_rescored() -> None:
+    def respond(request: Request) -> Reply:
+        reply = honest(request)
+        for entry in reply.json["meta_info"]["input_token_logprobs"]:
+            entry[1] = entry[1] if entry[1] < 9 else 0  # as SGLang reports it for a vocabulary of 10
+        return reply
+
+    with FaultyServer(respond) as server:
+        for size in (None, 10):
+            scores = call(server, lambda client: client.rescore([[4, 9, 0, 9]]), vocab_size=size)
+            assert scores == [[None, -0.09, 0.0, -0.09]]

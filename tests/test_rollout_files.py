@@ -35,7 +35,19 @@ def full() -> RolloutRecord:
         response_ids=[3, 4, 5],
         rollout_log_probs=[-0.1, None, math.nan],
         loss_mask=[1, 0, 1],
-        sampling=SamplingParameters(temperature=0.7, top_k=5, stop_token_ids=(9,), seed=2**62, max_new_tokens=3),
+        sampling=SamplingParameters(
+            temperature=0.7,
+            top_k=5,
+            stop_token_ids=(9,),
+            stop=("</s>", "\n"),
+            stop_regex=("x+",),
+            no_stop_trim=True,
+            skip_special_tokens=False,
+            spaces_between_special_tokens=False,
+            stream_interval=2,
+            seed=2**62,
+            max_new_tokens=3,
+        ),
         finish_reason="stop",
         weight_versions=[WeightSpan(version="3", start=0, end=3)],
         kept_ids=[[3, 7], [], [5]],
@@ -45,6 +57,8 @@ def full() -> RolloutRecord:
         text='é\u2028 "x"\n',
         request_id="r",
         sample_id="s",
+        server="http://10.0.0.1:30000",
+        dp_rank=3,
         reward=0.25,
     )
 
@@ -210,6 +224,15 @@ def test_a_broken_write_leaves_the_old_file(tmp_path: Path, suffix: str) -> None
     with pytest.raises(KeyboardInterrupt):
         write_records(path, breaking())
     assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_parquet_has_a_column_for_every_field(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="Parquet needs the extra [io]")
+    path = tmp_path / "records.parquet"
+    write_records(path, [full()])
+    schema = parquet.read_schema(path)
+    assert set(schema.names) == set(RolloutRecord.model_fields)
+    assert {field.name for field in schema.field("sampling").type} == set(SamplingParameters.model_fields)
 
 
 def test_no_records_make_an_empty_file(tmp_path: Path, suffix: str) -> None:

@@ -148,8 +148,91 @@ def test_sglangs_spellings_of_off() -> None:
     assert SamplingParameters.from_sglang(None) == SamplingParameters()
     with pytest.raises(ValidationError, match="top_k=0 must be at least 1"):
         SamplingParameters(top_k=0)
-    with pytest.raises(ValidationError, match="logit_bias"):
-        SamplingParameters.from_sglang({"logit_bias": {"3": 1.0}})
+
+
+SLIME = {
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_new_tokens": 8192,
+    "stop": None,
+    "stop_token_ids": None,
+    "skip_special_tokens": False,
+    "no_stop_trim": True,
+    "spaces_between_special_tokens": False,
+}
+"""The sampling parameters of a slime rollout, as it builds them."""
+
+
+def test_slimes_own_dict_is_taken_and_sent_as_it_is() -> None:
+    for read in (SamplingParameters.from_sglang(SLIME), SamplingParameters.model_validate(SLIME)):
+        sent = read.to_sglang()
+        assert {name: sent.get(name) for name in SLIME} == SLIME
+        assert SamplingParameters.from_sglang(sent) == read
+        assert remaining_bias(read, has_kept_ids=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"stop": "</s>"}, {"stop": ["</s>"]}),
+        ({"stop": ["a", "b"], "stop_regex": "x+"}, {"stop": ["a", "b"], "stop_regex": ["x+"]}),
+        ({"stop_token_ids": [7], "ignore_eos": True}, {"stop_token_ids": [7], "ignore_eos": True}),
+        ({"stream_interval": 4}, {"stream_interval": 4}),
+        ({"temperature": None, "top_k": None, "min_p": None}, {"temperature": 1.0, "top_k": -1, "min_p": 0.0}),
+        ({"regex": "", "logit_bias": {}, "custom_params": None, "beam_width": 1}, {"temperature": 1.0}),
+    ],
+)
+def test_what_does_not_change_the_distribution_passes_through(given: dict[str, Any], sent: dict[str, Any]) -> None:
+    sampling = SamplingParameters.from_sglang(given)
+    assert sampling.to_sglang().items() >= sent.items()
+    assert sampling.distribution == SamplingParameters().distribution
+    # What is not given is not sent as an empty list or null.
+    assert all(value not in ((), [], None) for value in sampling.to_sglang().values())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"regex": "[0-9]+"},
+        {"json_schema": "{}"},
+        {"ebnf": "root ::= x"},
+        {"structural_tag": "{}"},
+        {"logit_bias": {"3": 1.0}},
+        {"custom_params": {"thinking_budget": 1}},
+        {"watermark": True},
+        {"beam_width": 4},
+    ],
+)
+def test_what_changes_the_distribution_unseen_is_refused(given: dict[str, Any]) -> None:
+    (name,) = given
+    with pytest.raises(
+        ValidationError, match=rf"{name} is .*neither the returned log-probs nor the training side know"
+    ):
+        SamplingParameters.from_sglang(given)
+
+
+def test_unknown_parameters_are_refused_by_name() -> None:
+    with pytest.raises(ValidationError, match="temprature"):
+        SamplingParameters.from_sglang({"temprature": 0.7})
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy", "temperature"),
+    [
+        ({"temperature": 0.0}, True, 1.0),
+        ({"temperature": 1e-7}, True, 1.0),
+        ({"temperature": 9.99e-7}, True, 1.0),
+        ({"temperature": 1e-6}, False, 1e-6),  # SGLang's bound is exclusive
+        ({"temperature": 0.7, "top_k": 1}, True, 1.0),
+        ({"temperature": 0.7, "top_k": 2}, False, 0.7),
+    ],
+)
+def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool, temperature: float) -> None:
+    sampling = SamplingParameters(**given)
+    assert (sampling.greedy, sampling.log_prob_temperature) == (greedy, temperature)
+    note = remaining_bias(sampling, has_kept_ids=True)
+    assert ("at temperature 1, whatever temperature was asked for" in note) == greedy
 
 
 @pytest.mark.parametrize(
@@ -162,6 +245,7 @@ def test_sglangs_spellings_of_off() -> None:
         (SamplingParameters(repetition_penalty=1.1), True, "penalties are part"),
         (SamplingParameters(min_new_tokens=4), False, "min_new_tokens=4 forbids"),
         (SamplingParameters(temperature=0.0), False, "greedy"),
+        (SamplingParameters(temperature=1e-7), False, "greedy"),
         (SamplingParameters(top_k=1), True, "greedy"),
     ],
 )
@@ -203,9 +287,56 @@ def test_a_turn_that_was_tokenised_again_is_refused() -> None:
     other = second.model_copy(update={"prompt_ids": [1, 2, 3, 9, 50, 51]})
     with pytest.raises(ValueError, match=r"turn 1 .* differs from position 3 on"):
         join_turns([first, other])
-    with pytest.raises(ValueError, match="other parameters"):
-        join_turns([first, second.model_copy(update={"sampling": SamplingParameters(temperature=0.5)})])
     with pytest.raises(ValueError, match="kept_ids is there in some turns"):
         join_turns([first, second.model_copy(update={"kept_ids": [[6]]})])
     with pytest.raises(ValueError, match="2 for 1 tokens"):
         join_turns([first, second.model_copy(update={"rollout_log_probs": [-1.0, -1.0]})])
+
+
+def sampled(turn: RolloutRecord, **sampling: Any) -> RolloutRecord:
+    return turn.model_copy(update={"sampling": SamplingParameters(**sampling)})
+
+
+def test_turns_may_differ_in_budget_seed_and_stops() -> None:
+    first, second = turns()
+    whole = join_turns(
+        [
+            sampled(first, temperature=0.7, max_new_tokens=100, seed=1, stop="</tool>", ignore_eos=True),
+            sampled(second, temperature=0.7, max_new_tokens=98, seed=2, stop_token_ids=[6], no_stop_trim=True),
+        ]
+    )
+    assert whole.response_ids == [3, 4, 50, 51, 6]
+    # The last turn's, without what is true of one turn only.
+    assert whole.sampling == SamplingParameters(temperature=0.7, stop_token_ids=(6,), no_stop_trim=True)
+    same = join_turns([sampled(turn, max_new_tokens=9, seed=4) for turn in turns()])
+    assert same.sampling == SamplingParameters(max_new_tokens=9, seed=4)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "says"),
+    [
+        ({}, {"temperature": 0.5}, "sampled with temperature=0.5, turn 0 with 1.0"),
+        ({"top_p": 0.9}, {}, "sampled with top_p=1.0, turn 0 with 0.9"),
+        ({"top_k": 5}, {"top_k": 6}, "sampled with top_k=6"),
+        ({"min_p": 0.1}, {}, "min_p"),
+        ({"repetition_penalty": 1.1}, {}, "repetition_penalty"),
+        ({"frequency_penalty": 0.1}, {}, "frequency_penalty"),
+        ({"presence_penalty": 0.1}, {}, "presence_penalty"),
+        ({"min_new_tokens": 4}, {}, "min_new_tokens"),
+        # min_new_tokens forbids the stop tokens, which are then a part of the distribution.
+        ({"min_new_tokens": 4, "stop_token_ids": [7]}, {"min_new_tokens": 4}, "stop_token_ids"),
+    ],
+)
+def test_turns_of_different_distributions_are_refused(one: dict[str, Any], other: dict[str, Any], says: str) -> None:
+    first, second = turns()
+    with pytest.raises(ValueError, match=f"turn 1 .*{says}"):
+        join_turns([sampled(first, **one), sampled(second, **other)])
+
+
+def test_a_joined_record_names_the_server_that_sampled_all_of_it() -> None:
+    first, second = turns()
+    here = {"server": "http://a:1", "dp_rank": 2}
+    whole = join_turns([first.model_copy(update=here), second.model_copy(update=here)])
+    assert (whole.server, whole.dp_rank) == ("http://a:1", 2)
+    moved = join_turns([first.model_copy(update=here), second.model_copy(update={**here, "server": "http://b:1"})])
+    assert (moved.server, moved.dp_rank) == (None, 2)

@@ -298,3 +298,34 @@ def test_a_stream_with_a_hole_is_an_error() -> None:
         merge_stream([chunks[0], {"error": {"message": "boom"}}])
     with pytest.raises(ReplyError, match="without chunks"):
         merge_stream([])
+
+
+def test_the_last_id_of_the_vocabulary_comes_back_as_0() -> None:
+    request, reply = exchange("rescore_prompt_only")
+    sent = list(request["input_ids"])
+    entries = reply["meta_info"]["input_token_logprobs"]
+    sent[2], entries[2][1] = 511, 0  # of 512 ids
+    sent[4], entries[4][1] = 511, 0
+    for size in (None, 512):
+        log_probs = parse_prompt_log_probs(reply, sent, vocab_size=size)
+        assert log_probs[2] == entries[2][0] and log_probs[4] == entries[4][0]
+    with pytest.raises(ReplyError, match="position 2: 511 against 0"):
+        parse_prompt_log_probs(reply, sent, vocab_size=1000)  # there it is not the last one
+    sent[3] = 600
+    entries[3][1] = 600
+    with pytest.raises(ReplyError, match="position 2: 511 against 0"):
+        parse_prompt_log_probs(reply, sent)  # nor next to a larger one
+    entries[2][1] = entries[4][1] = 0
+    entries[3][1] = 0
+    with pytest.raises(ReplyError, match="of another prompt"):
+        parse_prompt_log_probs(reply, sent)  # one id is the last, not two
+
+
+def test_the_worker_is_named() -> None:
+    request, reply = exchange("greedy")
+    assert parse_exchange(request, reply)[0].dp_rank is None
+    reply["meta_info"]["dp_rank"] = 5
+    assert parse_exchange(request, reply)[0].dp_rank == 5
+    reply["meta_info"]["dp_rank"] = "first"
+    with pytest.raises(ReplyError, match="dp_rank"):
+        parse_exchange(request, reply)

@@ -23,7 +23,7 @@ from mismatch_plugin.rollout.server import ServerError, start_cpu_server
 
 STAND_IN = """\
     #!{python}
-    import http.server, json, os, subprocess, sys, time
+    import http.server, json, os, subprocess, sys, threading, time
     option = dict(zip(sys.argv, sys.argv[1:]))
     folder = option["--model-path"]
     config = json.load(open(folder + "/config.json"))
@@ -38,11 +38,21 @@ STAND_IN = """\
     if config["does"] == "hang":
         time.sleep(600)
 
+    def end():
+        print("out of memory", flush=True)
+        os._exit(3)
+
     class Handler(http.server.BaseHTTPRequestHandler):
+        dying = False
+
         def do_GET(self):
             if self.path == "/end":
-                print("out of memory", flush=True)
-                os._exit(3)
+                end()
+            if self.path == "/end_slowly" or Handler.dying:
+                if not Handler.dying:
+                    threading.Timer(1.0, end).start()
+                Handler.dying = True
+                return  # closes the connection without an answer, and those that come until it has ended
             self.send_response(200)
             self.end_headers()
 
@@ -135,14 +145,15 @@ def test_a_server_that_never_answers_is_ended(stand_in: Path, model: Callable[[s
         pass
 
 
+@pytest.mark.parametrize("how", ["end", "end_slowly"])
 def test_a_server_that_dies_under_the_block_is_reported_with_its_log(
-    stand_in: Path, model: Callable[[str], Path]
+    how: str, stand_in: Path, model: Callable[[str], Path]
 ) -> None:
     with (
         pytest.raises(ServerError, match=r"ended by itself:\n(.*\n)*out of memory\n.*exit code 3") as caught,
         start_cpu_server(model("serve"), python=stand_in) as server,
     ):
-        httpx.get(server.url + "/end")
+        httpx.get(f"{server.url}/{how}")
     assert isinstance(caught.value.__cause__, httpx.TransportError)
 
 

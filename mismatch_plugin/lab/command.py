@@ -151,15 +151,16 @@ def _check_engine(engine: str, start_server: bool, url: str | None, workers: int
 def _dtype_of(url: str) -> str:
     """The precision of the server at `url`. Raises ValueError if it does not answer, or does not tell."""
     from mismatch_plugin.lab.servers import server_dtype
+    from mismatch_plugin.rollout.address import shown
     from mismatch_plugin.rollout.outcomes import RequestError
 
     try:
         dtype = server_dtype(url)
     except RequestError as error:
-        raise ValueError(f"the server at {url} does not answer: {error}") from None
+        raise ValueError(f"the server at {shown(url)} does not answer: {error}") from None
     if dtype not in ("float32", "bfloat16", "float16"):
         raise ValueError(
-            f"the server at {url} computes in {dtype}: start it with --dtype float32, bfloat16 or float16."
+            f"the server at {shown(url)} computes in {dtype}: start it with --dtype float32, bfloat16 or float16."
         )
     return dtype
 

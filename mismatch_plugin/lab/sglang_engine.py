@@ -55,14 +55,14 @@ class SGLangEngine:
         # Versions of this run are told from those of another one that updates the same server.
         self._run_name = uuid.uuid4().hex[:8]
         self._loop = asyncio.new_event_loop()
-        self._client = SGLangClient(url, timeout=_TIMEOUT_S)
+        self._client = SGLangClient(url, timeout=_TIMEOUT_S, vocab_size=vocab)
         try:
             told = self._wait(self._client.server_info()).dtype or "auto"
             self.dtype = _LONG_NAME.get(told, told)
             if dtype is not None and self.dtype not in (dtype, "auto"):
                 raise ValueError(
-                    f"the server at {url} computes in {self.dtype}, and rollout_dtype is {dtype}: start it with "
-                    f"--dtype {dtype}, or choose its own."
+                    f"the server at {self._client.url} computes in {self.dtype}, and rollout_dtype is {dtype}: start "
+                    f"it with --dtype {dtype}, or choose its own."
                 )
         except BaseException:
             self.close()

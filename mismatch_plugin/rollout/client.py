@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-import httpx
-
-from mismatch_plugin.config import InvalidPolicy
+from mismatch_plugin.config import InvalidPolicy, MismatchWarning
 from mismatch_plugin.rollout.control import PauseMode, ServerControl
+from mismatch_plugin.rollout.lanes import Lane
 from mismatch_plugin.rollout.outcomes import (
     Failure,
     GenerateError,
@@ -24,11 +24,12 @@ from mismatch_plugin.rollout.outcomes import (
     RequestError,
     WeightUpdateError,
 )
+from mismatch_plugin.rollout.prompts import check_ids, check_vocabulary
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.replies import ReplyError, parse_generate, parse_prompt_log_probs
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server_info import ServerInfo
-from mismatch_plugin.rollout.transport import Retries, Transport
+from mismatch_plugin.rollout.transport import MAX_REPLY_BYTES, Retries, Transport
 
 __all__ = [
     "Failure",
@@ -50,16 +51,26 @@ class SGLangClient(ServerControl):
     """Talks to the server at `url` and to nothing else. Use as an async context manager.
 
     Args:
-        url: http(s)://host:port. No redirect is followed and no proxy read from the environment.
+        url: http(s)://host:port. No redirect is followed and no proxy read from the environment. `user:password@` is
+            sent as basic authorisation and shown nowhere: `self.url`, records, messages and logs are without it.
         concurrency: requests under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
         verify_updates_every: verify the first weight update and every n-th by the server's checksums; 0: none.
         retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         connect_timeout: seconds to reach the server.
-        rollout_log_prob_policy: with `error` a log-prob that is none fails its sample; otherwise it stays
-            in the record, for `to_packed` and the correction to handle.
-        headers: sent with every request, such as {"Authorization": "Bearer …"}.
+        rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the record,
+            for `to_packed` and the correction to handle.
+        headers: sent with every request, such as {"Authorization": "Bearer …"}. No message shows their values.
+        max_reply_bytes: a reply that is larger after decompression fails its sample. Default: 256 MiB.
+        vocab_size: rows of the model's embedding. Token ids from there on are refused before anything is sent: such an
+            id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
+
+    Raises:
+        ValueError: for an address, headers or numbers that mean nothing; no message holds credentials.
+    Warns:
+        MismatchWarning: once, with the first request, for each setting of the server that is known to widen the
+            mismatch (`ServerInfo.risks`).
     """
 
     def __init__(
@@ -73,6 +84,8 @@ class SGLangClient(ServerControl):
         connect_timeout: float = 10.0,
         rollout_log_prob_policy: InvalidPolicy = "error",
         headers: Mapping[str, str] | None = None,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+        vocab_size: int | None = None,
     ) -> None:
         if concurrency < 1:
             raise ValueError(f"concurrency={concurrency} must be at least 1.")
@@ -82,16 +95,22 @@ class SGLangClient(ServerControl):
             raise ValueError(
                 f"rollout_log_prob_policy={rollout_log_prob_policy!r} is unknown: choose one of {', '.join(policies)}."
             )
+        if vocab_size is not None and vocab_size < 1:
+            raise ValueError(f"vocab_size={vocab_size} must be at least 1: it counts the model's token ids.")
         transport = Transport(
             url,
             lanes=concurrency,
             timeout=timeout,
             connect_timeout=connect_timeout,
-            headers=dict(headers or {}),
+            headers=headers or {},
+            max_reply_bytes=max_reply_bytes,
         )
         attempts = Retries(attempts=1 + retries) if isinstance(retries, int) else retries
         super().__init__(transport, attempts, verify_updates_every)
         self.url, self.concurrency, self.policy = transport.url, concurrency, rollout_log_prob_policy
+        self._vocab_size = vocab_size
+        self._asked = False
+        self._warned: set[str] = set()
 
     async def __aenter__(self) -> SGLangClient:
         return self
@@ -120,7 +139,8 @@ class SGLangClient(ServerControl):
         Args:
             prompts: token ids; text would leave the tokenizer in doubt.
             sampling: sent in full. With a seed, sample i gets seed + i.
-            return_sampling_mask: also the kept ids and the log-probs renormalised over them; needs a finite top_k.
+            return_sampling_mask: also the kept ids and the log-probs renormalised over them. Which settings that needs
+                the server decides: 0.5.23 wants a finite top_k, of at most its sampling_mask_max_tokens.
             prompt_log_probs: also those of the prompt, at temperature 1.
             top_log_probs: how many of the most likely tokens to return at each position.
             progress: called after each request.
@@ -154,26 +174,18 @@ class SGLangClient(ServerControl):
         progress: Callable[[Progress], None] | None = None,
         deadline: float | None = None,
     ) -> list[Outcome[RolloutRecord]]:
-        """As `generate`, but failures are returned beside what did come, and nothing is raised for them."""
+        """As `generate`, but failures are returned next to what did come, and nothing is raised for them."""
         sampling = sampling or SamplingParameters()
-        _check_prompts(prompts)
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1.")
-        if return_sampling_mask and sampling.top_k == -1:
-            raise ValueError(
-                "return_sampling_mask needs a finite top_k: SGLang returns the kept ids of a bounded set only. Set "
-                "top_k to the most ids that top_p is expected to keep, at most the server's sampling_mask_max_tokens."
-            )
+        until = None if deadline is None else time.monotonic() + deadline
+        await self._check_prompts(prompts, until)
         batch = uuid.uuid4().hex[:12]
 
-        async def sample(index: int, lane: httpx.AsyncClient, until: float | None) -> tuple[RolloutRecord, int]:
+        async def sample(index: int, lane: Lane) -> tuple[RolloutRecord, int]:
             prompt = list(prompts[index // samples_per_prompt])
             own = sampling if sampling.seed is None else sampling.model_copy(update={"seed": sampling.seed + index})
-            body: dict[str, Any] = {
-                "input_ids": prompt,
-                "sampling_params": own.to_sglang(),
-                "return_logprob": True,
-            }
+            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": own.to_sglang(), "return_logprob": True}
             if return_sampling_mask:
                 body["return_sampling_mask"] = True
             if prompt_log_probs:
@@ -185,21 +197,18 @@ class SGLangClient(ServerControl):
                 "POST", "/generate", body, request_id=name, lane=lane, retries=self._retries, deadline=until
             )
             try:
-                (record,) = parse_generate(
-                    answer.json, [prompt], own, samples=[index], require_kept_ids=return_sampling_mask
-                )
+                kept = return_sampling_mask
+                (record,) = parse_generate(answer.json, [prompt], own, samples=[index], require_kept_ids=kept)
                 _check(record, f"{name}-{answer.attempts}", prompt_log_probs, top_log_probs > 0, index)
-            except ReplyError as error:
-                raise RequestError("reply", f"{error.message} ({error.kind})", answer.attempts) from None
             except _MALFORMED as error:
-                raise RequestError("reply", f"a reply of another form ({error!r})", answer.attempts) from None
+                raise self._unreadable(error, answer.attempts) from None
             faults = record.faults(index) if self.policy == "error" else []
             if faults:
                 more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
                 raise RequestError("log_probs", f"{faults[0]}{more}", answer.attempts)
-            return record, answer.attempts
+            return record.model_copy(update={"server": self.url}), answer.attempts
 
-        return await self._run(len(prompts) * samples_per_prompt, sample, progress, deadline)
+        return await self._run(len(prompts) * samples_per_prompt, sample, progress, until)
 
     async def rescore(
         self,
@@ -212,9 +221,10 @@ class SGLangClient(ServerControl):
 
         The first of a sequence is None. Raises GenerateError as `generate` does.
         """
-        _check_prompts(sequences)
+        until = None if deadline is None else time.monotonic() + deadline
+        await self._check_prompts(sequences, until)
 
-        async def score(index: int, lane: httpx.AsyncClient, until: float | None) -> tuple[list[float | None], int]:
+        async def score(index: int, lane: Lane) -> tuple[list[float | None], int]:
             sequence = list(sequences[index])
             body = {
                 "input_ids": sequence,
@@ -226,23 +236,68 @@ class SGLangClient(ServerControl):
                 "POST", "/generate", body, lane=lane, retries=self._retries, deadline=until
             )
             try:
-                return parse_prompt_log_probs(answer.json, sequence, index), answer.attempts
-            except ReplyError as error:
-                raise RequestError("reply", f"{error.message} ({error.kind})", answer.attempts) from None
+                scored = parse_prompt_log_probs(answer.json, sequence, index, vocab_size=self._vocabulary)
             except _MALFORMED as error:
-                raise RequestError("reply", f"a reply of another form ({error!r})", answer.attempts) from None
+                raise self._unreadable(error, answer.attempts) from None
+            return scored, answer.attempts
 
-        return _values(await self._run(len(sequences), score, progress, deadline))
+        return _values(await self._run(len(sequences), score, progress, until))
+
+    async def server_info(self) -> ServerInfo:
+        """As `ServerControl.server_info`; warns of the server's risks, of each once."""
+        info = await super().server_info()
+        self._warn_of_risks(info)
+        return info
+
+    @property
+    def _vocabulary(self) -> int | None:
+        return self._vocab_size or (self._info.vocab_size if self._info is not None else None)
+
+    async def _ask_once(self, until: float | None) -> None:
+        """Risks and vocabulary of the server, for the first request. One that does not tell is taken as it is."""
+        if self._asked:
+            return
+        wait = min(self._transport.connect_timeout, self._transport.timeout)
+        question = {"retries": Retries(attempts=1), "timeout": wait, "deadline": until}
+        try:
+            server = await self._transport.call("GET", "/server_info", **question)
+            model = await self._transport.call("GET", "/model_info", **question)
+            self._info = ServerInfo.from_replies(server.json, model.json)
+        except RequestError as error:
+            self._asked = error.kind not in ("connection", "deadline")  # then it is asked again
+        except _MALFORMED:
+            self._asked = True
+        else:
+            self._asked = True
+            self._warn_of_risks(self._info)
+
+    def _warn_of_risks(self, info: ServerInfo) -> None:
+        for risk in info.risks():
+            if risk not in self._warned:
+                self._warned.add(risk)
+                warnings.warn(f"{self.url}: {risk}", MismatchWarning, stacklevel=3)
+
+    def _unreadable(self, error: Exception, attempts: int) -> RequestError:
+        told = isinstance(error, ReplyError)
+        message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
+        return RequestError("reply", self._transport.redacted(message), attempts)
+
+    async def _check_prompts(self, prompts: Sequence[Sequence[int]], until: float | None) -> None:
+        check_ids(prompts)
+        if len(prompts) == 0:
+            return
+        await self._ask_once(until)
+        if self._vocabulary is not None:
+            check_vocabulary(prompts, self._vocabulary)
 
     async def _run(
         self,
         total: int,
-        job: Callable[[int, httpx.AsyncClient, float | None], Awaitable[tuple[T, int]]],
+        job: Callable[[int, Lane], Awaitable[tuple[T, int]]],
         progress: Callable[[Progress], None] | None,
-        deadline: float | None,
+        until: float | None,
     ) -> list[Outcome[T]]:
-        """`job` for each of `total` indices, by as many workers as there are slots: no task a request."""
-        until = None if deadline is None else time.monotonic() + deadline
+        """`job` for each of `total` indices, by as many workers as there are lanes: no task a request."""
         waiting = iter(range(total))
         outcomes: dict[int, Outcome[T]] = {}
         failed = retries = 0
@@ -250,13 +305,13 @@ class SGLangClient(ServerControl):
         async def work() -> None:
             nonlocal failed, retries
             for index in waiting:
-                async with self._transport.lane() as lane:
-                    try:
-                        value, attempts = await job(index, lane, until)
-                        outcomes[index] = Outcome(index, value, None, attempts)
-                    except RequestError as error:
-                        failed += 1
-                        outcomes[index] = Outcome(index, None, error.failure(index), error.attempts)
+                try:
+                    async with self._transport.lanes.take(until) as lane:
+                        value, attempts = await job(index, lane)
+                    outcomes[index] = Outcome(index, value, None, attempts)
+                except RequestError as error:
+                    failed += 1
+                    outcomes[index] = Outcome(index, None, error.failure(index), error.attempts)
                 retries += max(0, outcomes[index].attempts - 1)
                 if progress is not None:
                     progress(Progress(len(outcomes), failed, total, retries))
@@ -292,12 +347,3 @@ def _values(outcomes: Sequence[Outcome[T]]) -> list[T]:
     if len(values) != len(outcomes):
         raise GenerateError(outcomes)
     return values
-
-
-def _check_prompts(prompts: Sequence[Sequence[int]]) -> None:
-    for number, prompt in enumerate(prompts):
-        if isinstance(prompt, (str, int)) or len(prompt) == 0:
-            raise ValueError(f"prompt {number} is {prompt!r}: give a list of at least one token id.")
-        for position, token in enumerate(prompt):
-            if not isinstance(token, int) or token < 0:
-                raise ValueError(f"prompt {number}, position {position}: {token!r} is no token id.")

@@ -110,9 +110,13 @@ def _schema(pa: Any) -> Any:
                 "presence_penalty",
             )
         ],
-        *[(name, pa.int64()) for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed")],
+        *[(name, pa.int64()) for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed", "stream_interval")],
         ("stop_token_ids", ids),
-        ("ignore_eos", pa.bool_()),
+        *[(name, pa.list_(pa.string())) for name in ("stop", "stop_regex")],
+        *[
+            (name, pa.bool_())
+            for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+        ],
     ]
     return pa.schema(
         [
@@ -133,6 +137,8 @@ def _schema(pa: Any) -> Any:
             ("text", pa.string()),
             ("request_id", pa.string()),
             ("sample_id", pa.string()),
+            ("server", pa.string()),
+            ("dp_rank", pa.int64()),
             ("reward", pa.float64()),
         ]
     )
@@ -154,7 +160,8 @@ def _write_parquet(path: Path, records: Iterable[RolloutRecord]) -> int:
 
 def _row(record: RolloutRecord) -> dict[str, Any]:
     row = record.model_dump()
-    row["sampling"]["stop_token_ids"] = list(record.sampling.stop_token_ids)
+    for name in ("stop", "stop_regex", "stop_token_ids"):
+        row["sampling"][name] = list(getattr(record.sampling, name))
     if record.top_log_probs is not None:
         row["top_log_probs"] = [
             [{"log_prob": value, "id": token} for value, token in position] for position in record.top_log_probs

@@ -16,7 +16,7 @@ FailureKind = Literal[
     "refused",  # status 4xx: asking again would not help
     "content",  # a 2xx or 3xx that is no JSON reply
     "reply",  # JSON that does not fit the request: log-probs lost, length changed, …
-    "log_probs",  # a log-prob that is none, under the policy `error`
+    "log_probs",  # an invalid log-prob, under the policy `error`
 ]
 
 

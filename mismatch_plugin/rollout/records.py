@@ -1,4 +1,4 @@
-"""The typed record of one sampled response, and what is wrong with its log-probs."""
+"""The typed record of one sampled response, and which of its log-probs are invalid."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WHAT = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One log-prob that is none. sample: the record's place in its batch, or its `sample_id`. position: counts response
+    """One invalid log-prob. sample: the record's place in its batch, or its `sample_id`. position: counts response
     tokens from 0; for `length` the first position that one of the two lists lacks."""
 
     sample: object
@@ -77,7 +77,7 @@ class RolloutRecord(BaseModel):
     response_ids: list[TokenId]
     rollout_log_probs: list[float | None]
     """Of `response_ids`, as SGLang returns them: full vocabulary after temperature and penalties, no filter. None: not
-    returned, or no sampled token."""
+    returned, or not a sampled token."""
     loss_mask: list[int] = Field(default_factory=list)
     """1 where a token trains; 0 for tool and environment tokens. Default: all 1."""
     sampling: SamplingParameters = SamplingParameters()
@@ -95,6 +95,10 @@ class RolloutRecord(BaseModel):
     text: str | None = None
     request_id: str | None = None
     sample_id: str | None = None
+    server: str | None = None
+    """Address of the server that sampled it, without credentials."""
+    dp_rank: int | None = None
+    """Which data-parallel worker of the server sampled it. None: not told, or there is one only."""
     reward: float | None = None
 
     @model_validator(mode="before")
@@ -161,7 +165,7 @@ class RolloutRecord(BaseModel):
         """Every log-prob that is wrong in this record, in order of position.
 
         Positions with loss_mask 0 are not looked at, and one position has at most one fault a list. 0.0 fills are seen
-        only beside `train_log_probs` (one a response token; the training side's log-probs of the same tokens).
+        only next to `train_log_probs` (one a response token; the training side's log-probs of the same tokens).
 
         Args:
             sample: how messages call the record; default `sample_id`.

@@ -96,13 +96,17 @@ def parse_exchange(request: Mapping[str, Any], reply: Any) -> list[RolloutRecord
     )
 
 
-def parse_prompt_log_probs(reply: Any, sequence: Sequence[int], sample: object = 0) -> list[float | None]:
+def parse_prompt_log_probs(
+    reply: Any, sequence: Sequence[int], sample: object = 0, *, vocab_size: int | None = None
+) -> list[float | None]:
     """What rescoring (`max_new_tokens` 0, `logprob_start_len` 0) says of each token of `sequence`, at temperature 1.
 
     The first is None, and only the first: a sequence that comes back with gaps raises ReplyError.
+
+    vocab_size: ids of the model, if known. SGLang reports the last one as 0 (its log-prob is right).
     """
     meta = _meta_info(reply, sample)
-    log_probs = _prompt_log_probs(meta, list(sequence), sample)
+    log_probs = _prompt_log_probs(meta, list(sequence), sample, vocab_size)
     if log_probs is None:
         raise ReplyError(sample, "log_probs_lost", "no input_token_logprobs: send logprob_start_len 0")
     for position, value in enumerate(log_probs):
@@ -142,6 +146,7 @@ def record_from_meta_info(
             top_log_probs=_top_log_probs(meta, len(ids), sample),
             text=text,
             request_id=meta.get("id"),
+            dp_rank=meta.get("dp_rank"),
             sample_id=None if sample is None else str(sample),
         )
     except ValidationError as error:
@@ -258,7 +263,9 @@ def _check_counts(meta: Mapping[str, Any], prompt: int, response: int, sample: o
         raise ReplyError(sample, "prompt", f"{prompt} prompt tokens were sent, the server saw {told}")
 
 
-def _prompt_log_probs(meta: Mapping[str, Any], prompt: list[int], sample: object) -> list[float | None] | None:
+def _prompt_log_probs(
+    meta: Mapping[str, Any], prompt: list[int], sample: object, vocab_size: int | None = None
+) -> list[float | None] | None:
     raw = meta.get("input_token_logprobs")
     if not raw:
         return None
@@ -266,8 +273,11 @@ def _prompt_log_probs(meta: Mapping[str, Any], prompt: list[int], sample: object
     skipped = len(prompt) - len(entries.ids)  # logprob_start_len leaves the first ones out
     if skipped < 0:
         raise ReplyError(sample, "length", f"{len(entries.ids)} input_token_logprobs for {len(prompt)} prompt tokens")
-    if entries.ids != prompt[skipped:]:
-        difference = _first_difference(prompt[skipped:], entries.ids, skipped)
+    sent = prompt[skipped:]
+    # SGLang reports the vocabulary's last id as 0. Where nobody knows the size, that can only be the largest id sent.
+    last = max(prompt, default=0) if vocab_size is None else vocab_size - 1
+    if entries.ids != sent and entries.ids != [0 if token == last else token for token in sent]:
+        difference = _first_difference(sent, entries.ids, skipped)
         raise ReplyError(sample, "token_ids", f"input_token_logprobs are of another prompt ({difference})")
     return [None] * skipped + entries.log_probs
 

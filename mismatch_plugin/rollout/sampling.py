@@ -5,18 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 SGLANG_TOP_K_OFF = 1 << 30
 """How SGLang itself writes "no top-k"."""
+GREEDY_BELOW = 1e-6
+"""Temperatures below are greedy to SGLang: it replaces them by temperature 1 and top_k 1."""
+_OTHER_DISTRIBUTION = {
+    **dict.fromkeys(("regex", "json_schema", "ebnf", "structural_tag"), "constrained decoding"),
+    "logit_bias": "a shift of single logits",
+    "custom_params": "for a custom logit processor",
+    "watermark": "a watermark",
+    "beam_width": "beam search",
+}
+"""What tokens are drawn from then is neither in the returned log-probs nor known to the training side."""
+_ENDS = ("max_new_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos")
+_TEXT = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval")
+_WITHOUT_EFFECT = frozenset((*_ENDS, *_TEXT, "seed"))
 
 
 class SamplingParameters(BaseModel):
-    """What the sampler was told, in SGLang's terms and with its defaults (`seed` is its `sampling_seed`)."""
+    """What the sampler was told, in SGLang's terms and with its defaults (`seed` is its `sampling_seed`).
+
+    None means the default, as SGLang reads it. What changes the distribution and is not a field is refused; where a
+    response ends, what its text looks like and which numbers were drawn does not change it (`distribution`).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="0 is greedy")
+    temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False, description="below 1e-6: greedy")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, description="-1: off; SGLang's 2^30 is read as off")
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
@@ -25,9 +42,35 @@ class SamplingParameters(BaseModel):
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     max_new_tokens: int | None = Field(default=None, ge=0)
     min_new_tokens: int = Field(default=0, ge=0)
+    stop: tuple[str, ...] = ()
+    stop_regex: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream_interval: int | None = None
     seed: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sglang_reads_it(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        for name, what in _OTHER_DISTRIBUTION.items():
+            value = given.pop(name, None)
+            if value and (name, value) != ("beam_width", 1):  # empty is unset, to SGLang too
+                raise ValueError(
+                    f"{name} is {what}: tokens are then drawn from a distribution that neither the returned log-probs "
+                    f"nor the training side know, and no importance weight can repair that. Leave it out"
+                )
+        return given
+
+    @field_validator("stop", "stop_regex", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
 
     @field_validator("top_k")
     @classmethod
@@ -41,7 +84,22 @@ class SamplingParameters(BaseModel):
     @property
     def greedy(self) -> bool:
         """No chance in it: the sampler takes the most likely token."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < GREEDY_BELOW or self.top_k == 1
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """The temperature of the returned log-probs: 1 where it is greedy, whatever was asked for.
+
+        With top_k 1 that holds for a server whose running requests are all greedy; next to others it is `temperature`.
+        """
+        return 1.0 if self.greedy else self.temperature
+
+    @property
+    def distribution(self) -> dict[str, Any]:
+        """The fields that change what a token is drawn from, with their values."""
+        found = self.model_dump(exclude=set(_WITHOUT_EFFECT))
+        # min_new_tokens forbids the tokens that would end the response.
+        return {**found, "stop_token_ids": set(self.stop_token_ids)} if self.min_new_tokens else found
 
     @property
     def filtered(self) -> bool:
@@ -55,20 +113,18 @@ class SamplingParameters(BaseModel):
 
     def to_sglang(self) -> dict[str, Any]:
         """The `sampling_params` of a request. All are sent, so that no default of a server or model steps in."""
-        sent = self.model_dump(exclude={"seed", "stop_token_ids"})
-        if self.stop_token_ids:
-            sent["stop_token_ids"] = list(self.stop_token_ids)
-        if self.seed is not None:
-            sent["sampling_seed"] = self.seed
-        if sent["max_new_tokens"] is None:
-            del sent["max_new_tokens"]  # null would mean "no bound" there, absent means 128
-        return sent
+        sent = self.model_dump(exclude={"seed"})
+        sent["sampling_seed"] = self.seed
+        for name in ("stop", "stop_regex", "stop_token_ids"):
+            sent[name] = list(sent[name]) or None
+        # An absent max_new_tokens means 128, while null would mean "no bound".
+        return {name: value for name, value in sent.items() if value is not None}
 
     @classmethod
     def from_sglang(cls, sampling_params: Mapping[str, Any] | None) -> SamplingParameters:
-        """Read the `sampling_params` of a request. Raises ValidationError for what changes the distribution in a way
-        that is not known here (`logit_bias`, grammars, …)."""
-        given = {key: value for key, value in (sampling_params or {}).items() if value is not None}
+        """Read the `sampling_params` of a request; one response's, so without `n`. Raises ValidationError for what
+        changes the distribution in a way that is not known here (`logit_bias`, grammars, …)."""
+        given = dict(sampling_params or {})
         if "sampling_seed" in given:
             given["seed"] = given.pop("sampling_seed")
         return cls(**given)
@@ -82,8 +138,9 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     """
     if sampling.greedy:
         return (
-            "greedy sampling: the behaviour policy gives its token probability 1, the returned log-prob is that of "
-            "sampling at temperature 1 (temperature 0) or of the unfiltered distribution (top_k 1), and no importance "
+            "greedy sampling (temperature below 1e-6, or top_k 1): the behaviour policy gives its token probability 1, "
+            "the returned log-prob is that of sampling without filters at temperature 1, whatever temperature was "
+            "asked for (with top_k 1 at that temperature, where other requests were not greedy), and no importance "
             "weight can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
         )
     notes = []
@@ -97,8 +154,8 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
             f"{', '.join(filters)} without the sampling mask: tokens were drawn from what the filters kept, but their "
             "log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
             "π_train/π_rollout is too high by 1/(kept mass) and grows with the response length at sequence level. "
-            "Request return_sampling_mask (SGLang needs a finite top_k for it), or sample with top_p 1, top_k −1, "
-            "min_p 0. And what the training policy gives to tokens outside the kept set cannot be reweighted."
+            "Request return_sampling_mask (SGLang 0.5.23 needs a finite top_k for it), or sample with top_p 1, top_k "
+            "−1, min_p 0. And what the training policy gives to tokens outside the kept set cannot be reweighted."
         )
     if sampling.penalised:
         notes.append(

@@ -34,6 +34,8 @@ _LOG_LINES = 40
 _PORT_TAKEN = "address already in use"
 _PORT_TRIES = 3
 _STOP_S = 10.0
+_END_S = 60.0
+"""A server that refuses or breaks connections is given so long to end: its exit is seen some time after they break."""
 
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -139,15 +141,26 @@ def start_cpu_server(
 
 
 def _is_gone(server: CpuServer) -> bool:
-    """Whether it ended by itself. Its connections break a moment before it does."""
-    try:
-        httpx.get(server.url + "/health", timeout=5.0, trust_env=False)
-    except httpx.ConnectError:
+    """Whether it ended by itself. Its connections break before its exit can be seen, each in a way of its own, so it is
+    asked until it answers or has ended."""
+    deadline = time.monotonic() + _END_S
+    while not server.ended_by_itself and time.monotonic() < deadline:
+        if _answers(server.url):
+            return False
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server._process.wait(_STOP_S)
-    except httpx.TransportError:
-        pass
+            server._process.wait(0.1)
     return server.ended_by_itself
+
+
+def _answers(url: str) -> bool:
+    """Whether somebody is there: an answer of any kind, or a connection that nobody closes."""
+    try:
+        httpx.get(url + "/health", timeout=5.0, trust_env=False)
+    except httpx.TimeoutException:
+        return True
+    except httpx.TransportError:
+        return False
+    return True
 
 
 def find_python(python: str | os.PathLike[str] | None = None) -> Path:

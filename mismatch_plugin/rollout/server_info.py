@@ -18,6 +18,7 @@ class ServerInfo(BaseModel):
 
     version: str | None = None
     model_path: str | None = None
+    vocab_size: int | None = None
     tokenizer_path: str | None = None
     weight_version: str | None = None
     load_format: str | None = None
@@ -55,7 +56,7 @@ class ServerInfo(BaseModel):
         return cls.model_validate({**server, **{key: value for key, value in model.items() if value is not None}})
 
     def risks(self) -> list[str]:
-        """Settings known to widen the mismatch, one sentence each with its mend."""
+        """Settings known to widen the mismatch, one sentence each with its fix."""
         found = []
         if self.quantization:
             found.append(f"quantization {self.quantization}: weights or activations are rounded; serve unquantised.")

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json as jsonlib
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
+import anyio
 import httpx
 
+from mismatch_plugin.rollout.address import Redactor, check_headers, parse_address, shown
+from mismatch_plugin.rollout.bodies import ACCEPT_ENCODING, BodyCutOff, BodyGarbled, BodyTooLarge, read_body
+from mismatch_plugin.rollout.lanes import Lane, Lanes
 from mismatch_plugin.rollout.outcomes import FailureKind, RequestError
 
 _KEEP_ALIVE = 2.0
 """Seconds after which an idle connection is not used again: less than the server's 5, or the two would race."""
+MAX_REPLY_BYTES = 2**28
+"""Far more than a sensible reply (128k tokens with log-probs are 8 MB), far less than a machine's memory."""
+_MOST_BREAKS = 3
+"""A request is sent so often at most if its connection breaks each time before an answer: it may be what brings the
+server down, and every server behind a router in turn."""
 
 
 @dataclass(frozen=True)
@@ -48,52 +56,48 @@ class Answer:
 class Transport:
     """HTTP to one base URL; it follows no redirect and reads no proxy from the environment.
 
-    Requests that generate go over lanes of one connection each: httpx's own pool looks through all connections for
-    each request. Control requests have connections beside them: a pause must not wait for what it is to pause.
+    Requests that generate share `lanes` lanes. Control requests have lanes of their own: a pause must not wait for what
+    it is to pause. No message holds credentials, neither those of URL and headers nor a server's echo of them.
+
+    Raises ValueError for an address or headers that HTTP has no use for.
     """
 
     def __init__(
-        self, url: str, *, lanes: int, timeout: float, connect_timeout: float, headers: dict[str, str]
+        self,
+        url: str,
+        *,
+        lanes: int,
+        timeout: float,
+        connect_timeout: float,
+        headers: Mapping[str, str],
+        max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError(f"url {url!r} is no server's address: give it as http://host:port.")
-        self.url, self.timeout = url.rstrip("/"), timeout
-        self._connect_timeout, self._headers = connect_timeout, headers
+        address = parse_address(url)
+        if max_reply_bytes < 1:
+            raise ValueError(f"max_reply_bytes={max_reply_bytes} must be at least 1.")
+        self.url, self.timeout, self.connect_timeout = address.url, timeout, connect_timeout
+        self._auth, self._headers, self._limit = address.auth, check_headers(headers), max_reply_bytes
+        self.redacted = Redactor(self._auth, self._headers)
         self._chance = random.Random()
         self._certificates = httpx.create_ssl_context()
-        self._slots = asyncio.Semaphore(lanes)
-        self._control = self._client(connections=None)
-        self._lanes: list[httpx.AsyncClient] = []
-        self._free: list[httpx.AsyncClient] = []
+        self.lanes, self._control = Lanes(self._client, lanes), Lanes(self._client, None)
 
-    def _client(self, connections: int | None) -> httpx.AsyncClient:
+    def _client(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(
             base_url=self.url,
-            headers=self._headers,
-            timeout=httpx.Timeout(None, connect=self._connect_timeout),
-            limits=httpx.Limits(max_connections=connections, keepalive_expiry=_KEEP_ALIVE),
+            auth=self._auth,
+            headers={**self._headers, "Accept-Encoding": ACCEPT_ENCODING},
+            # `call` times whole attempts; a wait for a lane's own connection would be a bug, and must end.
+            timeout=httpx.Timeout(None, connect=self.connect_timeout, pool=self.connect_timeout),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE),
             verify=self._certificates,
             follow_redirects=False,
             trust_env=False,
         )
 
-    @asynccontextmanager
-    async def lane(self) -> AsyncIterator[httpx.AsyncClient]:
-        """A connection of one's own, once one is free."""
-        async with self._slots:
-            if not self._free:
-                self._free.append(self._client(connections=1))
-                self._lanes.append(self._free[-1])
-            client = self._free.pop()
-            try:
-                yield client
-            finally:
-                self._free.append(client)
-
     async def close(self) -> None:
         """Close all connections."""
-        await asyncio.gather(*(client.aclose() for client in (self._control, *self._lanes)))
+        await asyncio.gather(*(lanes.close(self.connect_timeout) for lanes in (self.lanes, self._control)))
 
     async def call(
         self,
@@ -102,7 +106,7 @@ class Transport:
         json: Any = None,
         *,
         request_id: str | None = None,
-        lane: httpx.AsyncClient | None = None,
+        lane: Lane | None = None,
         retries: Retries,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -110,7 +114,8 @@ class Transport:
         """Send a request until it is answered.
 
         Tried again: no connection, a connection lost, no whole answer within `timeout`, status 5xx, and JSON that is
-        cut off. Not tried again: 4xx, redirects, an answer that is not JSON by its content type.
+        cut off. Not tried again: 4xx, redirects, an answer that is not JSON by its content type or larger than
+        `max_reply_bytes`, and a request whose connection broke three times before any answer came.
 
         Args:
             request_id: sent as `rid` with the number of the attempt (from 1) behind it: the server may still be busy
@@ -122,9 +127,15 @@ class Transport:
         Raises:
             RequestError: with the last reason, once no attempt is left.
         """
-        client = lane or self._control
-        timeout = self.timeout if timeout is None else timeout
+        if lane is None:
+            async with self._control.take() as own:
+                return await self.call(
+                    method, path, json, request_id=request_id, lane=own, retries=retries, deadline=deadline,
+                    timeout=timeout,
+                )  # fmt: skip
+        where, limit = f"{method} {self.url}{path}", self.timeout if timeout is None else timeout
         error: RequestError | None = None
+        breaks = 0
         for attempt in range(retries.attempts):
             left = float("inf") if deadline is None else deadline - time.monotonic()
             if left <= 0:
@@ -132,22 +143,36 @@ class Transport:
             if request_id is not None:
                 json = {**json, "rid": f"{request_id}-{attempt + 1}"}
             try:
-                response = await asyncio.wait_for(client.request(method, path, json=json), min(timeout, left))
-                return Answer(self._json(response, attempt + 1), attempt + 1)
+                with anyio.fail_after(min(limit, left)):
+                    response, body = await self._once(lane, method, path, json)
+                return Answer(self._json(response, body, attempt + 1), attempt + 1)
             except RequestError as failed:
                 if failed.kind not in ("server_error", "connection"):
                     raise
                 error = failed
-            except (asyncio.TimeoutError, httpx.TimeoutException) as late:
-                if left <= timeout and not isinstance(late, httpx.TimeoutException):
+            except TimeoutError:
+                if left <= limit:
                     raise _too_late(method, path, attempt + 1, error) from None
-                error = RequestError("timeout", f"no answer to {method} {path} within {timeout:g} s", attempt + 1)
-            except httpx.DecodingError as garbled:
-                message = f"{method} {self.url}{path}: an answer that cannot be decoded ({garbled})"
+                error = RequestError("timeout", f"no answer to {method} {path} within {limit:g} s", attempt + 1)
+            except httpx.TimeoutException:
+                message = f"{where}: no connection within {self.connect_timeout:g} s"
+                error = RequestError("timeout", message, attempt + 1)
+            except BodyTooLarge:
+                raise RequestError("content", f"{where}: {self._too_large()}", attempt + 1) from None
+            except BodyGarbled as garbled:
+                message = f"{where}: an answer that cannot be decoded ({garbled})"
                 raise RequestError("content", message, attempt + 1) from None
+            except BodyCutOff:
+                error = RequestError("connection", f"{where}: compressed answer cut off", attempt + 1)
+            except _Broken as broken:
+                breaks += 1
+                error = RequestError("connection", f"{where}: {_broke(breaks)} ({broken})", attempt + 1)
+                if breaks == _MOST_BREAKS:
+                    raise error from None
             except httpx.TransportError as lost:
-                reason = str(lost) or type(lost).__name__
-                error = RequestError("connection", f"{method} {self.url}{path}: {reason}", attempt + 1)
+                reason = self.redacted(str(lost)) or type(lost).__name__
+                before = f"; {_broke(breaks)}" if breaks else ""
+                error = RequestError("connection", f"{where}: {reason}{before}", attempt + 1)
             if attempt + 1 < retries.attempts:
                 wait = retries.delay(attempt, self._chance)
                 if deadline is not None:
@@ -158,31 +183,78 @@ class Transport:
             raise error
         raise _too_late(method, path, 0 if error is None else error.attempts, error)
 
-    def _json(self, response: httpx.Response, attempts: int) -> Any:
+    async def _once(self, lane: Lane, method: str, path: str, json: Any) -> tuple[httpx.Response, bytes]:
+        """One attempt. Whatever ends it but an answer, a cancellation too, ends the lane's connection."""
+        client = lane.client
+        try:
+            try:
+                response = await client.send(client.build_request(method, path, json=json), stream=True)
+            except (httpx.TimeoutException, httpx.ConnectError):
+                raise  # nothing was sent
+            except httpx.TransportError as lost:
+                raise _Broken(self.redacted(str(lost)) or type(lost).__name__) from None
+            try:
+                return response, await read_body(response, self._limit)
+            finally:
+                await response.aclose()
+        except BaseException:
+            lane.drop()
+            raise
+
+    def _too_large(self) -> str:
+        return (
+            f"an answer of more than {self._limit} bytes after decompression: raise max_reply_bytes of SGLangClient if "
+            f"it is meant to be so large, or ask for less (top_log_probs, return_sampling_mask, max_new_tokens)"
+        )
+
+    def _json(self, response: httpx.Response, body: bytes, attempts: int) -> Any:
         status = response.status_code
         where = f"{response.request.method} {response.request.url.path}"
         if status >= 400:
             kind: FailureKind = "server_error" if status >= 500 else "refused"
-            raise RequestError(kind, f"{where}: status {status}, {_told(response)}", attempts, status)
+            raise RequestError(kind, f"{where}: status {status}, {self._told(body)}", attempts, status)
         if status >= 300:
-            target = response.headers.get("location", "nowhere")
+            target = self.redacted(shown(response.headers.get("location", "nowhere")))
             message = f"{where}: status {status}, a redirect to {target}; give the server's own address"
             raise RequestError("content", message, attempts, status)
-        if not response.content:
+        if not body:
             return None
         media = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media and media != "application/json":
-            message = (
-                f"{where}: content type {media} instead of JSON, {response.text[:80]!r}: is this an SGLang server?"
-            )
+            begins = self.redacted(_text(body))[:80]
+            message = f"{where}: content type {media} instead of JSON, {begins!r}: is this an SGLang server?"
             raise RequestError("content", message, attempts, status)
         try:
-            return response.json()
+            return jsonlib.loads(body)
         except RecursionError:
             raise RequestError("content", f"{where}: JSON nested too deeply", attempts, status) from None
         except ValueError:
-            message = f"{where}: JSON cut off after {len(response.content)} bytes"
+            message = f"{where}: JSON cut off after {len(body)} bytes"
             raise RequestError("connection", message, attempts, status) from None
+
+    def _told(self, body: bytes) -> str:
+        """The server's message in an error answer, or the beginning of whatever it is."""
+        try:
+            told = jsonlib.loads(body)
+        except (ValueError, RecursionError):
+            return repr(self.redacted(_text(body))[:200])
+        if isinstance(told, dict):
+            error = told.get("error", told.get("message", told))
+            told = error.get("message", error) if isinstance(error, dict) else error
+        return self.redacted(str(told))[:500]
+
+
+class _Broken(Exception):
+    """The connection was lost after the request was sent, or while it was, and before any answer."""
+
+
+def _broke(times: int) -> str:
+    if times < _MOST_BREAKS:
+        return f"the connection broke with this request under way{f' {times} times' if times > 1 else ''}"
+    return (
+        f"the connection broke {times} times with this request under way. It is not sent again: it may be what brings "
+        f"the server down, as a token id outside its vocabulary does (vocab_size of SGLangClient refuses those)"
+    )
 
 
 def _too_late(method: str, path: str, attempts: int, before: RequestError | None) -> RequestError:
@@ -191,13 +263,5 @@ def _too_late(method: str, path: str, attempts: int, before: RequestError | None
     return RequestError("deadline", f"{method} {path}: the deadline passed{reason}", attempts, status)
 
 
-def _told(response: httpx.Response) -> str:
-    """The server's message in an error answer, or the beginning of whatever it is."""
-    try:
-        body = response.json()
-    except ValueError:
-        return repr(response.text[:200])
-    if isinstance(body, dict):
-        error = body.get("error", body.get("message", body))
-        body = error.get("message", error) if isinstance(error, dict) else error
-    return str(body)[:500]
+def _text(body: bytes) -> str:
+    return body[:10_000].decode("utf-8", errors="replace")

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+
+T = TypeVar("T")
 
 
 def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
     """One record of a conversation: the first prompt, then everything after it as the response.
 
     Each later prompt must begin with the prompt and response before it. What it adds (tool results, template tokens)
-    has loss_mask 0, log-prob None and no weight version. Text, finish reason, names and reward are the last turn's.
-    Raises ValueError where a later prompt does not continue the turn before: its tokens were changed in between, as
-    decoding and encoding again does, and then the log-probs belong to other tokens.
+    has loss_mask 0, log-prob None and no weight version. Text, finish reason, names, reward and sampling parameters are
+    the last turn's; of the latter max_new_tokens and seed, as well as server and dp_rank, are None where turns differ.
+
+    Raises ValueError where turns were drawn from different distributions (other temperature, filters, penalties;
+    max_new_tokens, seed and stop conditions may differ), and where a later prompt does not continue the turn before:
+    its tokens were changed in between, as decoding and encoding again does, and then the log-probs belong to others.
     """
     if not turns:
         raise ValueError("join_turns needs at least one record.")
@@ -43,8 +49,7 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
                     f"{name} of turn {number} of sample {turn.sample_id}: {len(values)} for {len(turn.response_ids)} "
                     f"tokens; joined, they would shift those of later turns."
                 )
-        if turn.sampling != first.sampling:
-            raise ValueError(f"turn {number} of sample {turn.sample_id} was sampled with other parameters.")
+        _check_distribution(first, turn, number)
         added = len(turn.prompt_ids) - len(before)
         start = len(ids) + added
         ids += turn.prompt_ids[len(before) :] + turn.response_ids
@@ -63,7 +68,12 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
         response_ids=ids,
         rollout_log_probs=rollout,
         loss_mask=mask,
-        sampling=first.sampling,
+        sampling=last.sampling.model_copy(
+            update={
+                "max_new_tokens": _shared(turn.sampling.max_new_tokens for turn in turns),
+                "seed": _shared(turn.sampling.seed for turn in turns),
+            }
+        ),
         finish_reason=last.finish_reason,
         weight_versions=spans,
         kept_ids=kept if with_kept else None,
@@ -73,8 +83,26 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
         text=last.text,
         request_id=last.request_id,
         sample_id=last.sample_id,
+        server=_shared(turn.server for turn in turns),
+        dp_rank=_shared(turn.dp_rank for turn in turns),
         reward=last.reward,
     )
+
+
+def _check_distribution(first: RolloutRecord, turn: RolloutRecord, number: int) -> None:
+    ours, theirs = first.sampling.distribution, turn.sampling.distribution
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise ValueError(
+                f"turn {number} of sample {turn.sample_id} was sampled with {name}={theirs.get(name)}, turn 0 with "
+                f"{ours.get(name)}: one record holds one distribution. Keep such turns in records of their own."
+            )
+
+
+def _shared(values: Iterable[T]) -> T | None:
+    """The value that all have; None where they differ."""
+    first, *others = values
+    return first if all(other == first for other in others) else None
 
 
 def _common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:

@@ -62,7 +62,8 @@ def check(
     "prompt_log_probs"; of the whole: "sampling" (an object: temperature,
     top_p, top_k, penalties and so on), "weight_versions" (a list of {"version",
     "start", "end"}, spans of response tokens), "finish_reason" (stop, length
-    or abort), "sample_id", "request_id", "text", "reward".
+    or abort), "sample_id", "request_id", "server" and "dp_rank" (which server
+    and which of its workers), "text", "reward".
 
     TRAINING has one JSON object a line, {"train_log_probs": [...], ...}: the
     natural log-probs of the response tokens at the sampling temperature, null

@@ -42,7 +42,7 @@ PENALTY_MEND = (
 
 def greedy(sampling: SamplingParameters) -> bool:
     """Nothing was drawn, so nothing about sampling can be told from the tokens."""
-    return sampling.temperature == 0.0 or sampling.top_k == 1
+    return sampling.greedy
 
 
 def find_unrelated(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
@@ -102,7 +102,7 @@ def _declared(batch: Batch) -> list[Finding | Undecided]:
         for sample in batch
         if sample.training is not None
         and sample.training.temperature is not None
-        and sample.record.sampling.temperature > 0
+        and not sample.record.sampling.greedy
         and not math.isclose(sample.training.temperature, sample.record.sampling.temperature, rel_tol=1e-6)
     ]
     if not chosen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.check.batch import make_batch
 from mismatch_plugin.rollout.check.findings import FAULTS, CheckResult
 from mismatch_plugin.rollout.check.level import mismatch
@@ -67,11 +68,14 @@ def check_files(
             samples = model.training_samples(records)
             notes.append(f"training side: {checkpoint} in float32, at each record's temperature")
         if url is not None:
-            notes.append(_server_against(model, url, records))
+            notes += _server_against(model, url, records)
     elif url is not None:
         _refuse_temperatures(records)
-        samples = rescore(url, records)
-        notes.append(f"training side: the server at {url}, which rescored with its present weights at temperature 1")
+        samples, risks = rescore(url, records)
+        notes += risks
+        notes.append(
+            f"training side: the server at {shown(url)}, which rescored with its present weights at temperature 1"
+        )
     batch = make_batch(records, samples, eos_ids=eos_ids)
     if not any(sample.mask.any() for sample in batch.samples):
         raise InputError("every loss mask is 0: there is no trained token to check.")
@@ -107,16 +111,16 @@ def _refuse_masks(samples: Sequence[TrainingSample]) -> None:
 
 def _refuse_temperatures(records: Sequence[RolloutRecord]) -> None:
     for index, record in enumerate(records):
-        if record.sampling.temperature not in (0.0, 1.0):
+        if record.sampling.log_prob_temperature != 1.0:
             raise InputError(
                 f"sample {index} was drawn at temperature {record.sampling.temperature:g}, but a server rescores at "
                 f"temperature 1 only: give --checkpoint or TRAINING instead of --url."
             )
 
 
-def _server_against(model: Checkpoint, url: str, records: Sequence[RolloutRecord]) -> str:
+def _server_against(model: Checkpoint, url: str, records: Sequence[RolloutRecord]) -> list[str]:
     """Does the server hold the checkpoint's weights now? Both at temperature 1, where no sampling setting matters."""
-    scored = rescore(url, records)
+    scored, risks = rescore(url, records, model.vocab)
     neutral = [
         record.model_copy(
             update={
@@ -129,8 +133,9 @@ def _server_against(model: Checkpoint, url: str, records: Sequence[RolloutRecord
     ]
     level = mismatch(make_batch(neutral, model.training_samples(neutral)))
     if level is None:
-        return f"the server at {url} rescored, but no token can be compared with the checkpoint"
-    return (
-        f"the server at {url}, rescoring at temperature 1, against the checkpoint: k3 {level.k3_kl:.3g}, 99 % of gaps "
-        f"below {level.abs_p99:.3g} nats"
-    )
+        return [*risks, f"the server at {shown(url)} rescored, but no token can be compared with the checkpoint"]
+    return [
+        *risks,
+        f"the server at {shown(url)}, rescoring at temperature 1, against the checkpoint: k3 {level.k3_kl:.3g}, 99 % "
+        f"of gaps below {level.abs_p99:.3g} nats",
+    ]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.check.batch import Sample
 from mismatch_plugin.rollout.check.training import InputError, TrainingSample
 from mismatch_plugin.rollout.records import RolloutRecord
@@ -52,7 +54,7 @@ class Checkpoint:
         """The training side: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
         samples = []
         for index, record in enumerate(records):
-            logits = self._logits(record, index) / (record.sampling.temperature or 1.0)
+            logits = self._logits(record, index) / record.sampling.log_prob_temperature
             ids = torch.tensor(record.response_ids, dtype=torch.long)
             values = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
             samples.append(TrainingSample(train_log_probs=values.tolist(), index=index))
@@ -76,22 +78,33 @@ class Checkpoint:
         return output.logits[0, :-1].float()
 
 
-def rescore(url: str, records: Sequence[RolloutRecord]) -> list[TrainingSample]:
+class Rescored(NamedTuple):
+    """samples: as the training side. notes: what of the server's settings is known to widen the mismatch."""
+
+    samples: list[TrainingSample]
+    notes: list[str]
+
+
+def rescore(url: str, records: Sequence[RolloutRecord], vocab_size: int | None = None) -> Rescored:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them.
 
     Raises InputError where the server does not answer or its answer does not fit.
     """
+    from mismatch_plugin.config import MismatchWarning
     from mismatch_plugin.rollout.client import GenerateError, RequestError, SGLangClient
 
     async def ask() -> list[list[float | None]]:
-        async with SGLangClient(url, retries=1) as client:
+        async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
             return await client.rescore([[*record.prompt_ids, *record.response_ids] for record in records])
 
-    try:
-        scored = asyncio.run(ask())
-    except (GenerateError, RequestError, ValueError) as error:
-        raise InputError(f"the server at {url} does not rescore: {error}") from None
-    return [
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MismatchWarning)
+        try:
+            scored = asyncio.run(ask())
+        except (GenerateError, RequestError, ValueError) as error:
+            raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
+    samples = [
         TrainingSample(train_log_probs=values[len(record.prompt_ids) :], index=index, temperature=1.0)
         for index, (record, values) in enumerate(zip(records, scored, strict=True))
     ]
+    return Rescored(samples, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)])

@@ -120,7 +120,7 @@ def gather_rows(batch: Batch, logits_of: Logits) -> Rows | None:
             share = max(1, math.ceil(budget / len(samples)))
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
-        temperature = sample.record.sampling.temperature or 1.0
+        temperature = sample.record.sampling.log_prob_temperature
         ids = torch.from_numpy(sample.response_ids)
         after = np.full(sample.tokens, np.nan)
         if sample.tokens > 1:
@@ -142,7 +142,7 @@ def gather_rows(batch: Batch, logits_of: Logits) -> Rows | None:
         logits=raw,
         drawn_from=torch.stack(drawn) if penalised else raw,
         ids=torch.tensor([sample.record.response_ids[position] for sample, position, _, _ in parts]),
-        temperature=torch.tensor([sample.record.sampling.temperature or 1.0 for sample, _, _, _ in parts]),
+        temperature=torch.tensor([sample.record.sampling.log_prob_temperature for sample, _, _, _ in parts]),
         rollout=np.array([sample.rollout[position] for sample, position, _, _ in parts]),
         train=np.array([np.nan if s.train is None else s.train[position] for s, position, _, _ in parts]),
         late=np.array([late for _, _, _, late in parts]),

@@ -1,0 +1,98 @@
+"""The client against a real server where that server has ways of its own: last ids, greedy log-probs, refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import pytest
+
+from mismatch_plugin.lab.tasks import get_task
+from mismatch_plugin.rollout.client import GenerateError, SGLangClient
+from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.server import CpuServer
+
+TASK = get_task("reverse")
+LAST = TASK.vocab - 1
+SAME = 1e-4
+"""Prefill and decoding of a float32 server agree to this."""
+T = TypeVar("T")
+
+
+def call(server: CpuServer, action: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
+    async def run() -> T:
+        async with SGLangClient(server.url, **options) as client:
+            return await action(client)
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("vocab_size", [None, TASK.vocab])
+def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vocab_size: int | None) -> None:
+    sequence = [1, LAST, 2, LAST, 0, 3]
+    scored = call(float32_server, lambda client: client.rescore([sequence]), vocab_size=vocab_size)[0]
+    assert scored[0] is None and all(value is not None and value < 0 for value in scored[1:])
+    # The same tokens one after the other: the log-prob of each is that of the top ones after its prefix.
+    one = SamplingParameters(max_new_tokens=1, ignore_eos=True)
+
+    async def after(client: SGLangClient) -> dict[int, float]:
+        (record,) = await client.generate([[1]], one, top_log_probs=TASK.vocab)
+        assert record.top_log_probs is not None
+        return {token: value for value, token in record.top_log_probs[0]}
+
+    assert scored[1] == pytest.approx(call(float32_server, after)[LAST], abs=SAME)
+
+
+def test_an_id_outside_the_vocabulary_is_refused_before_it_reaches_the_server(float32_server: CpuServer) -> None:
+    with pytest.raises(ValueError, match=f"id {LAST + 1} is outside the model's vocabulary of {TASK.vocab}"):
+        call(float32_server, lambda client: client.generate([[LAST + 1]]), vocab_size=TASK.vocab)
+    assert call(float32_server, lambda client: client.health())
+
+
+def test_the_server_decides_about_the_sampling_mask(float32_server: CpuServer) -> None:
+    narrow = SamplingParameters(top_p=0.5, max_new_tokens=4)
+    with pytest.raises(GenerateError, match=r"return_sampling_mask requires top_k=1 for greedy sampling or finite"):
+        call(float32_server, lambda client: client.generate([[1]], narrow, return_sampling_mask=True))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [SamplingParameters(temperature=1e-7), SamplingParameters(temperature=0.0), SamplingParameters(top_k=1)],
+)
+def test_greedy_log_probs_are_those_of_temperature_1(float32_server: CpuServer, sampling: SamplingParameters) -> None:
+    asked = sampling.model_copy(update={"max_new_tokens": 6, "ignore_eos": True, "temperature": sampling.temperature})
+
+    async def both(client: SGLangClient) -> None:
+        (record,) = await client.generate([[1, 2, 3]], asked, top_log_probs=1)
+        assert record.sampling.greedy and record.top_log_probs is not None
+        assert [row[0][1] for row in record.top_log_probs] == record.response_ids  # always the likeliest
+        (scored,) = await client.rescore([[*record.prompt_ids, *record.response_ids]])
+        assert record.rollout_log_probs == pytest.approx(scored[3:], abs=SAME)
+        assert record.sampling.log_prob_temperature == 1.0
+
+    call(float32_server, both)
+
+
+def test_an_all_greedy_batch_has_temperature_1_whatever_was_asked(float32_server: CpuServer) -> None:
+    asked = SamplingParameters(top_k=1, temperature=0.5, max_new_tokens=6, ignore_eos=True)
+
+    async def both(client: SGLangClient) -> None:
+        (record,) = await client.generate([[1, 2, 3]], asked)
+        (scored,) = await client.rescore([[*record.prompt_ids, *record.response_ids]])
+        assert record.rollout_log_probs == pytest.approx(scored[3:], abs=SAME)
+
+    call(float32_server, both)
+
+
+def test_slimes_parameters_are_taken(float32_server: CpuServer) -> None:
+    slime = {"temperature": 0.8, "top_p": 1.0, "top_k": -1, "max_new_tokens": 5, "stop": None, "stop_token_ids": None}
+    slime |= {"skip_special_tokens": False, "no_stop_trim": True, "spaces_between_special_tokens": False}
+    asked = SamplingParameters.from_sglang(slime)
+    (record,) = call(float32_server, lambda client: client.generate([[1, 2]], asked))
+    assert record.faults() == [] and record.server == float32_server.url
+
+
+def test_a_bfloat16_server_is_named_as_a_risk(bfloat16_server: CpuServer) -> None:
+    with pytest.warns(UserWarning, match="start with --enable-fp32-lm-head"):
+        call(bfloat16_server, lambda client: client.generate([[1]], SamplingParameters(max_new_tokens=1)))
