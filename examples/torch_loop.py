@@ -5,8 +5,10 @@ torchrun --nproc-per-node 2 examples/torch_loop.py [LOG_DIR]      # the same los
 """
 
 import copy
+import functools
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,14 +21,14 @@ VOCAB, ROWS, WIDTH, MICRO_BATCH, STEPS = 16, 16, 12, 4, 3
 config = mp.preset("token_is").replace(rs={"criteria": ["token:k3:0.000005"]}, terms={"entropy_coef": 0.01})
 
 
-def score(model, tokens):
+def score(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob and entropy of every next token, [B, S] each."""
     logits = model(tokens[:, :-1]).to(torch.float64).log_softmax(-1)
     return logits.gather(-1, tokens[:, 1:, None])[..., 0], -(logits.exp() * logits).sum(-1)
 
 
 @torch.no_grad()
-def rollout(sampler, seed):
+def rollout(sampler: Any, seed: int) -> tuple[torch.Tensor, ...]:
     """Tokens [B, S + 1], the sampler's own log-probs [B, S], the mask of the response [B, S], one advantage a row."""
     random = torch.Generator().manual_seed(seed)
     tokens = torch.zeros(ROWS, 1, dtype=torch.int64)
@@ -43,7 +45,7 @@ if world > 1:
     dist.init_process_group("gloo")
 torch.manual_seed(0)
 policy = torch.nn.Sequential(torch.nn.Embedding(VOCAB, 32), torch.nn.Linear(32, VOCAB)).double()
-model = DistributedDataParallel(policy) if world > 1 else policy
+model: Any = DistributedDataParallel(policy) if world > 1 else policy
 optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
 writer = SummaryWriter(sys.argv[1] if len(sys.argv) > 1 else "runs/torch_loop") if rank == 0 else None
 
@@ -59,12 +61,12 @@ for step in range(STEPS):
 
     # The mean over a step is Σ loss_sum / Σ denominator over all micro-batches and ranks; the mean of their means would
     # weigh tokens of short micro-batches more. What is accepted follows from π_old, so it is known before the loss.
-    accepted = sum(mp.correct(packed, config).keep.sum() for _, packed in parts)
-    totals = torch.stack([accepted, sum(packed.loss_mask.sum() for _, packed in parts)])
+    counts = [torch.stack([mp.correct(packed, config).keep.sum(), packed.loss_mask.sum()]) for _, packed in parts]
+    totals = torch.stack(counts).sum(0)
     if world > 1:
         dist.all_reduce(totals)
 
-    statistics = None
+    seen: list[mp.Statistics] = []
     for number, (tokens, packed) in enumerate(parts):
         if world > 1:
             model.require_backward_grad_sync = number == len(parts) - 1  # as under no_sync(), but for the last one
@@ -74,10 +76,11 @@ for step in range(STEPS):
         loss = result.loss_sum / totals[0].clamp(min=1) + sum(result.terms.values()) / totals[1]
         # DDP divides the summed gradients by the number of ranks. Ours are parts of one mean, to be added up: undo it.
         (loss * world).backward()
-        statistics = result.statistics if statistics is None else statistics.merge(result.statistics)
+        seen.append(result.statistics)
     optimizer.step()
     optimizer.zero_grad()
 
+    statistics = functools.reduce(mp.Statistics.merge, seen)
     sums, maxima = statistics.sums, statistics.maxima
     if world > 1:
         dist.all_reduce(sums)
@@ -88,7 +91,7 @@ for step in range(STEPS):
             writer.add_scalar(name, value, step)
         shown = [metrics[f"rollout_corr/{name}"] for name in ("pg_loss", "kl", "accepted_token_fraction")]
         print("step {} loss {:.12f} kl {:.12f} accepted {:.4f} norm {:.12f}".format(
-            step, *shown, policy[1].weight.norm()), flush=True)  # fmt: skip
+            step, *shown, list(policy.parameters())[1].norm()), flush=True)  # fmt: skip
 if writer:
     writer.close()
 if world > 1:
