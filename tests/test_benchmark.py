@@ -169,7 +169,7 @@ def test_the_formula_of_scaling_by_hand() -> None:
     assert row["us, log-probs"] == pytest.approx(3 * 2 * 1000 * 2000 / 4.08e12 * 1e6)
     assert row["us, tp all-gather"] == pytest.approx(3 * (3 + 16000 / 360e9 * 1e6))
     assert row["us, correction"] == pytest.approx(500)  # launches: 50 bytes a token take 0.01 us
-    assert row["us, cp SUM"] == pytest.approx(2 * (8 + 8 * 6 * 10 / 2 / 45e9 * 1e6))
+    assert row["us, cp SUM"] == pytest.approx(2 * (8 + 8 * 7 * 10 / 2 / 45e9 * 1e6))
     assert row["us, step's statistics"] == pytest.approx(3 * 6 * 8 + 6 * 8 * (9 + 20 + 5) / 45e9 * 1e6)
     model = 6 * 10**9 * 1000 / 4 / 4e14 * 1e6
     assert row["share"] == pytest.approx(row["us, all"] / (row["us, all"] + model))

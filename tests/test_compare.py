@@ -86,7 +86,7 @@ def test_two_settings_that_are_one_run_are_refused(tmp_path: Path) -> None:
             "int8 is made by the engine transformers",
         ),
         (["--engine", "sglang", "--start-server", "--settings", "int4"], "int4 is made by the engine transformers"),
-        (["--engine", "sglang", "--url", "127.0.0.1:1"], "is no server's address"),
+        (["--engine", "sglang", "--url", "127.0.0.1:1"], "is not a server's address"),
     ],
 )
 def test_engine_options_that_contradict_each_other(tmp_path: Path, options: list[str], sentence: str) -> None:

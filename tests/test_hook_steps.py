@@ -227,7 +227,7 @@ ACCEPTED = {"rs": CRITERIA, "denominator": "accepted"}
 @pytest.mark.parametrize(
     ("config", "model", "sentence"),
     [
-        ({**NORMALIZED, "tis": {**NORMALIZED["tis"], "batch_normalize_scope": "rollout_batch"}}, {}, "choose step"),
+        ({**NORMALIZED, "tis": {**NORMALIZED["tis"], "batch_normalize_scope": "rollout_batch"}}, {}, "use step"),
         ({}, {**MEAN, "mtp_num_layers": 1}, "switch calculate_per_token_loss on, or MTP off"),
         ({**NORMALIZED, **BYPASS, "terms": {"entropy_coef": 0.1}}, {}, "there is also: an entropy term"),
         ({**NORMALIZED, **BYPASS}, MOE, "there is also: MoE aux loss"),

@@ -89,7 +89,9 @@ def test_exactly_these_collectives(layout: Layout):
             agreement = rank.inside(("MAX", (9,))) + [rank.over_data("MAX", 9)] * (layout.dp > 1)
             assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
             assert counts["finish"] == [rank.over_data("SUM", sums), rank.over_data("MAX", extremes)]
-            before = losses if settings.algorithm in (0, 2) else masks
+            # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
+            judged = settings.config().uses_rollout_values and settings.algorithm in (0, 2)
+            before = losses if judged else masks
             assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 7)]
 
 

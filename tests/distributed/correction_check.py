@@ -50,7 +50,9 @@ def differences(actual: Outcome, whole: Outcome) -> list[str]:
         found += [] if torch.allclose(one, other, rtol=TOLERANCE, atol=rounding) else [name]
     assert actual.metrics.keys() == whole.metrics.keys()
     for name, value in whole.metrics.items():
-        if not math.isclose(actual.metrics[name], value, rel_tol=TOLERANCE, abs_tol=1e-15):
+        # A deviation is the root of a difference: its square is what has digits.
+        power = 2 if name.endswith("_std") else 1
+        if not math.isclose(actual.metrics[name] ** power, value**power, rel_tol=TOLERANCE, abs_tol=1e-15):
             found.append(f"{name}: {actual.metrics[name]!r} instead of {value!r}")
     return found
 

@@ -319,7 +319,7 @@ def wide_batch(rows: int) -> Any:
     lengths = torch.randint(0, 31, (rows, 1), generator=generator)
     mask = ((torch.arange(30) < lengths) & (torch.rand(rows, 30, generator=generator) < 0.9)).long()
     rollout = -torch.rand(rows, 30, generator=generator, dtype=torch.float64).masked_fill(mask == 0, torch.nan)
-    old = rollout + 0.3 * torch.randn(rows, 30, generator=generator, dtype=torch.float64)
+    old = (rollout + 0.3 * torch.randn(rows, 30, generator=generator, dtype=torch.float64)).clamp(max=0.0)
     return SimpleNamespace(batch={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
 
 
