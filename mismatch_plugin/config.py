@@ -1,6 +1,6 @@
 """The typed configuration: every setting of the correction, validated once, frozen afterwards.
 
-A setting's metadata (flag, unit, source, the peers' names for it) stands beside its definition; the argparse group
+A setting's metadata (flag, unit, source, the peers' names for it) is next to its definition; the argparse group
 (`flags.py`) and the table of docs/settings.md are generated from it.
 """
 
@@ -194,7 +194,7 @@ class PPOClip(Section):
 
 
 class Terms(Section):
-    """Losses beside the policy term. The correction does not scale them: they run over the original `loss_mask`."""
+    """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -240,7 +240,7 @@ class MismatchConfig(Section):
     Two flags choose the algorithm (`.algorithm`): 0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS.
     Build it directly, or with `from_file`, `from_args`, `mismatch_plugin.preset`, `mismatch_plugin.compat`.
 
-    Raises: ValueError naming the field (or flag), the value and the mend, pydantic.ValidationError where it is built
+    Raises: ValueError naming the field (or flag), the value and the fix, pydantic.ValidationError where it is built
     directly; also where a setting given by hand would have no effect. Warns (MismatchWarning) where a setting is legal
     but outside its known range.
     """
@@ -403,7 +403,7 @@ class MismatchConfig(Section):
 
         What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
         a MismatchWarning. by_hand None: whatever differs from its default was.
-        flags: those paths of `by_hand` that errors shall name as flags.
+        flags: those paths of `by_hand` that errors are to name as flags.
         Raises: ValueError, one sentence a fault.
         """
         context = {"by_hand": by_hand, "typed": flags, "flags": flag_names(cls)}

@@ -159,10 +159,10 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     """A one-sentence error for a name that does not exist: the close ones, or else all there are."""
     names = list(known)
     close = difflib.get_close_matches(str(given)[:MAX_SHOWN], names, n=3, cutoff=0.6)
-    mend = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
+    fix = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
     if not names:
-        mend = "leave it out, or check its spelling."
-    return ValueError(f"{kind} {shown(str(given))} is unknown: {mend}")
+        fix = "leave it out, or check its spelling."
+    return ValueError(f"{kind} {shown(str(given))} is unknown: {fix}")
 
 
 def spell(template: str, info: ValidationInfo, *about: str) -> str:
@@ -176,7 +176,7 @@ def spell(template: str, info: ValidationInfo, *about: str) -> str:
 
 
 def plain_error(error: ValidationError, model: type[BaseModel], typed: Collection[str] = ()) -> ValueError:
-    """pydantic's report as one sentence a fault: setting, value, mend. Paths in `typed` are named as flags."""
+    """pydantic's report as one sentence a fault: setting, value, fix. Paths in `typed` are named as flags."""
     known = [leaf.path for leaf in leaf_fields(model)]
     flags = {path: flag for path, flag in flag_names(model).items() if path in typed}
     sentences: list[str] = []
@@ -197,13 +197,13 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
             sentences.append(str(unknown("setting", path, siblings)))
         else:
             message = fault["msg"].rstrip(".")
-            mend = re.sub("^Input ", "it ", message)
+            fix = re.sub("^Input ", "it ", message)
             name = (
                 f"{flags[leaf]}'s {path.rpartition('.')[2]}"
                 if leaf in flags and leaf != path
                 else flags.get(path, path)
             )
-            sentences.append(f"{name} is {shown(fault['input'])}: {mend}.")
+            sentences.append(f"{name} is {shown(fault['input'])}: {fix}.")
     if len(faults) > MAX_FAULTS:
         sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults like these.")
     return ValueError(" ".join(sentences))

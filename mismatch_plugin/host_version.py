@@ -42,6 +42,13 @@ class HostVersion:
         return f"{self.version or 'of unknown version'}{at}"
 
 
+def folder() -> Path:
+    """Where the patches are: inside the installed package, or next to it in a checkout."""
+    here = Path(__file__).parent
+    inside = here / "patches"
+    return inside if inside.is_dir() else here.parent / "patches"
+
+
 def version_line(host: str, folders: Sequence[Path] = ()) -> str:
     """One line for the start-up block: the host's version, and whether it is the tested one.
 
@@ -104,8 +111,6 @@ def find_root(host: str, folders: Sequence[Path] = ()) -> Path | None:
 
 
 def _manifest() -> dict[str, Any]:
-    from mismatch_plugin.patching import folder  # not at start: it brings the command line's packages along
-
     return json.loads((folder() / _MANIFEST).read_text(encoding="utf-8"))
 
 

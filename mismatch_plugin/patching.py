@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.host_version import read_version
+from mismatch_plugin.host_version import folder, read_version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -60,13 +60,6 @@ class Patch:
     optional: bool
     before: str
     after: str
-
-
-def folder() -> Path:
-    """Where the patches are: inside the installed package, or beside it in a checkout."""
-    here = Path(__file__).parent
-    inside = here / "patches"
-    return inside if inside.is_dir() else here.parent / "patches"
 
 
 def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -> list[Patch]:

@@ -212,7 +212,7 @@ def test_logits_are_not_changed():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", ["plain", "padded", "temperature", "ragged", "mask", "rows"])
 def test_no_host_sync_and_nothing_as_large_as_the_logits(what: str, dtype: torch.dtype, inplace: bool):
-    """Five floats a target, or a few a ragged id, beside the gradient; three of them kept for the backward."""
+    """Five floats a target, or a few a ragged id, next to the gradient; three of them kept for the backward."""
     logits, targets, options = inputs(dtype, what)
     saved: list[Tensor] = []
     with Recorder() as recorder, saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):

@@ -120,9 +120,9 @@ def test_a_fault_fails_and_is_explained_with_place_and_mend(tmp_path: Path):
     result = _run(FOLDER / f"{CLEAN}.jsonl", path)
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == "1 fault in 40 samples, 1195 tokens: shift_by_one."
-    assert "Mend: Pair the log-prob of token t" in result.output
+    assert "Fix: Pair the log-prob of token t" in result.output
     assert f"sample 0 ({CLEAN}-0), position 0" in " ".join(result.output.split())
-    assert "once mended" in result.output
+    assert "once fixed" in result.output
 
 
 def test_json_is_the_result_and_nothing_else(tmp_path: Path):
@@ -133,7 +133,7 @@ def test_json_is_the_result_and_nothing_else(tmp_path: Path):
     assert parsed.status == "faults" and [item.fault for item in parsed.findings] == ["sign"]
     finding = json.loads(result.stdout)["findings"][0]
     counted = {"samples", "of_samples", "tokens", "of_tokens"}
-    told = {"fault", "side", "evidence", "statistics", "first", "mend", "accepted"}
+    told = {"fault", "side", "evidence", "statistics", "first", "fix", "accepted"}
     assert set(finding) == counted | told
     assert finding["first"]["position"] == 0 and finding["first"]["training"] > 0
 

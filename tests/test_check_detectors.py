@@ -33,10 +33,10 @@ NAN, INF = float("nan"), float("inf")
 def test_a_number_that_is_no_log_prob(value: float | None, fault: str, side: str):
     sound, broken = [[-1.0, -2.0], [-1.0, -0.5, -3.0]], [[-1.0, -2.0], [-1.0, value, -3.0]]
     rollout, train = (broken, sound) if side == "rollout" else (sound, broken)
-    findings, mended = find_numbers(batch_of(rollout, train))
+    findings, fixed = find_numbers(batch_of(rollout, train))
     assert [(item.fault, item.side, item.tokens, item.samples) for item in findings] == [(fault, side, 1, 1)]
     assert findings[0].first is not None and (findings[0].first.sample, findings[0].first.position) == (1, 1)
-    assert len(mended.tokens) == 4
+    assert len(fixed.tokens) == 4
 
 
 def test_rounding_above_zero_and_unlikely_tokens_are_sound():
@@ -50,9 +50,9 @@ def test_masked_tokens_may_hold_anything():
 
 
 def test_one_zero_far_from_the_other_side_is_a_fill():
-    findings, mended = find_fills(batch_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]))
+    findings, fixed = find_fills(batch_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]))
     assert [(item.fault, item.side, item.tokens) for item in findings] == [("zero_fill", "rollout", 1)]
-    assert len(mended.tokens) == 2
+    assert len(fixed.tokens) == 2
 
 
 def test_certain_tokens_are_no_fills():
@@ -82,11 +82,11 @@ def test_ids_that_differ_are_named_with_the_first_place():
     ids = [[7, 8, 9, 10], [4, 5, 6, 7]]
     training = [{"token_ids": [7, 8, 9, 10]}, {"token_ids": [4, 5, 99, 7]}]
     values = [[-1.0] * 4] * 2
-    findings, mended = find_ids(batch_of(values, values, ids=ids, training=training))
+    findings, fixed = find_ids(batch_of(values, values, ids=ids, training=training))
     assert [(item.fault, item.tokens) for item in findings] == [("token_ids", 1)]
     first = findings[0].first
     assert first is not None and (first.sample, first.position, first.rollout, first.training) == (1, 2, 6, 99)
-    assert mended.token_count == 7
+    assert fixed.token_count == 7
 
 
 def test_a_prompt_with_another_template_is_named():
@@ -100,9 +100,9 @@ def test_ids_of_another_sample_and_shifted_ids_are_named_for_what_they_are():
     ids = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
     values = [[-1.0] * 6, [-2.0] * 6]
     swapped = [{"token_ids": ids[1]}, {"token_ids": ids[0]}]
-    findings, mended = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
+    findings, fixed = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
     assert [item.fault for item in findings] == ["swapped_samples"]
-    assert np.all(mended.tokens.gap == 0)
+    assert np.all(fixed.tokens.gap == 0)
     late = [{"token_ids": [0, 1, 2, 3, 4, 5]}, {"token_ids": ids[1]}]
     findings, _ = find_ids(batch_of(values, values, ids=ids, training=late))
     assert [(item.fault, item.statistics["lag"]) for item in findings] == [("shift_by_one", 1.0)]
@@ -118,18 +118,18 @@ def test_a_shift_is_found_undone_and_told_in_its_direction(lag: int, fault: str,
         (([-1.0] * lag + values) if lag > 0 else values[-lag:] + [-1.0] * -lag)[:30] if index % every == 0 else values
         for index, values in enumerate(rollout)
     ]
-    findings, mended = find_shift(batch_of(rollout, train))
+    findings, fixed = find_shift(batch_of(rollout, train))
     assert [(item.fault, item.samples) for item in found(findings)] == [(fault, 8 // every)]
     assert found(findings)[0].statistics["lag"] == lag
-    assert np.all(mended.tokens.gap == 0)
+    assert np.all(fixed.tokens.gap == 0)
 
 
 def test_three_shifted_of_four_leave_the_fourth_alone():
     rollout = [wave(30, phase) for phase in range(8)]
     train = [values if index % 4 == 0 else [-1.0, *values[:-1]] for index, values in enumerate(rollout)]
-    findings, mended = find_shift(batch_of(rollout, train))
+    findings, fixed = find_shift(batch_of(rollout, train))
     assert [item.samples for item in found(findings)] == [6]
-    assert np.all(mended.tokens.gap == 0)
+    assert np.all(fixed.tokens.gap == 0)
 
 
 def test_constant_log_probs_tell_no_shift_and_few_tokens_are_not_judged():
@@ -146,10 +146,10 @@ def test_swapped_samples_are_found_even_if_their_lengths_differ():
         for values in rollout
     ]
     samples = [TrainingSample(train_log_probs=list(rollout[at])) for at in order]
-    findings, mended = find_swapped(make_batch(records, samples))
+    findings, fixed = find_swapped(make_batch(records, samples))
     assert [item.fault for item in found(findings)] == ["swapped_samples"]
     assert "0→1, 1→0, 2→3, 3→2" in found(findings)[0].evidence
-    assert len(mended.tokens) == 97 and np.all(mended.tokens.gap == 0)
+    assert len(fixed.tokens) == 97 and np.all(fixed.tokens.gap == 0)
 
 
 def test_two_far_apart_sides_are_no_swap():
@@ -165,8 +165,8 @@ def test_lengths():
 
     def names(train: list[float]) -> list[tuple[str, float | None]]:
         batch = make_batch([record], [TrainingSample(train_log_probs=list(train))])
-        findings, mended = find_lengths(batch)
-        assert np.all(mended.tokens.gap == 0) and len(mended.tokens) >= 17
+        findings, fixed = find_lengths(batch)
+        assert np.all(fixed.tokens.gap == 0) and len(fixed.tokens) >= 17
         return [(item.fault, item.statistics.get("lag")) for item in found(findings)]
 
     assert names(values) == []
@@ -191,9 +191,9 @@ def test_a_filled_last_token_is_an_appended_eos(fill: float | None):
         [[-1.0, -2.0, fill], [-1.5, fill], [-1.0, -1.0, -1.0]],
         [[-1.0, -2.0, -6.0], [-1.5, -4.0], [-1.0] * 3],
     )
-    findings, mended = detector(batch_of(rollout, train, ids=ids))
+    findings, fixed = detector(batch_of(rollout, train, ids=ids))
     assert [(item.fault, item.samples) for item in findings] == [("eos_appended", 2)]
-    assert mended.token_count == 6
+    assert fixed.token_count == 6
     other = [[5, 6, 2], [7, 3], [8, 9, 10]]
     assert detector(batch_of(rollout, train, ids=other))[0] == []  # two ids, neither known to end a response
     assert len(detector(batch_of(rollout, train, ids=other, eos_ids=[2, 3]))[0]) == 1
@@ -205,12 +205,12 @@ def test_a_filled_last_token_is_an_appended_eos(fill: float | None):
 def test_negated_log_probs_and_probabilities():
     true = [wave(10, phase) for phase in range(3)]
     negated = [[-value for value in values] for values in true]
-    findings, mended = find_scale(batch_of(negated, true))
+    findings, fixed = find_scale(batch_of(negated, true))
     assert [(item.fault, item.side) for item in found(findings)] == [("sign", "rollout")]
-    assert np.all(mended.tokens.gap == 0)
-    findings, mended = find_scale(batch_of(true, [np.exp(values).tolist() for values in true]))
+    assert np.all(fixed.tokens.gap == 0)
+    findings, fixed = find_scale(batch_of(true, [np.exp(values).tolist() for values in true]))
     assert [(item.fault, item.side) for item in found(findings)] == [("probabilities", "training")]
-    assert np.abs(mended.tokens.gap).max() < 1e-12
+    assert np.abs(fixed.tokens.gap).max() < 1e-12
 
 
 @pytest.mark.parametrize("base", [2.0, 10.0])
@@ -218,9 +218,9 @@ def test_negated_log_probs_and_probabilities():
 def test_logs_of_another_base(base: float, side: str):
     true = [wave(20, phase) for phase in range(3)]
     other = [[value / math.log(base) for value in values] for values in true]
-    findings, mended = find_scale(batch_of(other, true) if side == "rollout" else batch_of(true, other))
+    findings, fixed = find_scale(batch_of(other, true) if side == "rollout" else batch_of(true, other))
     assert [(item.fault, item.side, item.statistics["base"]) for item in found(findings)] == [("log_base", side, base)]
-    assert np.abs(mended.tokens.gap).max() < 1e-12
+    assert np.abs(fixed.tokens.gap).max() < 1e-12
 
 
 def test_a_temperature_is_no_base():
@@ -250,7 +250,7 @@ def test_two_faults_at_once_are_both_named():
     train = [[-1.0, *values[:-1]] for values in true]
     result = check_batch(batch_of(rollout, train))
     assert sorted(item.fault for item in result.findings) == ["missing", "shift_by_one"]
-    assert result.mended is not None and result.mended.abs_max == 0.0
+    assert result.fixed is not None and result.fixed.abs_max == 0.0
 
 
 def test_records_alone_are_checked_as_far_as_they_go():

@@ -80,8 +80,8 @@ def test_a_recorded_filter_without_kept_ids_is_a_fault_and_with_a_replayed_mask_
     with_mask = {"sampling": sampling, "behaviour_log_probs": cut}
     items, _ = find_truncation(batch_of([full.tolist()], [full.tolist()], records=with_mask))
     assert [item.side for item in found(items)] == ["training"]
-    items, mended = find_truncation(batch_of([full.tolist()], [cut], records=with_mask))
-    assert items == [] and np.all(mended.tokens.gap == 0)
+    items, fixed = find_truncation(batch_of([full.tolist()], [cut], records=with_mask))
+    assert items == [] and np.all(fixed.tokens.gap == 0)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

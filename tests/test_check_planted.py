@@ -13,9 +13,9 @@ import pytest
 from mismatch_plugin.report.table import Table
 from mismatch_plugin.rollout.check.batch import Sample, make_batch
 from mismatch_plugin.rollout.check.findings import FAULTS, CheckResult
+from mismatch_plugin.rollout.check.hypotheses import Examination
 from mismatch_plugin.rollout.check.run import check_batch
 from mismatch_plugin.rollout.check.training import TrainingSample
-from mismatch_plugin.rollout.check.vocabulary import Examination
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from tests.fixtures.sglang_check.plants import CASES, EOS
 from tests.fixtures.sglang_check.policies import (
@@ -195,7 +195,7 @@ def test_a_replayed_sampling_mask_is_no_fault():
     result = _check(records, samples)
     assert _names(result) == []
     assert result.mismatch is not None and result.mismatch.abs_p50 > 0.1
-    assert result.mended is not None and result.mended.abs_max < 1e-4  # compared with the behaviour log-probs
+    assert result.fixed is not None and result.fixed.abs_max < 1e-4  # compared with the behaviour log-probs
 
 
 def test_a_trainer_that_alone_renormalises_is_found():

@@ -1,4 +1,4 @@
-"""MoE load balancing, router z-loss and MTP beside the policy loss: each keeps the weight it has without the other.
+"""MoE load balancing, router z-loss and MTP next to the policy loss: each keeps the weight it has without the other.
 
 In every layout: gradients with the hook = policy gradients of a plain reference on a model without those losses + what
 megatron's own loop gives for them alone, whatever rejection, denominators and aggregation do to the policy loss.

@@ -1,4 +1,4 @@
-"""What an optimizer step may hold beside plain data, through the real megatron-core, and what is refused.
+"""What an optimizer step may hold next to plain data, through the real megatron-core, and what is refused.
 
 Missing log-probs, nothing accepted, invalid values on one rank, forward passes alone, interleaved pipelines, megatron's
 mean over micro-batches.

@@ -184,7 +184,7 @@ def test_a_defect_vetoes_and_rejects_nothing_by_itself() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", KINDS)
 def test_what_is_dropped_keeps_its_entropy_and_kl(case: str, policy: str) -> None:
-    """These terms run over the original mask and know nothing of the rollout; the metrics beside them neither."""
+    """These terms run over the original mask and know nothing of the rollout; nor do the metrics next to them."""
     bad, _ = KINDS[case]
     packed = from_lists(bad, entropy=[[0.5, 0.5], [1.0, 2.0, NAN]], ref_log_probs=[[-1.0, -0.5], [-3.0, -6.0, NAN]])
     current = torch.tensor([value for row in TRAIN for value in row], requires_grad=True)

@@ -99,7 +99,7 @@ def test_memory_does_not_grow_with_the_number_of_prompts() -> None:
             many = call(server, lambda client: passing(client, 800), concurrency=16)
         finally:
             tracemalloc.stop()
-    # What was needed beside the records themselves may grow by some bookkeeping, not by anything a reply's size.
+    # What was needed next to the records themselves may grow by some bookkeeping, not by anything a reply's size.
     assert (many - few) / 700 < 1_000  # bytes a prompt
 
 

@@ -1,6 +1,6 @@
 """Signatures of two compiled operators of torchvision; ci/sglang_cpu.sh puts them before `_meta_registrations.py`.
 
-The wheel's operators are linked against CUDA and do not load beside CPU torch, but that file needs the signatures.
+The wheel's operators are linked against CUDA and do not load next to CPU torch, but that file needs the signatures.
 """
 
 import torch as _torch

@@ -4,7 +4,7 @@
     python -m examples.benchmarks.log_probs_cuda_check --sweep      # other block sizes and numbers of warps too
 
 Checks: every case of `log_prob_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
-torch.compile, equal bits on a second run. Then, beside the torch Function: ms, GB/s, share of the copy bandwidth
+torch.compile, equal bits on a second run. Then, next to the torch Function: ms, GB/s, share of the copy bandwidth
 measured in the same run, bytes a logit, peak memory and kernels. Ends with 1 if a check failed, with 2 without CUDA.
 """
 

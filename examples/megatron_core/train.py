@@ -4,7 +4,7 @@
 
 The "rollout engine" here draws tokens uniformly, so its log-probs are exactly −ln V, and the reward is the share of
 even tokens: the policy learns to write even tokens from data that it did not sample itself. So it moves away from them:
-the KL printed beside the loss must grow here (beyond half a nat a token), and `mismatch-plugin inspect` would warn of
+the KL printed next to the loss must grow here (beyond half a nat a token), and `mismatch-plugin inspect` would warn of
 it.
 
 Samples have no `old_log_probs`: with one optimizer step a rollout batch π_old is π_θ before the step, which the hook

@@ -1,4 +1,4 @@
-"""The policy losses of the four algorithms, per token, and the terms beside them.
+"""The policy losses of the four algorithms, per token, and the terms that are added to them.
 
 References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al. 2020 (dual clip); Hilton et al. 2021,
 "Batch size-invariance for policy optimization" (decoupled PPO); Schulman 2020 (k1, k2, k3).

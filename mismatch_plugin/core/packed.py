@@ -287,10 +287,10 @@ class PackedSequences:
             elif value.dim() == 1 and name == "advantages":
                 rows[name] = list(value)
             elif tuple(value.shape) != (batch, width):
-                mend = "they must agree"
+                fix = "they must agree"
                 if name == "advantages" and value.shape == (batch, 1):
-                    mend = "for one advantage a sequence write advantages.squeeze(1)"
-                raise ValueError(f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: {mend}.")
+                    fix = "for one advantage a sequence write advantages.squeeze(1)"
+                raise ValueError(f"{name} has shape {tuple(value.shape)}, loss_masks {(batch, width)}: {fix}.")
             else:
                 rows[name] = [row[:length] for row, length in zip(value, keep, strict=True)]
         packed = cls.from_lists(loss_masks=[row[:n] for row, n in zip(loss_masks, keep, strict=True)], **rows)
@@ -366,11 +366,11 @@ def _flatten(
         if tensor.dim() == 0 and name == "advantages":
             tensor = tensor.expand(length)
         if tensor.shape != (length,):
-            mend = "the two must cover the same response tokens"
+            fix = "the two must cover the same response tokens"
             if name == "advantages" and tensor.shape == (1,):
-                mend = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
+                fix = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
             raise ValueError(
-                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {mend}."
+                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
             )
         rows.append(tensor)
     if not rows:

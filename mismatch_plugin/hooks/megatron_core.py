@@ -48,7 +48,7 @@ class MegatronLoss:
         temperature: what the sampler divided the logits by.
         backend, inplace_gradient: of `vocab_parallel_log_probs`.
 
-    Raises ValueError where a setting cannot be exact in this loop, with the reason and the mend.
+    Raises ValueError where a setting cannot be exact in this loop, with the reason and the fix.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Losses that megatron's model adds itself: MoE load balancing, router z-loss, multi-token prediction (MTP).
 
-Their gradients enter beside the policy loss, multiplied in advance by token counts that megatron divides out again.
+Their gradients enter along with the policy loss, multiplied in advance by token counts that megatron divides out again.
 With `calculate_per_token_loss` the router multiplies by the tokens that one rank feeds it, prompts and padding too, and
 its losses are summed over CP and (under sequence parallelism) TP; MTP adds a plain sum over its mask. Counting each
 micro-batch once, by the tokens of one rank, gives the weight that they have in one process.

@@ -189,7 +189,7 @@ def _servers(jobs: Sequence[Job], engine: str, url: str | None) -> AbstractConte
 def _settings(
     names: str | None, default: str, known: dict[str, dict[str, Any]], own: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The chosen mismatch settings by name; with settings of one's own these beside the control."""
+    """The chosen mismatch settings by name; with settings of one's own these next to the control."""
     if own and names is not None:
         raise ValueError(f"--settings {names} and {', '.join(own)} are two ways to choose: leave one out.")
     if own:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mismatch_plugin.lab.model import ModelSettings
+from mismatch_plugin.lab.model_settings import ModelSettings
 from mismatch_plugin.lab.parameters import EMBEDDING, OUTPUT
 
 _TOP = {

@@ -41,7 +41,7 @@ def run_one(
     """Warm up, train, and leave everything in `folder`. Returns what `done.json` holds.
 
     A finished run with the same settings is left as it is; an unfinished or different one starts again.
-    warm_up_cache: folder of warm weights, shared by all runs of a seed; None: `warm` beside `folder`.
+    warm_up_cache: folder of warm weights, shared by all runs of a seed; None: `warm` next to `folder`.
     server_url: of the SGLang server to roll out with, where the settings name that engine. One run at a time.
     `done.json`: status (finished, or diverged if the gradient stopped being finite), steps, seconds, and the last
     evaluation. Collective under torchrun: rank 0 reads and writes the files.
@@ -123,7 +123,7 @@ def _versions() -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m mismatch_plugin.lab.run", description=_DESCRIPTION)
     parser.add_argument("--folder", type=Path, required=True, help="where the run's files go")
-    parser.add_argument("--warm-up-cache", type=Path, help="folder of warm weights (default: warm, beside the folder)")
+    parser.add_argument("--warm-up-cache", type=Path, help="folder of warm weights (default: warm, next to the folder)")
     parser.add_argument("--server-url", help="of the SGLang server, with --engine sglang")
     group = parser.add_argument_group("lab")
     for name, field in LabSettings.model_fields.items():

@@ -77,7 +77,7 @@ def transformer_engine_log_probs(
 
 
 def _prepared_copy(logits_TV: Tensor, ignored_R: Tensor, rows_R: Tensor | None, temperature: float | Tensor) -> Tensor:
-    """[R, V]: picked, divided by the temperature (in float32), 0 at ignored targets, lest a NaN spread from there."""
+    """[R, V]: picked, divided by the temperature (in float32), 0 at ignored targets: no NaN spreads from there."""
     x_RV = logits_TV if rows_R is None else logits_TV.index_select(0, rows_R)
     if isinstance(temperature, Tensor):
         x_RV = x_RV.float() / temperature.float()[:, None]

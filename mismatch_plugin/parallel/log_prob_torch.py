@@ -53,7 +53,7 @@ class RaggedSamplingMask:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What a call fixes beside its tensors."""
+    """What a call fixes next to its tensors."""
 
     tp_group: dist.ProcessGroup | None
     vocab_start: int
@@ -241,7 +241,7 @@ def _local_statistics(blocks: _Blocks, with_entropy: bool) -> Tensor:
         maximum_B, total_B, weighted_B, target_B = statistics_4R[:, block].unbind(0)
         x_BW = blocks.read(block)
         unit = blocks.unit[block] if isinstance(blocks.unit, Tensor) else blocks.unit
-        # Finite even where every logit is −inf, lest −inf − (−inf) be NaN.
+        # Finite even where every logit is −inf: −inf − (−inf) would be NaN.
         torch.mul(x_BW.amax(-1), unit, out=maximum_B).clamp_min_(lowest)
         z_BW = blocks.exponent(x_BW, maximum_B, block)
         target_z_B = z_BW.gather(1, blocks.target_column_R[block, None]).squeeze(1)

@@ -50,7 +50,7 @@ logger = logging.getLogger("mismatch_plugin")
 _SHOWN = 4
 _WRAPPERS = 3  # how many of a trainer's wrappers are looked through: `module.module.model.…`
 _VECTOR_NAMES = ("norm", "bias", "scale", "sink", "A_log", "position_ids", "expert_map", "mask")
-"""Parts of the names of vectors and of constants that a server keeps beside its weights. A reply has no shapes."""
+"""Parts of the names of vectors and of constants that a server keeps next to its weights. A reply has no shapes."""
 
 
 @dataclass(frozen=True)

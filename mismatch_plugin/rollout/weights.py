@@ -110,7 +110,7 @@ def join_weights_update_group(
     timeout: float,
     rank: int = 0,
 ) -> dist.ProcessGroup:
-    """Join a process group beside the default one, as the server's workers do; blocks until all have joined.
+    """Join a process group next to the default one, as the server's workers do; blocks until all have joined.
 
     Rank 0, the trainer, listens at master_address:master_port; the workers are ranks 1 and up. The store's keys must be
     those that SGLang uses, and those torch makes only inside `_new_process_group_helper`: no public call of torch makes

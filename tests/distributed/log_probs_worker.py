@@ -72,7 +72,7 @@ def make(name: str) -> Inputs:
         options["sampling_mask"] = RaggedSamplingMask(torch.randint(0, COLUMNS, (int(offsets[-1]),)), offsets)
     elif name == "mask":
         options["sampling_mask"] = torch.rand(tokens, COLUMNS) < 0.1
-    elif name == "apart":  # the first shards vanish beside the last: their sums must neither overflow nor count
+    elif name == "apart":  # the first shards vanish next to the last: their sums must neither overflow nor count
         logits[:, :20] -= 1e4
         logits[3:, 40:] += 1e4
     elif name == "forbidden":  # a whole shard of −inf

@@ -1,4 +1,4 @@
-"""Is each training log-prob beside the rollout log-prob of the same token of the same sample?
+"""Is each training log-prob next to the rollout log-prob of the same token of the same sample?
 
 Everything here asks the same: is there another pairing under which the two sides agree far better?
 """
@@ -271,7 +271,7 @@ def _length_finding(batch: Batch, samples: list[Sample], side: str) -> Finding:
         tokens=sum(sample.tokens for sample in samples),
         of_tokens=batch.token_count,
         first=first.place(min(count, first.tokens)),
-        mend="Give exactly one log-prob a response token: keep the lists together when responses are cut, continued "
+        fix="Give exactly one log-prob a response token: keep the lists together when responses are cut, continued "
         "or padded.",
     )
 

@@ -156,7 +156,7 @@ def make_batch(
     *,
     eos_ids: Sequence[int] = (),
 ) -> Batch:
-    """Put records beside the training side's samples, already in the same order (`training.match`)."""
+    """Put records next to the training side's samples, already in the same order (`training.match`)."""
     if training is not None and len(training) != len(records):
         raise ValueError(f"{len(training)} training samples for {len(records)} records: give one a record.")
     samples = []

@@ -27,14 +27,14 @@ rollout log-prob the noise raised."""
 REPEATED_DEVIATIONS, REPEATED_SHARE = 6.0, 0.04
 UNRELATED_CORRELATION, UNRELATED_GAP, UNRELATED_TOKENS = 0.3, 0.5, 50
 
-TEMPERATURE_MENDS = {
+TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
     "rollout_raw": "The server returns log-probs before temperature: start it without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
     "(rescored and greedy log-probs are always at temperature 1).",
     "other": "Use one temperature on both sides: sampling_params of the request, and what the trainer divides its "
     "logits by.",
 }
-PENALTY_MEND = (
+PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
 )
@@ -66,7 +66,7 @@ def find_unrelated(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
         tokens=len(tokens),
         of_tokens=batch.token_count,
         first=batch.samples[int(tokens.sample[worst])].place(int(tokens.position[worst])),
-        mend="Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes "
+        fix="Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes "
         "the logits one position before each token (not those of the token itself).",
     )
     return [finding], batch
@@ -121,7 +121,7 @@ def _declared(batch: Batch) -> list[Finding | Undecided]:
             tokens=sum(int(sample.mask.sum()) for sample in chosen),
             of_tokens=batch.token_count,
             first=chosen[0].place(0) if chosen[0].tokens else chosen[0].place(),
-            mend=TEMPERATURE_MENDS["other"],
+            fix=TEMPERATURE_FIXES["other"],
         )
     ]
 
@@ -184,7 +184,7 @@ def _temperature_finding(batch: Batch, samples: list[Sample], tokens: Tokens, re
         tokens=len(tokens),
         of_tokens=batch.token_count,
         first=first.place(int(usable[0])) if len(usable) else first.place(),
-        mend=TEMPERATURE_MENDS[kind],
+        fix=TEMPERATURE_FIXES[kind],
     )
 
 
@@ -249,7 +249,7 @@ def _penalty_finding(batch: Batch, group: list[Sample], tokens: Tokens, result: 
         tokens=result.repeated_tokens,
         of_tokens=batch.token_count,
         first=batch.samples[index].place(position),
-        mend=PENALTY_MEND,
+        fix=PENALTY_FIX,
     )
 
 

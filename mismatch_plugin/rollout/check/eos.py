@@ -90,6 +90,6 @@ def _finding(batch: Batch, samples: list[Sample], position: int, what: str) -> F
         tokens=len(samples),
         of_tokens=batch.token_count,
         first=samples[0].place(position),
-        mend="Do not append EOS to what the server returned (finish_reason tells whether it stopped), or give the "
+        fix="Do not append EOS to what the server returned (finish_reason tells whether it stopped), or give the "
         "appended token loss_mask 0: nobody sampled it, so it has no rollout log-prob.",
     )

@@ -19,7 +19,7 @@ NO_BIAS = 1e-3
 """A filter that changes log-probs by less on average cut nothing."""
 
 Kind = Literal["renormalised", "recorded", "not_replayed", "trainer"]
-MENDS: dict[Kind, str] = {
+FIXES: dict[Kind, str] = {
     "renormalised": "Take log-probs over the whole vocabulary (SGLang's default), or keep the kept ids "
     "(return_sampling_mask) and mask the trainer's logits with them; or sample with top_p=1, top_k=-1, min_p=0.",
     "recorded": "Sample with top_p=1, top_k=-1, min_p=0, or request return_sampling_mask (with a finite top_k), use "
@@ -153,5 +153,5 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
         tokens=sum(int(sample.mask.sum()) for sample in group),
         of_tokens=batch.token_count,
         first=first.place(int(usable[0])) if len(usable) else first.place(),
-        mend=MENDS[kind],
+        fix=FIXES[kind],
     )

@@ -75,7 +75,7 @@ class Finding(BaseModel):
     tokens: int
     of_tokens: int
     first: Place | None = None
-    mend: str
+    fix: str
     accepted: bool = False
 
 
@@ -112,7 +112,7 @@ class Mismatch(BaseModel):
 
 
 class CheckResult(BaseModel):
-    """All of it. mismatch: as the two sides were given; mended: with what the findings explain undone, where that is
+    """All of it. mismatch: as the two sides were given; fixed: with what the findings explain undone, where that is
     possible and changes anything. notes: what was read, and what does not count as a fault."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -124,7 +124,7 @@ class CheckResult(BaseModel):
     findings: tuple[Finding, ...]
     undecided: tuple[Undecided, ...] = ()
     mismatch: Mismatch | None = None
-    mended: Mismatch | None = None
+    fixed: Mismatch | None = None
     notes: tuple[str, ...] = ()
 
 

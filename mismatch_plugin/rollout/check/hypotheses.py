@@ -10,11 +10,11 @@ import torch
 
 from mismatch_plugin.rollout.check.batch import Batch, Floats
 from mismatch_plugin.rollout.check.distance import Comparison, Distances, compare
-from mismatch_plugin.rollout.check.distribution import PENALTY_MEND, TEMPERATURE_MENDS, greedy
-from mismatch_plugin.rollout.check.filters import MENDS, filter_text
+from mismatch_plugin.rollout.check.distribution import PENALTY_FIX, TEMPERATURE_FIXES, greedy
+from mismatch_plugin.rollout.check.filters import FIXES, filter_text
 from mismatch_plugin.rollout.check.findings import FaultName, Finding, Side, Undecided
-from mismatch_plugin.rollout.check.identity import SHIFT_MEND
-from mismatch_plugin.rollout.check.vocabulary import Rows
+from mismatch_plugin.rollout.check.identity import SHIFT_FIX
+from mismatch_plugin.rollout.check.vocabulary import MIN_TOKENS, Logits, Rows, gather_rows
 
 FACTOR, STANDARD_ERRORS, MINIMUM_GAIN = 0.6, 6.0, 0.002
 TEMPERATURE_TOLERANCE = 0.02
@@ -26,6 +26,25 @@ EXPECTED_OUTSIDE = 15.0
 """Tokens that must be expected outside a filter before their absence means anything: by chance once in e^15."""
 LEAK = 0.1
 """Of the expected ones may be outside: the engine's boundary is not the checkpoint's to the last digit."""
+
+
+class Examination:
+    """The step of `run.check_batch` that looks at whole distributions.
+
+    from_checkpoint: the training side's log-probs were themselves computed from these logits.
+    """
+
+    def __init__(self, logits_of: Logits, *, from_checkpoint: bool) -> None:
+        self.logits_of, self.from_checkpoint = logits_of, from_checkpoint
+
+    def __call__(self, batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+        """Judge both sides by the distributions; the batch stays as it is."""
+        rows = gather_rows(batch, self.logits_of)
+        if rows is None or len(rows) < MIN_TOKENS:
+            count = 0 if rows is None else len(rows)
+            reason = f"not enough tokens to tell: {count} with logits, {MIN_TOKENS} needed"
+            return [Undecided(faults=("temperature", "truncation", "penalty"), reason=reason)], batch
+        return examine(batch, rows, self.from_checkpoint), batch
 
 
 def examine(batch: Batch, rows: Rows, from_checkpoint: bool) -> list[Finding | Undecided]:
@@ -70,7 +89,7 @@ def _late(batch: Batch, rows: Rows) -> Finding | None:
         f"The training side's log-probs are those of logits one position too late, which have already seen the token: "
         f"mean |difference| to the checkpoint {found.own:.3g} as recorded, {found.other:.3g} there.",
         {"distance_as_recorded": found.own, "distance_one_late": found.other},
-        SHIFT_MEND,
+        SHIFT_FIX,
     )
 
 
@@ -106,12 +125,12 @@ def _temperature(batch: Batch, rows: Rows, side: Side) -> Finding | None:
         f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}: mean "
         f"|difference| to the checkpoint {found.own:.3g} at the recorded one, {found.other:.3g} at {fitted:.3g}.",
         {"temperature": fitted, "recorded": base, "distance_as_recorded": found.own, "distance_fitted": found.other},
-        TEMPERATURE_MENDS[kind],
+        TEMPERATURE_FIXES[kind],
     )
 
 
 def _penalty(batch: Batch, rows: Rows) -> Finding | None:
-    """A repetition penalty in the rollout log-probs that no record tells; recorded ones show beside the trainer's."""
+    """A repetition penalty in the rollout log-probs that no record tells; recorded ones show next to the trainer's."""
     if any(sample.record.sampling.penalised for sample in rows.samples):
         return None
     plain = rows.log_probs()
@@ -128,7 +147,7 @@ def _penalty(batch: Batch, rows: Rows) -> Finding | None:
         f"Rollout log-probs contain a repetition penalty of about {penalty:g} that no record tells: mean |difference| "
         f"to the checkpoint {found.own:.3g} without, {found.other:.3g} with it.",
         {"penalty": penalty, "distance_without": found.own, "distance_with": found.other},
-        PENALTY_MEND,
+        PENALTY_FIX,
     )
 
 
@@ -213,12 +232,12 @@ def _truncation_finding(batch: Batch, rows: Rows, cut: _Cut) -> Finding:
             "bias": cut.bias,
             "renormalised": float(renormalised),
         },
-        MENDS["renormalised" if renormalised else "recorded"],
+        FIXES["renormalised" if renormalised else "recorded"],
     )
 
 
 def _finding(
-    batch: Batch, rows: Rows, fault: FaultName, side: Side, evidence: str, statistics: dict[str, float], mend: str
+    batch: Batch, rows: Rows, fault: FaultName, side: Side, evidence: str, statistics: dict[str, float], fix: str
 ) -> Finding:
     affected = {sample.index for sample in rows.samples}
     return Finding(
@@ -231,5 +250,5 @@ def _finding(
         tokens=len(rows),
         of_tokens=batch.token_count,
         first=rows.samples[0].place(rows.positions[0]),
-        mend=mend,
+        fix=fix,
     )

@@ -12,11 +12,11 @@ from mismatch_plugin.rollout.check.findings import Finding
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""
-SHIFT_MEND = (
+SHIFT_FIX = (
     "Pair the log-prob of token t with the logits that precede it: targets are tokens[1:] for logits[:-1]; cut the "
     "response from both with the same start."
 )
-SWAP_MEND = (
+SWAP_FIX = (
     "Keep each response's log-probs with its sample: match by request or sample id after sorting, grouping, "
     "length-balancing and retries, never by order of arrival."
 )
@@ -123,7 +123,7 @@ def _prompts(batch: Batch) -> list[Finding]:
             tokens=0,
             of_tokens=batch.token_count,
             first=sample.place(),
-            mend="Send the server token ids (input_ids), made once with one tokenizer and chat template, and train on "
+            fix="Send the server token ids (input_ids), made once with one tokenizer and chat template, and train on "
             "those ids; never tokenize a prompt twice.",
         )
     ]
@@ -147,7 +147,7 @@ def _ids_finding(batch: Batch, differing: list[tuple[Sample, list[int]]], compar
             rollout=sample.record.response_ids[positions[0]],
             training=theirs[positions[0]] if theirs else None,
         ),
-        mend="Train on the ids that the server returned (output_ids): text decoded and encoded again, or another "
+        fix="Train on the ids that the server returned (output_ids): text decoded and encoded again, or another "
         "tokenizer, gives other ids.",
     )
 
@@ -168,7 +168,7 @@ def swap_finding(batch: Batch, swapped: list[tuple[Sample, Sample]], of_samples:
         tokens=sum(sample.tokens for sample, _ in swapped),
         of_tokens=batch.token_count,
         first=first.place(0) if first.tokens else first.place(),
-        mend=SWAP_MEND,
+        fix=SWAP_FIX,
     )
 
 
@@ -203,7 +203,7 @@ def lag_findings(
                 tokens=sum(sample.tokens for sample, _ in chosen),
                 of_tokens=batch.token_count,
                 first=first.place(0) if first.tokens else first.place(),
-                mend=SHIFT_MEND
+                fix=SHIFT_FIX
                 if single
                 else "Cut the training side's log-probs at the first response token: start = number of prompt ids "
                 "that the server saw (template tokens included), minus one for the shift of logits to targets.",

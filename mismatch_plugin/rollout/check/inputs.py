@@ -8,12 +8,12 @@ from pathlib import Path
 from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.check.batch import make_batch
 from mismatch_plugin.rollout.check.findings import FAULTS, CheckResult
+from mismatch_plugin.rollout.check.hypotheses import Examination
 from mismatch_plugin.rollout.check.level import mismatch
 from mismatch_plugin.rollout.check.run import Step, check_batch
 from mismatch_plugin.rollout.check.sources import Checkpoint, rescore
 from mismatch_plugin.rollout.check.training import InputError, TrainingSample, match, read_training
 from mismatch_plugin.rollout.check.versions import DEFAULT_MAX_STALENESS
-from mismatch_plugin.rollout.check.vocabulary import Examination
 from mismatch_plugin.rollout.files import read_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters

@@ -22,7 +22,7 @@ CLAMP_BELOW = -2.0
 UNLIKELY = -1.0
 """Tokens below this, clamped ones aside, show how far the two sides differ there."""
 
-_MENDS = {
+_FIXES = {
     ("missing", "rollout"): "Send return_logprob with every request, and mask tokens that were not sampled "
     "(tool output) with loss_mask 0.",
     ("missing", "training"): "Let the trainer write a number for every response token.",
@@ -87,7 +87,7 @@ def _kinds(values: Floats, nulls: Bools) -> Iterator[tuple[FaultName, Bools]]:
 
 
 def find_fills(batch: Batch) -> tuple[list[Finding], Batch]:
-    """0.0 fills and clamps: they show only beside the other side, so the two must be aligned before."""
+    """0.0 fills and clamps: they show only next to the other side, so the two must be aligned before."""
     findings: list[Finding] = []
     sides: tuple[Side, ...] = ("rollout", "training")
     for side in sides:
@@ -186,5 +186,5 @@ def _finding(batch: Batch, name: FaultName, side: Side, hits: list[_Hit]) -> Fin
         tokens=count,
         of_tokens=total,
         first=where,
-        mend=_MENDS[name, side],
+        fix=_FIXES[name, side],
     )

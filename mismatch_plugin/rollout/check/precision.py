@@ -15,7 +15,7 @@ DECIMALS = 4
 """Rounding to so many decimals or fewer is named: half a unit is then 5e-5, above float32's own error."""
 
 _STEP = {"bf16": "2^-8 of its size", "fp16": "2^-11 of its size"}
-_MENDS: dict[str, str] = {
+_FIXES: dict[str, str] = {
     "bf16": "Keep log-probs in float32 from the log-softmax on: cast logits to float32 before it, and do not store or "
     "send the result in bf16.",
     "fp16": "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
@@ -99,5 +99,5 @@ def _finding(batch: Batch, kind: FaultName, side: Side, samples: list[Sample], j
         tokens=sum(int(sample.mask.sum()) for sample in samples),
         of_tokens=batch.token_count,
         first=first.place(position),
-        mend=_MENDS[kind],
+        fix=_FIXES[kind],
     )

@@ -43,8 +43,8 @@ def mismatch_table(result: CheckResult) -> Table | None:
     """The level of mismatch as given, and once what was found is undone."""
     if result.mismatch is None:
         return None
-    columns = [result.mismatch] + ([result.mended] if result.mended is not None else [])
-    headers = ("figure", "as given", "once mended")[: len(columns) + 1]
+    columns = [result.mismatch] + ([result.fixed] if result.fixed is not None else [])
+    headers = ("figure", "as given", "once fixed")[: len(columns) + 1]
     rows = tuple((title, *(_number(column, name) for column in columns)) for title, name in _ROWS)
     return Table("mismatch of the two sides", headers, rows)
 
@@ -67,7 +67,7 @@ def show(result: CheckResult, console: Console) -> None:
 
 def _explain(number: int, item: Finding, console: Console) -> None:
     console.print(f"{number}. {item.fault}: {item.evidence}")
-    console.print(f"   Mend: {item.mend}")
+    console.print(f"   Fix: {item.fix}")
 
 
 def _number(level: Mismatch, name: str) -> str:

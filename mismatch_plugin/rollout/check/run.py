@@ -1,4 +1,4 @@
-"""The whole check: detectors in the order in which one fault would hide another, each mended before the next."""
+"""The whole check: detectors in the order in which one fault would hide another, each fixed before the next."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def check_batch(
         findings=tuple(findings),
         undecided=tuple(undecided),
         mismatch=before,
-        mended=after if after is not None and after != before else None,
+        fixed=after if after is not None and after != before else None,
         notes=tuple(notes),
     )
 

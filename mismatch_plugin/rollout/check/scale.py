@@ -22,7 +22,7 @@ BASE_TOLERANCE = 0.06
 BASE_SPREAD = 0.2
 """Typical deviation from that ratio among the largest third, at most."""
 
-_MENDS: dict[FaultName, str] = {
+_FIXES: dict[FaultName, str] = {
     "sign": "Store log-probs, not losses: negate the numbers on that side (cross-entropy is −log p).",
     "probabilities": "Store natural logs: take log of the numbers on that side, better log-softmax in float32.",
     "log_base": "Store natural logs: multiply the numbers on that side by {factor:.6g} (log of the base).",
@@ -71,8 +71,8 @@ def _positive(batch: Batch, side: Side) -> tuple[list[Finding], Batch]:
         values = _values(sample, side)
         assert values is not None
         with np.errstate(divide="ignore", invalid="ignore"):
-            mended = np.log(values) if name == "probabilities" else -values
-        changed[sample.index] = {"rollout" if side == "rollout" else "train": mended}
+            fixed = np.log(values) if name == "probabilities" else -values
+        changed[sample.index] = {"rollout" if side == "rollout" else "train": fixed}
         largest = max(largest, float(np.nanmax(np.where(np.isfinite(values), values, np.nan))))
         count += len(values)
     what = "lie between 0 and 1: probabilities" if name == "probabilities" else "are positive: −log p"
@@ -86,7 +86,7 @@ def _positive(batch: Batch, side: Side) -> tuple[list[Finding], Batch]:
         tokens=count,
         of_tokens=batch.token_count,
         first=chosen[0].place(0),
-        mend=_MENDS[name],
+        fix=_FIXES[name],
     )
     return [finding], batch.with_values(changed)
 
@@ -153,7 +153,7 @@ def _base(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
                 tokens=len(tokens),
                 of_tokens=batch.token_count,
                 first=first.place(int(tokens.position[0])),
-                mend=_MENDS["log_base"].format(factor=factor),
+                fix=_FIXES["log_base"].format(factor=factor),
             )
             return [finding], batch.with_values(changed)
     return [], batch

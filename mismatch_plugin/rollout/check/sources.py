@@ -20,7 +20,7 @@ from mismatch_plugin.rollout.records import RolloutRecord
 class Checkpoint:
     """A transformers causal LM in float32, as the training side.
 
-    One response at a time; memory: its tokens × vocabulary × 4 bytes, beside the model.
+    One response at a time; memory: its tokens × vocabulary × 4 bytes, next to the model.
 
     Raises InputError where it cannot be loaded, or where its vocabulary lacks an id of the records.
     """

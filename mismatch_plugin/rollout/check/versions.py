@@ -47,7 +47,7 @@ def _mixed(batch: Batch, counts: Counter[str]) -> list[Finding]:
         position = next(at for at in range(1, len(versions)) if versions[at] != versions[at - 1])
         place = first.place(position)
         where = f"{len(inside)} of {len(batch)} responses change version inside, the first at position {position}"
-        mend = (
+        fix = (
             "Weights were updated while responses ran: pause with mode retract or wait for running requests, or "
             "correct token by token and drop tokens of versions that are too old; accept it if it is meant."
         )
@@ -56,7 +56,7 @@ def _mixed(batch: Batch, counts: Counter[str]) -> list[Finding]:
         first = next(sample for sample in batch if any(version != common for version in _trained_versions(sample)))
         place = first.place(0)
         where = "no response changes version inside, but samples differ"
-        mend = (
+        fix = (
             "Servers or moments differ: update all servers before sampling a batch, or accept it where an asynchronous "
             "trainer means it."
         )
@@ -72,7 +72,7 @@ def _mixed(batch: Batch, counts: Counter[str]) -> list[Finding]:
             tokens=fewest,
             of_tokens=batch.token_count,
             first=place,
-            mend=mend,
+            fix=fix,
         )
     ]
 
@@ -138,7 +138,7 @@ def _stale(batch: Batch, trainer_version: str | None, max_staleness: int) -> lis
                 rollout=sample.record.version_of_token[position],
                 training=None if trainer is None else str(trainer),
             ),
-            mend="Update the server's weights before each rollout batch and tell it the version, or drop samples older "
+            fix="Update the server's weights before each rollout batch and tell it the version, or drop samples older "
             "than you allow."
             if steps > 0
             else "The trainer's log-probs are of older weights than the server's: recompute them after the update, or "

@@ -1,4 +1,4 @@
-"""What whole distributions tell: logits of a checkpoint at the sampled tokens, beside both sides' log-probs.
+"""What whole distributions tell: logits of a checkpoint at the sampled tokens, next to both sides' log-probs.
 
 A part of the tokens is enough. Its logits are kept in memory, at most `MAX_BYTES`.
 """
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.rollout.check.batch import Batch, Floats, Sample
-from mismatch_plugin.rollout.check.findings import Finding, Undecided
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 Logits = Callable[[Sample], Tensor]
@@ -150,27 +149,6 @@ def gather_rows(batch: Batch, logits_of: Logits) -> Rows | None:
         positions=tuple(position for _, position, _, _ in parts),
         previous=previous,
     )
-
-
-class Examination:
-    """The step of `run.check_batch` that looks at whole distributions.
-
-    from_checkpoint: the training side's log-probs were themselves computed from these logits.
-    """
-
-    def __init__(self, logits_of: Logits, *, from_checkpoint: bool) -> None:
-        self.logits_of, self.from_checkpoint = logits_of, from_checkpoint
-
-    def __call__(self, batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
-        """Judge both sides by the distributions; the batch stays as it is."""
-        from mismatch_plugin.rollout.check.hypotheses import examine
-
-        rows = gather_rows(batch, self.logits_of)
-        if rows is None or len(rows) < MIN_TOKENS:
-            count = 0 if rows is None else len(rows)
-            reason = f"not enough tokens to tell: {count} with logits, {MIN_TOKENS} needed"
-            return [Undecided(faults=("temperature", "truncation", "penalty"), reason=reason)], batch
-        return examine(batch, rows, self.from_checkpoint), batch
 
 
 def _picked(logits: Tensor, ids: Tensor) -> Floats:

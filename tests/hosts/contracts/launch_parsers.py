@@ -40,7 +40,7 @@ class _Missing:
 
 
 def _host_module(host: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host's utils/arguments.py, with what it imports beside it replaced."""
+    """The host's utils/arguments.py, with what it imports next to it replaced."""
     root = os.environ.get("MISMATCH_HOST_SRC")
     path = Path(root or "", host, host, "utils", "arguments.py")
     if root is None or not path.is_file():

@@ -35,7 +35,7 @@ def hooked(host: str) -> dict[str, Any]:
 
 
 def ours(algorithm: int, tis: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
-    """The host's two switches as the launcher leaves them, and our settings beside."""
+    """The host's two switches as the launcher leaves them, and our settings with them."""
     bypass, weighted = algorithm in (1, 3), algorithm in (2, 3)
     settings = {"use_rollout_log_probs": bypass, "use_tis": weighted, "metrics": "full", **more}
     if tis:
