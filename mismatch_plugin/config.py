@@ -377,7 +377,11 @@ class MismatchConfig(Section):
         if self.algorithm == 0 and self.rejects:  # the guide's geo_rs is "3 policies"
             lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
-        lines.append(f"invalid rollout log-probs: {self.rollout_log_prob_policy}; metrics: {self.metrics}")
+        invalid = self.rollout_log_prob_policy
+        if self.leaves_out_invalid:
+            invalid = "counted and left out of the metrics (nothing else reads them)"
+        report = "" if self.report_dir is None else f", written to {self.report_dir}"
+        lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         return "\n".join(lines)
 
     @model_validator(mode="after")

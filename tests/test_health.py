@@ -104,7 +104,23 @@ def test_each_rule_on_data_that_trip_it_and_data_that_do_not(metric: str) -> Non
 
 def test_every_rule_is_planted() -> None:
     """No threshold without data: those of invalid and broken numbers have tests of their own below."""
-    assert {rule.metric for rule in all_rules()} == {*PLANTED, "invalid_{kind}", "kl, pg_loss"}
+    others = {"pg_clipfrac", "invalid_{kind}", "kl, pg_loss"}
+    assert {rule.metric for rule in all_rules()} == {*PLANTED, *others}
+
+
+def test_a_clip_that_acts_on_the_mismatch_itself() -> None:
+    """Bypass anchors the clip at π_rollout: at r = 1.5 with A > 0 it is active before any update was made."""
+    rollout = torch.full((10,), -2.0, dtype=torch.float64)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[rollout], old_log_probs=[rollout], loss_masks=[[1] * 10], advantages=[1.0]
+    )
+    for share, warned in ((3, True), (1, False)):  # of ten tokens
+        current = rollout + torch.tensor([math.log(1.5)] * share + [0.0] * (10 - share))
+        for bypass in (True, False):
+            config = mp.MismatchConfig(use_rollout_log_probs=bypass)
+            metrics = mp.policy_loss(current, packed, config).statistics.metrics()
+            names = [warning.metric for warning in mp.check_health(metrics, config)]
+            assert (f"{PREFIX}pg_clipfrac" in names) is (warned and bypass)
 
 
 def test_what_the_clamp_keeps_in_its_range_is_not_judged() -> None:

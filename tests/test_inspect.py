@@ -119,7 +119,7 @@ def test_a_sound_run_and_an_unsound_one() -> None:
     assert not unsound.sound and unsound.steps == 24
     assert unsound.data == (
         "large mismatch: |mean kl| 0.9 nat a token over the last 10 steps, 2 warnings (kl, rollout_is_ratio_mean). "
-        "Find the cause first: mismatch-plugin check."
+        "No correction repairs a shift that all tokens share: find the cause (mismatch-plugin check)."
     )
     assert unsound.correction == (
         "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
@@ -138,15 +138,15 @@ def test_a_sound_run_and_an_unsound_one() -> None:
 
 def test_a_correction_that_works_is_sound_on_data_that_are_not() -> None:
     """χ² is of the data, and no correction changes it: the second verdict says what is left of it."""
-    rollout = [torch.full((10,), -3.0, dtype=torch.float64)] * 4
-    old = [row + torch.tensor([2.0, *[0.0] * 9]) for row in rollout]  # one ρ of e² in ten
-    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 10] * 4)
+    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 4
+    old = [row + torch.tensor([2.0, *[0.0] * 29]) for row in rollout]  # one ρ of e² in thirty: χ² 1.8, KL −.07
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 4)
     for name, sound in (("disabled", False), ("token_is", True)):
         config = mp.preset(name)
         found = inspect_steps([mp.correct(packed, config).statistics.metrics()] * 3, config)
         assert "large mismatch" in found.data and "chi2_token" in found.data
         assert found.sound is sound
-        start = "holds (mean weight 1.1," if sound else "none: the loss takes the data as they are."
+        start = "holds (mean weight 1," if sound else "none: the loss takes the data as they are."
         assert found.correction.startswith(start)
 
 
@@ -177,10 +177,11 @@ def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_metric_is_there_once() -> None:
-    """Several families of full metrics begin with rollout_rs_."""
+    """Several families of full metrics begin with rollout_rs_; the shares rejected are basic."""
     step = {**metrics(0.0), "rollout_corr/rollout_rs_token_ratio_masked_fraction": 0.25}
-    full = inspect_steps([step], CONFIG).full
-    assert full is not None and full.column("metric").count("rollout_rs_token_ratio_masked_fraction") == 1
+    assert inspect_steps([step], CONFIG).full is None
+    full = inspect_steps([{**step, "rollout_corr/rollout_rs_token_ratio_mean": 1.0}], CONFIG).full
+    assert full is not None and full.column("metric") == ["rollout_rs_token_ratio_mean"]
 
 
 def test_advice_is_wrapped_at_words(tmp_path: Path) -> None:
@@ -248,3 +249,33 @@ def test_a_run_is_judged_with_the_settings_it_had(tmp_path: Path) -> None:
     """A preset may hold a threshold that only sets a metric, which is refused where it is given by hand."""
     write_step(tmp_path, mp.preset("ppo_is_bypass", threshold=3.0), metrics(0.0))
     assert CliRunner().invoke(app, ["inspect", str(tmp_path)]).exit_code == 0
+
+
+def test_a_shift_that_all_tokens_share_is_not_sound_whatever_corrects_it() -> None:
+    """Weights hold at ρ = .7 everywhere; the KL of .36 nat is somebody's fault all the same."""
+    found = inspect_steps([metrics(math.log(0.7))] * 3, CONFIG)
+    assert found.correction.startswith("holds") and not found.sound
+    assert "No correction repairs a shift" in found.data
+
+
+def test_without_the_run_s_settings_its_correction_is_not_judged(tmp_path: Path) -> None:
+    """What an export lacks is not made up: the defaults correct nothing, and this run has weights."""
+    path = tmp_path / "export.jsonl"
+    path.write_text("".join(to_json({"step": step, **metrics(0.0)}) + "\n" for step in range(3)))
+    result = CliRunner().invoke(app, ["inspect", str(path), "--no-pictures"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0
+    assert "correction: not judged, since the run's settings are not known: give them with --config" in result.output
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("preset: token_is\n")
+    result = CliRunner().invoke(app, ["inspect", str(path), "--no-pictures", "--config", str(settings)])
+    assert "correction: holds" in result.output
+
+
+def test_a_dry_run_that_would_reject_everything_says_so() -> None:
+    config = mp.preset("geo_rs").replace(dry_run=True)
+    rollout = [torch.full((10,), -2.0, dtype=torch.float64)] * 4
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=rollout, old_log_probs=[row + 0.05 for row in rollout], loss_masks=[[1] * 10] * 4
+    )
+    found = inspect_steps([mp.correct(packed, config).statistics.metrics()] * 3, config)
+    assert not found.sound and found.correction == "reported only (dry run); 1 warning (accepted_token_fraction)."

@@ -27,6 +27,8 @@ VANISHING_LOG_WEIGHT = -2.0
 """Ours: E[Σ l] below this is a typical product weight below e^−2 = 0.14."""
 MIN_ACCEPTED = 0.5
 """Ours: a filter that drops more than it keeps."""
+MAX_BYPASS_CLIPPED = 0.2
+"""Ours: PPO's clip is active for a few percent of tokens where there is no mismatch."""
 MAX_INVALID_SHARE = 0.01
 """Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
@@ -130,9 +132,13 @@ RULES: tuple[Rule, ...] = (
          "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),
     Rule("accepted_token_fraction", "correction", lambda v: v < MIN_ACCEPTED, f"below {MIN_ACCEPTED:g}",
          "most tokens are rejected",
-         "Widen the bounds: --mismatch-metrics full shows each criterion's values, --mismatch-dry-run what a bound "
-         "would keep.",
-         lambda metrics, config: not metrics.get("all_rejected"), "something is left"),
+         "See what rejects them (rollout_rs_*, rollout_is_veto_fraction, invalid_*) and widen that bound: "
+         "--mismatch-metrics full shows each criterion's values, --mismatch-dry-run what another would keep.",
+         lambda metrics, config: config.dry_run or not metrics.get("all_rejected"), "something is left, or a dry run"),
+    Rule("pg_clipfrac", "correction", lambda v: v > MAX_BYPASS_CLIPPED, f"above {MAX_BYPASS_CLIPPED:g}",
+         "the clip, which begins at π_rollout, cuts tokens for the mismatch itself",
+         "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
+         lambda metrics, config: config.algorithm == 1, "algorithm 1"),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
          "Widen the bounds; try them with --mismatch-dry-run first.",
          lambda metrics, config: not config.dry_run, "not in a dry run"),
@@ -167,7 +173,7 @@ _NOT_FINITE = Rule(
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, for the documentation's table."""
-    return (*RULES[:-2], _BLOWN, *RULES[-2:], _INVALID, _NOT_FINITE)
+    return (*RULES, _BLOWN, _INVALID, _NOT_FINITE)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:

@@ -356,6 +356,11 @@ def _flatten(
         raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
     rows = []
     for row, length, label in zip(values, lengths, ids, strict=True):
+        if row is None:
+            raise ValueError(
+                f"{name} of sequence {label} is None: pass one number a response token (None for a single one that was "
+                f"not returned), or leave the sequence out."
+            )
         try:
             tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
         except (TypeError, ValueError, RuntimeError) as error:

@@ -39,7 +39,9 @@ def inspect(
 
     Judged are the newest steps: the last tenth of the run, at least ten. Names may have anything before rollout_corr/.
 
-    Exit status: 0 sound, 1 warnings in the newest steps, 2 nothing to judge.
+    Exit status: 0 sound; 1 where numbers are broken, all tokens share a
+    shift (|KL| above 0.1, mean ratio outside [0.5, 2]), the correction does
+    not hold, or a large mismatch is not corrected; 2 nothing to judge.
     """
     from mismatch_plugin.report.inspect import counted, inspect_steps
     from mismatch_plugin.report.log import to_json
@@ -50,7 +52,7 @@ def inspect(
     try:
         source = read_source(path, run)
         settings, where = _settings(source, config)
-        result = inspect_steps(list(source.rows), settings)
+        result = inspect_steps(list(source.rows), settings, config_known=where is not None)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None
     drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
@@ -69,8 +71,6 @@ def inspect(
         console.print(result.table.to_rich(console.width))
         if result.full is not None:  # three columns: their names are longer
             console.print(result.full.only(*result.full.headers[:3]).to_rich(console.width))
-        if where is None:
-            console.print("settings: not known, so the defaults; give those of the run with --config.")
         for warning, count in result.warnings:
             console.print(f"{warning} ({counted(count)})")
         console.print(result.verdict)

@@ -43,6 +43,8 @@ _FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level ==
 """How the names of full metrics begin."""
 QUIET_KL = 1e-3
 """Below this many nats a token two engines of one precision usually are."""
+_SHIFTS = ("kl", "rollout_is_ratio_mean")
+"""What all tokens share, and no weight or filter repairs."""
 CHECK_KL = 1e-2
 """From here on more than precision may be at work: other weights, filters, temperature."""
 
@@ -52,7 +54,8 @@ class Inspection:
     """steps: how many. full: the full metrics, None where the run wrote none. warnings: of each kind the newest, with
     the number of steps that gave it. data: how large the mismatch is. correction: what is left of it.
 
-    sound: no number is broken, the correction has no warning, and a large mismatch is not left uncorrected.
+    sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
+    correction repairs it), and a mismatch that is large otherwise is not left uncorrected.
     """
 
     steps: int
@@ -69,9 +72,12 @@ class Inspection:
         return f"data: {self.data}\ncorrection: {self.correction}"
 
 
-def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) -> Inspection:
+def inspect_steps(
+    steps: Sequence[Mapping[str, float]], config: MismatchConfig, config_known: bool = True
+) -> Inspection:
     """Judge a run by its last tenth (at least ten steps), so that a warm-up long past is no alarm.
 
+    config_known: False where `config` stands in for settings that nobody gave: then the correction is not judged.
     Raises ValueError where no step holds a metric of ours.
     """
     steps = [step for step in steps if any(name.startswith(PREFIX) for name in step)]
@@ -88,15 +94,21 @@ def inspect_steps(steps: Sequence[Mapping[str, float]], config: MismatchConfig) 
             newest[warning.metric] = warning
     table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
     seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
-    named = [name for start in _FULL for name in seen if name.startswith(start) and name not in _BASIC]
+    named = [name for start in _FULL for name in seen if name.startswith(start) and not _is_basic(name)]
     names = [*dict.fromkeys(named)]  # several families begin alike
     full = _table("full metrics", names, steps, recent) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
     about = Counter(warning.about for warning, _ in warnings)
-    corrected = _corrects(config)
-    sound = not about["fault"] and not about["correction"] and (corrected or not about["data"])
-    data, correction = _data_verdict(recent, warnings), _correction_verdict(recent, warnings, config)
+    shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
+    corrected = config_known and _corrects(config)
+    sound = not about["fault"] and not about["correction"] and not shifted and (corrected or not about["data"])
+    data = _data_verdict(recent, warnings)
+    correction = _correction_verdict(recent, warnings, config) if config_known else _unknown_correction(recent)
     return Inspection(len(steps), table, full, warnings, data, correction, sound)
+
+
+def _is_basic(name: str) -> bool:
+    return name in _BASIC or (name.startswith("rollout_rs_") and name.endswith("masked_fraction"))
 
 
 def counted(steps: int) -> str:
@@ -140,7 +152,9 @@ def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tupl
     if faults := _named(warnings, "fault"):
         return f"cannot be trusted: {faults}; {figure}."
     if found := _named(warnings, "data"):
-        return f"large mismatch: {figure}, {found}. Find the cause first: mismatch-plugin check."
+        shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        return f"large mismatch: {figure}, {found}. {cause} the cause (mismatch-plugin check)."
     if kl < QUIET_KL:
         return f"small mismatch, as of two engines in one precision: {figure}."
     if kl < CHECK_KL:
@@ -167,6 +181,16 @@ def _correction_verdict(
     if found := _named(warnings, "correction"):
         return f"does not hold: {found}{f'; {shown}' if shown else ''}."
     return f"holds{f' ({shown})' if shown else ''}."
+
+
+def _unknown_correction(recent: Sequence[Mapping[str, float]]) -> str:
+    """What the metrics tell of a correction whose settings nobody gave."""
+    names = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
+    values = {label: _mean(recent, name) for label, name in names.items()}
+    shown = ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
+    return (
+        f"not judged, since the run's settings are not known: give them with --config{f' ({shown})' if shown else ''}."
+    )
 
 
 def _ess_name(config: MismatchConfig) -> str:
