@@ -430,6 +430,9 @@ class MismatchConfig(Section):
         base = self.model_dump(exclude_unset=True)
         for name, value in changes.items():
             if isinstance(value, BaseModel):
+                if name in type(self).model_fields and not isinstance(value, type(getattr(self, name))):
+                    wanted = type(getattr(self, name)).__name__
+                    raise ValueError(f"{name} is a {type(value).__name__}: give {wanted}, or a dict of settings.")
                 base.pop(name, None)
                 changes[name] = value.model_dump(exclude_unset=True)
         by_hand = None if self._by_hand is None else self._by_hand | dotted_fields_set(changes)

@@ -490,3 +490,9 @@ def test_bounds_that_would_fail_in_torch_are_refused(settings: dict[str, Any], m
     with pytest.raises(ValueError, match=message):
         mp.MismatchConfig.build(settings)
     mp.MismatchConfig.build({"ppo": {"eps_clip_high": math.inf}, "tis": {"upper_bound": 2.1e-9}})
+
+
+def test_a_section_of_another_kind_is_refused() -> None:
+    config = mp.preset("seq_mis")
+    with pytest.raises(ValueError, match="tis is a PPOClip: give ImportanceSampling, or a dict of settings"):
+        config.replace(tis=config.ppo)

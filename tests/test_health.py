@@ -102,9 +102,58 @@ def test_each_rule_on_data_that_trip_it_and_data_that_do_not(metric: str) -> Non
     assert metric not in warnings_of(well, **settings)
 
 
+OTHER_SIDES: list[tuple[str, dict[str, Any], list[list[float]], list[list[float]]]] = [
+    ("kl", {}, [[0.11, 0.1]], [[0.1, 0.09]]),
+    ("rollout_is_ratio_mean", {}, [[math.log(2.01)] * 4], [[math.log(1.99)] * 4]),
+    ("rollout_is_ratio_mean", weighted(), [[math.log(10.0)] * 4], [[math.log(1.99)] * 4]),
+    # the same products of thirty sequences, and of twenty-nine
+    ("rollout_is_ratio_unit_mean", weighted("sequence"), [[-0.018] * 40] * 30, [[-0.018] * 40] * 29),
+    ("rollout_is_weight_after_seq_eff_sample_size", weighted("geometric"), [[-9.0]] * 8 + [[0.0]] * 2,
+     [[-9.0]] * 6 + [[0.0]] * 4),
+    # geometric means of e^.7 = 2.01 and e^.68 = 1.97
+    ("rollout_is_ratio_unit_mean", weighted("geometric"), [[0.7] * 3] * N, [[0.68] * 3] * N),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("metric", "settings", "bad", "well"), OTHER_SIDES)
+def test_other_sides_and_levels_of_the_rules(
+    metric: str, settings: dict[str, Any], bad: list[list[float]], well: list[list[float]]
+) -> None:
+    assert metric in warnings_of(bad, **settings)
+    assert metric not in warnings_of(well, **settings)
+
+
+def test_invalid_values_of_a_side_are_added_up_and_named_by_their_side() -> None:
+    """Of 100 tokens one None is nothing, one None and one +5 are a fault; so are two positive training log-probs."""
+    rollout: list[float | None] = [-1.0] * 100
+    for bad, old, metric in (
+        ({3: None}, {}, None),
+        ({3: None, 7: 5.0}, {}, "invalid_nan"),
+        ({3: None}, {5: 0.7, 6: 0.8}, "invalid_train_positive"),
+    ):
+        packed = mp.PackedSequences.from_lists(
+            rollout_log_probs=[[bad.get(i, value) for i, value in enumerate(rollout)]],
+            old_log_probs=[[old.get(i, -1.0) for i in range(100)]],
+            loss_masks=[[1] * 100],
+        )
+        config = mp.MismatchConfig(rollout_log_prob_policy="neutral")
+        found = mp.check_health(mp.correct(packed, config).statistics.metrics(), config)
+        faults = [warning for warning in found if warning.about == "fault"]
+        assert len(faults) == (metric is not None)
+        if metric is not None:
+            side = "training" if "train" in metric else "rollout"
+            assert faults[0].metric.startswith(PREFIX + "invalid_") and "2 of 9" in str(faults[0])
+            assert f"{side} log-probs are invalid" in faults[0].meaning
+
+
+def test_a_dry_run_says_what_would_be() -> None:
+    (warning,) = [w for w in warnings_of([[-2.0] * 4], **weighted(), dry_run=True).values() if w.about == "correction"]
+    assert warning.meaning.startswith("in earnest the weights shrink")
+
+
 def test_every_rule_is_planted() -> None:
     """No threshold without data: those of invalid and broken numbers have tests of their own below."""
-    others = {"pg_clipfrac", "invalid_{kind}", "kl, pg_loss"}
+    others = {"pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "kl, pg_loss"}
     assert {rule.metric for rule in all_rules()} == {*PLANTED, *others}
 
 

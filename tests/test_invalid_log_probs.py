@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.tokens import select_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -49,10 +50,10 @@ def directly(bad: Any) -> mp.PackedSequences:
     """As a hook builds it on the device: nothing is checked when it is packed."""
     flat = [NAN if value is None else value for row in rollout(bad) for value in row]
     return mp.PackedSequences(
-        torch.tensor([*MASKS[0], *MASKS[1]]) == 1,
-        (2, 3),
-        torch.tensor(flat),
-        torch.tensor([*TRAIN[0], *TRAIN[1]]),
+        loss_mask=torch.tensor([*MASKS[0], *MASKS[1]]) == 1,
+        lengths=(2, 3),
+        rollout_log_probs=torch.tensor(flat),
+        old_log_probs=torch.tensor([*TRAIN[0], *TRAIN[1]]),
         advantages=torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0]),
         sequence_ids=("a", "b"),
     )
@@ -357,3 +358,43 @@ def test_a_million_defects_are_counted_and_a_few_named() -> None:
     statistics = mp.correct(packed.replace(invalid=()), config()).statistics
     with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 2 .*; and 999997 more"):
         statistics.metrics()
+
+
+@pytest.mark.parametrize(("value", "kinds"), [(0.05, 0), (0.1, 0), (0.15, 1)])
+def test_rounding_above_zero_is_no_positive_training_log_prob(value: float, kinds: int) -> None:
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-0.1, -1.0]], old_log_probs=[[value, -1.0]], loss_masks=[[1, 1]]
+    )
+    assert len(packed.invalid) == kinds
+
+
+def test_without_one_valid_pair_no_mismatch_metric_is_there() -> None:
+    """Extremes, quantiles and differences of nothing would be read as perfect agreement, too."""
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[None, None]], old_log_probs=[[-1.0, -2.0]], loss_masks=[[1, 1]], advantages=[1.0]
+    )
+    config = mp.MismatchConfig(metrics="full")
+    metrics = mp.policy_loss(torch.tensor([-1.0, -2.0]), packed, config).statistics.metrics()
+    left = {name.removeprefix("rollout_corr/") for name in metrics}
+    found = ("rollout_is_min", "rollout_is_max", "rollout_is_ratio_p50", "probability_difference_max", "kl",
+             "log_ppl_diff_max", "ppl_ratio", "chi2_seq")  # fmt: skip
+    assert not left & {*found} and {"pg_loss", "pg_clipfrac", "invalid_nan", "tokens"} <= left
+
+
+def test_clip_fractions_run_over_all_trained_tokens() -> None:
+    """A rollout log-prob that is left out of the mismatch does not leave the loss: one clipped token in four."""
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0, None, -1.0, None]], old_log_probs=[[-1.0] * 4], loss_masks=[[1] * 4], advantages=[1.0]
+    )
+    log_probs = torch.tensor([-1.0 + 0.5, -1.0, -1.0, -1.0])
+    metrics = mp.policy_loss(log_probs, packed, mp.MismatchConfig()).statistics.metrics()
+    assert metrics["rollout_corr/pg_clipfrac"] == 0.25
+
+
+def test_what_is_only_measured_does_not_mark_tokens_that_stop() -> None:
+    """What hosts without the end of a step guard their loss with: in plain PPO the training side alone."""
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=[[None, -1.0, -1.0]], loss_masks=[[1, 1, 1]])
+    train = torch.tensor([-1.0, -1.0, float("nan")])
+    for config, marked in ((mp.MismatchConfig(), [False, False, True]), (mp.preset("token_is"), [True, False, True])):
+        stopping = select_tokens(train, packed).stopping(config)
+        assert stopping is not None and stopping.tolist() == marked

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.parallel.agreement import settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -129,6 +130,17 @@ def test_sample_sizes_of_ratios() -> None:
     metrics = metrics_of(sequences([-30.0], [-30.0]), {"use_tis": True, "tis": {"level": "sequence"}})
     assert metrics["rollout_is_ratio_unit_eff_sample_size"] == pytest.approx(1.0)
     assert metrics["rollout_is_ratio_eff_sample_size"] == 0.0
+    # … but small ones have them: equal ratios of .05 are of equal weight.
+    metrics = metrics_of(sequences([math.log(0.05)] * 4), {})
+    assert metrics["rollout_is_ratio_eff_sample_size"] == pytest.approx(1.0)
+
+
+def test_configurations_that_are_equal_may_report_other_fractions_and_the_digest_knows() -> None:
+    """A default bound that was given is reported for, and makes columns: ranks must not learn that in a reduction."""
+    plain = mp.MismatchConfig()
+    given = mp.MismatchConfig.build(plain.model_dump())
+    assert plain == given and settings_of(plain) != settings_of(given)
+    assert settings_of(plain) == settings_of(mp.MismatchConfig())
 
 
 def test_the_deviation_after_a_factor_of_the_micro_batch() -> None:

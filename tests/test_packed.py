@@ -70,7 +70,12 @@ def test_half_precision_becomes_float32_by_either_door(half: torch.dtype) -> Non
     values = [row.to(half) for row in rows(0.0)]
     for packed in (
         mp.PackedSequences.from_lists(old_log_probs=values, rollout_log_probs=values, loss_masks=MASKS),
-        mp.PackedSequences(torch.ones(6, dtype=torch.bool), LENGTHS, torch.cat(values), torch.cat(values)),
+        mp.PackedSequences(
+            loss_mask=torch.ones(6, dtype=torch.bool),
+            lengths=LENGTHS,
+            rollout_log_probs=torch.cat(values),
+            old_log_probs=torch.cat(values),
+        ),
     ):
         assert packed.old_log_probs is not None and packed.old_log_probs.dtype == torch.float32
         assert torch.equal(packed.old_log_probs, torch.cat(values).float())
@@ -191,13 +196,13 @@ def test_from_padded_takes_tensors_only(name: str, value: Any) -> None:
 def test_constructor_errors() -> None:
     mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"loss_mask has dtype torch\.float32"):
-        mp.PackedSequences(torch.ones(3), (3,))
+        mp.PackedSequences(loss_mask=torch.ones(3), lengths=(3,))
     with pytest.raises(ValueError, match=r"loss_mask has shape \(3,\), but lengths add up to 4"):
-        mp.PackedSequences(mask, (3, 1))
+        mp.PackedSequences(loss_mask=mask, lengths=(3, 1))
     with pytest.raises(ValueError, match=r"entropy has shape \(2,\), but lengths add up to 3"):
-        mp.PackedSequences(mask, (2, 1), entropy=torch.zeros(2))
+        mp.PackedSequences(loss_mask=mask, lengths=(2, 1), entropy=torch.zeros(2))
     with pytest.raises(ValueError, match="sequence_ids has 1 names for 2 sequences"):
-        mp.PackedSequences(mask, (2, 1), sequence_ids=("a",))
+        mp.PackedSequences(loss_mask=mask, lengths=(2, 1), sequence_ids=("a",))
 
 
 @pytest.mark.parametrize("name", ["advantages", "ref_log_probs", "entropy"])
@@ -310,3 +315,25 @@ def test_shape_errors_say_what_to_write() -> None:
     for pack in packs:
         with pytest.raises(ValueError, match=r"for one advantage a sequence .*advantages\.squeeze\(1\)"):
             pack(loss_masks=torch.ones(2, 3), advantages=torch.ones(2, 1))
+
+
+def test_lengths_are_whole_numbers() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+    assert mp.PackedSequences.from_padded(loss_masks=mask, lengths=torch.tensor([2, 3]).tolist()).lengths == (2, 3)
+    for odd in (3.7, True, "3"):
+        with pytest.raises(ValueError, match="pass whole numbers of tokens"):
+            mp.PackedSequences.from_padded(loss_masks=mask, lengths=[2, odd])  # pyright: ignore
+
+
+def test_what_was_found_goes_with_the_values() -> None:
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[None, -1.0]], old_log_probs=[[-1.0, -1.0]], loss_masks=[[1, 1]]
+    )
+    assert packed.invalid and packed.invalid_counts == {"nan": 1}
+    other = packed.replace(rollout_log_probs=torch.tensor([-1.0, -1.0]))
+    assert not other.invalid and not other.invalid_counts
+
+
+def test_a_sample_without_any_list_is_named() -> None:
+    with pytest.raises(ValueError, match="rollout_log_probs of sequence 1 is None: pass one number a response token"):
+        mp.PackedSequences.from_lists(rollout_log_probs=[[-1.0], None], loss_masks=[[1], [1]])

@@ -87,8 +87,12 @@ def _mostly_kept(judge: _Judge) -> _Judge:
 _SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin check)"
 _FIND = f"{_SOURCES}."
 _PRODUCTS = (
-    "A product of ratios spreads with the length of the response: choose geometric or token level, or find the shift "
-    "that all tokens share."
+    "At sequence level a product of ratios spreads with the length of the response: choose geometric or token level. "
+    "At geometric level find the shift that all tokens share (mismatch-plugin check)."
+)
+_UNIT_SHIFT = (
+    "Find the shift that all tokens share (mismatch-plugin check); at sequence level it is multiplied by the length of "
+    "the response, at token level it is not."
 )
 _SPREAD = "Lower the upper bound, or raise the lower one with mode clip; at sequence level choose geometric or token."
 _ESS = f"below {MIN_EFFECTIVE_SAMPLE_SIZE:g}"
@@ -108,7 +112,7 @@ RULES: tuple[Rule, ...] = (
     Rule("chi2_token", "data", lambda v: v > MAX_CHI2, f"above {MAX_CHI2:g}",
          "the ratio's second moment is so large that its mean is unreliable", _FIND),
     Rule("rollout_is_ratio_unit_mean", "data", lambda v: not MEAN_RANGE[0] <= v <= MEAN_RANGE[1], _MEAN,
-         "the mean ratio of the sequences is far from 1", _PRODUCTS, _enough_units, _UNITS),
+         "the mean ratio of the sequences is far from 1", _UNIT_SHIFT, _enough_units, _UNITS),
     Rule("rollout_is_ratio_unit_std", "data", lambda v: v > MAX_STD, f"above {MAX_STD:g}",
          "the ratios of the sequences spread widely", _PRODUCTS, _enough_units, _UNITS),
     Rule("rollout_is_ratio_unit_eff_sample_size", "data", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
@@ -116,7 +120,9 @@ RULES: tuple[Rule, ...] = (
     Rule("rollout_is_weight_after_mean", "correction", lambda v: v < MEAN_RANGE[0], f"below {MEAN_RANGE[0]:g}",
          "the weights shrink the gradient to less than half",
          "--tis-batch-normalize keeps the step size; the shift itself is in the data.",
-         lambda metrics, config: config.weighted and not config.tis.batch_normalize, "weights not normalised"),
+         lambda metrics, config: (
+             config.weighted and not config.tis.batch_normalize and not metrics.get("all_rejected")
+         ), "weights not normalised, something kept"),
     Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
          "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_at("token")),
          "weights at token level, most tokens kept"),
@@ -140,7 +146,8 @@ RULES: tuple[Rule, ...] = (
          "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
          lambda metrics, config: config.algorithm == 1, "algorithm 1"),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
-         "Widen the bounds; try them with --mismatch-dry-run first.",
+         "See what rejects it (rollout_rs_*, rollout_is_veto_fraction, invalid_*) and widen that bound; try it with "
+         "--mismatch-dry-run first.",
          lambda metrics, config: not config.dry_run, "not in a dry run"),
 )
 # fmt: on
@@ -157,9 +164,17 @@ _INVALID = Rule(
     "invalid_{kind}",
     "fault",
     lambda v: v > MAX_INVALID_SHARE,  # as a share of the tokens
-    f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds together",
+    f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds of a side together",
     "rollout log-probs are invalid",
     "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.",
+)
+_INVALID_TRAIN = Rule(
+    "invalid_train_{kind}",
+    "fault",
+    _INVALID.is_wrong,
+    _INVALID.when,
+    "training log-probs are invalid",
+    "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.",
 )
 _NOT_FINITE = Rule(
     "kl, pg_loss",
@@ -173,7 +188,7 @@ _NOT_FINITE = Rule(
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, for the documentation's table."""
-    return (*RULES, _BLOWN, _INVALID, _NOT_FINITE)
+    return (*RULES, _BLOWN, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
@@ -186,7 +201,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     if values.get("tokens") == 0:
         return []
     found = [
-        _warning(rule, rule.metric, values[rule.metric])
+        _warning(rule, rule.metric, values[rule.metric], config.dry_run)
         for rule in RULES
         if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
     ]
@@ -194,14 +209,18 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     if largest is not None and config.tis.batch_normalize and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
     tokens = values.get("tokens")
-    invalid = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
-    if tokens and invalid and _INVALID.is_wrong(sum(invalid.values()) / tokens):
-        worst = max(invalid, key=lambda name: invalid[name])
-        meaning = f"{sum(invalid.values()):g} of {tokens:g} {_INVALID.meaning}"
-        found.append(HealthWarning(PREFIX + worst, invalid[worst], meaning, _INVALID.advice, "fault"))
+    counts = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
+    for rule in (_INVALID, _INVALID_TRAIN):
+        side = {name: n for name, n in counts.items() if name.startswith("invalid_train_") is (rule is _INVALID_TRAIN)}
+        if tokens and side and rule.is_wrong(sum(side.values()) / tokens):
+            worst = max(side, key=lambda name: side[name])
+            meaning = f"{sum(side.values()):g} of {tokens:g} {rule.meaning}"
+            found.append(HealthWarning(PREFIX + worst, side[worst], meaning, rule.advice, "fault"))
     broken = [name for name in _NOT_FINITE.metric.split(", ") if _NOT_FINITE.is_wrong(values.get(name, 0.0))]
+    found = [warning for warning in found if warning.metric.removeprefix(PREFIX) not in broken]  # one finding a metric
     return found + [_warning(_NOT_FINITE, name, values[name]) for name in broken]
 
 
-def _warning(rule: Rule, metric: str, value: float) -> HealthWarning:
-    return HealthWarning(PREFIX + metric, value, rule.meaning, rule.advice, rule.about)
+def _warning(rule: Rule, metric: str, value: float, dry_run: bool = False) -> HealthWarning:
+    would = "in earnest " if dry_run and rule.about == "correction" else ""
+    return HealthWarning(PREFIX + metric, value, would + rule.meaning, rule.advice, rule.about)

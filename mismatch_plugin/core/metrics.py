@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
+_OF_THE_LOSS = {"one", "pg_loss", "clip_high", "clip_low", "ppo_kl", "entropy", "ref_kl", "invalid_nan"}
+"""What a metric may need that is there without a single valid pair of log-probs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], conf
     for metric in METRICS:
         if not state.has(metric.needs):
             continue
-        if state.trained_tokens and not state.tokens and f"{metric.needs}@tokens" in sums and metric.needs != "one":
+        if state.trained_tokens and not state.tokens and metric.needs not in _OF_THE_LOSS:
             continue  # no log-prob was valid: a mean of nothing would be read as perfect agreement
         value = metric.value(state)
         if isinstance(value, Mapping):
@@ -82,7 +84,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
            "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
-           "criterion's", "units of that bound", "high", lambda s: f.outside(s, "high"), unit="share"),
+           "criterion's, else a TIS bound from preset or hand", "units of that bound", "high",
+           lambda s: f.outside(s, "high"), unit="share"),
     Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low",
            lambda s: f.outside(s, "low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",

@@ -23,7 +23,7 @@ _TOKEN_FIELDS = (
 )
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class PackedSequences:
     """N sequences, one after the other, T tokens in all. Build with `from_lists` or `from_padded`, or directly.
 
@@ -114,7 +114,8 @@ class PackedSequences:
                 _refuse_two_policies(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
             changes["old_log_probs"] = train if old is None else old
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
-            changes = {"invalid": (), **changes}  # what was found belongs to the values before
+            # What was found belongs to the values before.
+            changes = {"invalid": (), "invalid_counts": {}, **changes}
         if "lengths" in changes:
             changes = {"padded_width": None, **changes}
         copy = replace(self, **changes)
@@ -277,7 +278,7 @@ class PackedSequences:
             shape = None if loss_masks is None else tuple(loss_masks.shape)
             raise ValueError(f"loss_masks has shape {shape}: from_padded takes [batch, length] tensors.")
         batch, width = loss_masks.shape
-        keep = [width] * batch if lengths is None else [int(length) for length in lengths]
+        keep = [width] * batch if lengths is None else [_whole(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
         rows: dict[str, Any] = {}
@@ -347,6 +348,12 @@ def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
     ends = torch.tensor(lengths).cumsum(0)
     sequence = int((ends <= token).sum())
     return token, sequence, token - int(ends[sequence]) + lengths[sequence]
+
+
+def _whole(length: Any) -> int:
+    if isinstance(length, bool) or not hasattr(length, "__index__"):
+        raise ValueError(f"lengths holds {length!r}: pass whole numbers of tokens.")
+    return length.__index__()
 
 
 def _flatten(

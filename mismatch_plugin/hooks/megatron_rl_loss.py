@@ -131,7 +131,7 @@ def pack(
     if inside is not None:
         mask = mask & inside.to(device)
     old, rollout = _widen(old), None if rollout is None else _widen(rollout)
-    packed = PackedSequences(mask, lengths, rollout_log_probs=rollout, old_log_probs=old)
+    packed = PackedSequences(loss_mask=mask, lengths=lengths, rollout_log_probs=rollout, old_log_probs=old)
     if rollout is not None and inside is not None:
         packed = packed.replace(rollout_log_probs=_unreported(rollout, old, packed, config))
     advantages_T = per_sequence.to(old.dtype).to(device)[packed.sequence_index]

@@ -100,7 +100,7 @@ def normalizers(config: MismatchConfig, token_level: bool) -> dict[str, str]:
 def _means(config: MismatchConfig) -> dict[str, tuple[str, str, Callable[[_Sums], float]]]:
     """All metrics of this configuration; two are over tokens or sequences as the bounds that act say."""
     row = "ratio" if config.tis.level in ("token", "none") else "unit_ratio"
-    means = {**_MEANS, "rollout_is_mean": (_TOKENS, row, lambda s: s[f"{row}@tokens"] + s["one@tokens"])}
+    means = {**_MEANS, "rollout_is_mean": (_TOKENS, row, lambda s: s[f"{row}@tokens"] + s["one@tokens"] + _left_out(s))}
     square = "unit_square" if config.tis.level == "sequence" else "product_square"
     means["chi2_seq"] = (_SEQUENCES, square, lambda s: s[f"{square}@sequences"] - s["one@sequences"])
     bounds = acting_bounds(config)

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from mismatch_plugin.core.acting_bounds import acting_bounds
 from mismatch_plugin.core.correction import refuse_missing
 from mismatch_plugin.core.packed import PackedSequences
 
@@ -58,8 +59,11 @@ class StepKind:
 
 
 def settings_of(config: MismatchConfig, **loop: object) -> dict[str, Any]:
-    """The configuration, less what a rank may have to itself, with what the loop adds."""
-    return {**config.model_dump(exclude={"report_dir"}), **loop}
+    """The configuration, less what a rank may have to itself, with what the loop adds.
+
+    The bounds that fractions are reported for depend on how settings were given, too, and they make columns.
+    """
+    return {**config.model_dump(exclude={"report_dir"}), "reported bounds": acting_bounds(config), **loop}
 
 
 def step_kind(

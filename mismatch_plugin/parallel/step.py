@@ -106,7 +106,7 @@ class Step:
         statistics = correct(packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0).statistics
         original = "one@tokens" if by_token else "one@sequences"
         accepted = "kept@tokens" if by_token else "kept_any@sequences"
-        names = ["one@tokens", original, original if self.config.dry_run else accepted]  # a dry run rejects nothing
+        names = ["one@tokens", original, accepted]
         values = [statistics.sum_of(name) for name in names]
         if self.step_scope:
             measure = "tokens" if self.config.tis.level == "token" else "sequences"

@@ -84,7 +84,8 @@ def inspect_steps(
     if not steps:
         raise ValueError(f"no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
     recent = steps[-max(10, len(steps) // 10) :]
-    if not any(step.get(f"{PREFIX}tokens", 1.0) for step in recent):
+    recent = [step for step in recent if step.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
+    if not recent:
         raise ValueError("the newest steps hold no response token: is every loss mask 0?")
     counts: Counter[str] = Counter()
     newest: dict[str, HealthWarning] = {}

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import ValidationError
 
+from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE
 from mismatch_plugin.rollout.records import FinishReason, RolloutRecord, WeightSpan
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
@@ -112,6 +113,8 @@ def parse_prompt_log_probs(
     for position, value in enumerate(log_probs):
         if position > 0 and (value is None or math.isnan(value)):
             raise ReplyError(sample, "log_probs_lost", f"the log-prob of prompt position {position} is {value}")
+        if value is not None and not FLOOR < value <= POSITIVE_TOLERANCE:
+            raise ReplyError(sample, "form", f"the log-prob of prompt position {position} is {value}: it is invalid")
     return log_probs
 
 
