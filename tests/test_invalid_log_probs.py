@@ -296,6 +296,19 @@ def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> N
     assert [warning.metric for warning in mp.check_health(metrics, mp.MismatchConfig())]
 
 
+@pytest.mark.parametrize("level", ["basic", "full"])
+def test_without_one_valid_log_prob_extremes_quantiles_and_criteria_are_absent_too(level: str) -> None:
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0]], rollout_log_probs=[[None]], loss_masks=[[1]], advantages=[1.0]
+    )
+    rejection = {"criteria": ["token:k2:0.5", "sequence_max:ratio:2.0"], "veto_threshold": 1e-4}
+    settings = config("error", use_tis=True, dry_run=True, metrics=level, rs=rejection)
+    metrics = mp.policy_loss(torch.tensor([-1.0]), packed, settings).statistics.metrics()
+    names = {name.removeprefix("rollout_corr/") for name in metrics if "invalid" not in name}
+    loss = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "pg_clipfrac_high_side", "pg_clipfrac_low_side", "ppo_kl"}
+    assert names == {"tokens", "sequences", *loss}
+
+
 # The training side ----------------------------------------------------------------------------------------------------
 
 
