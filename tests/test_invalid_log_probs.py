@@ -309,6 +309,18 @@ def test_without_one_valid_log_prob_extremes_quantiles_and_criteria_are_absent_t
     assert names == {"tokens", "sequences", *loss}
 
 
+def test_a_token_that_is_left_out_is_above_no_bound() -> None:
+    """ρ of the other one is e^-.5 = .61, inside [.3, .9]; the 1 of what is left out is not."""
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.5, -1.0]], rollout_log_probs=[[-1.0, None]], loss_masks=[[1, 1]]
+    )
+    criterion = {"statistic": "ratio", "aggregate": "token", "lower_bound": 0.3, "upper_bound": 0.9}
+    settings = config("error", dry_run=True, metrics="full", rs={"criteria": [criterion]})
+    metrics = mp.correct(packed, settings).statistics.metrics()
+    assert metrics["rollout_corr/rollout_rs_token_ratio_fraction_high"] == 0
+    assert metrics["rollout_corr/rollout_rs_token_ratio_mean"] == pytest.approx(math.exp(-0.5))
+
+
 # The training side ----------------------------------------------------------------------------------------------------
 
 
