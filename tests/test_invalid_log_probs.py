@@ -364,6 +364,19 @@ def test_old_log_probs_that_bypass_does_not_use_stop_nothing() -> None:
     assert float(result.loss) == -1.0 and result.statistics.metrics()["rollout_corr/tokens"] == 2
 
 
+def test_under_bypass_a_zero_is_a_fill_where_the_current_policy_is_far_from_0() -> None:
+    """Not where π_old is, which nothing uses."""
+    lists: dict[str, Any] = {"old_log_probs": [[-5.0, -1.0]], "rollout_log_probs": [[0.0, 0.0]], "loss_masks": [[1, 1]]}
+    packed = mp.PackedSequences.from_lists(**lists, advantages=[1.0])
+    settings = config(use_rollout_log_probs=True)
+    result = mp.policy_loss(torch.tensor([-1.0, -1.0]), packed, settings)
+    assert float(result.loss) == pytest.approx(-math.exp(-1.0))
+    assert result.statistics.metrics()["rollout_corr/invalid_zero_fill"] == 0
+    far = mp.policy_loss(torch.tensor([-1.0, -5.0]), packed, settings).statistics
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 0, position 1 .*kind zero_fill"):
+        far.metrics()
+
+
 def test_a_million_defects_are_counted_and_a_few_named() -> None:
     """One object a defect took 22 s for a million. Sequences of different lengths, an empty one among them."""
     size = 1_000_000
