@@ -373,7 +373,7 @@ def test_under_bypass_a_zero_is_a_fill_where_the_current_policy_is_far_from_0() 
     assert float(result.loss) == pytest.approx(-math.exp(-1.0))
     assert result.statistics.metrics()["rollout_corr/invalid_zero_fill"] == 0
     far = mp.policy_loss(torch.tensor([-1.0, -5.0]), packed, settings).statistics
-    with pytest.raises(mp.InvalidLogProbError, match="sequence 0, position 1 .*kind zero_fill"):
+    with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 1 .*kind zero_fill"):
         far.metrics()
 
 
