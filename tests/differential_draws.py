@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import fields, replace
+from collections.abc import Collection
+from dataclasses import dataclass, fields, replace
 from random import Random
 from typing import Any
 
 import torch
-from plain import Response, algorithm
+from plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
 from plain_loss import Answer
 from pydantic import ValidationError
 from torch import Tensor
@@ -22,6 +23,7 @@ STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse")
 AGGREGATES = ("token", "sequence_sum", "sequence_mean", "sequence_max")
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30, 0.0, 7.0)
 INVALID = (None, math.nan, math.inf, -math.inf, -9999.0, 5.0, 0.0)
+INVALID_TRAIN = (math.nan, -math.inf, math.inf, 0.5, 1000.0)
 
 
 # Configurations -------------------------------------------------------------------------------------------------------
@@ -49,7 +51,9 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
     }
     ratio = made["statistic"] in ("ratio", "k1")
     if rng.random() < (0.8 if ratio else 0.97):
-        made["upper_bound"] = rng.choice([1.01, 1.5, 4.0, math.inf] if ratio else [1e-4, 0.01, 0.1, 0.6, math.inf])
+        made["upper_bound"] = rng.choice(
+            [0.995, 1.01, 1.5, 4.0, math.inf] if ratio else [1e-4, 0.01, 0.1, 0.6, math.inf]
+        )
     if rng.random() < (0.6 if ratio else 0.3):
         made["lower_bound"] = rng.choice([0.0, 0.3, 0.9, 0.99] if ratio else [0.0, 2e-5, 5e-3])
     return made
@@ -65,12 +69,16 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
         "aggregation": rng.choice(["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]),
         "rollout_log_prob_policy": rng.choice(["error", "neutral", "drop-token", "drop-sequence"]),
         "metrics": rng.choice(["off", "basic", "full", "full"]),
-        "dry_run": rng.random() < 0.15,
+        "dry_run": rng.random() < 0.2,
     }
-    if rng.random() < 0.3:
+    measured = rng.random() < 0.1  # and not read by the loss
+    if measured:
+        given |= {"use_tis": given["use_rollout_log_probs"], "rs": {}}
+        given["rollout_log_prob_policy"] = rng.choice(["error", "neutral"])
+    if rng.random() < 0.3 and not measured:
         given["rs"]["veto_threshold"] = rng.choice([1e-4, 0.1, 0.6])
     if given["use_tis"]:
-        given["tis"] = draw_tis(rng)
+        given["tis"] = {"level": "none"} if measured else draw_tis(rng)
     elif rng.random() < 0.1:
         given["tis"] = {"upper_bound": rng.choice([2.0, 3.0])}  # 2.0 is the default and allowed
     if rng.random() < (0.5 if given["aggregation"] == "seq-mean-token-sum" else 0.03):
@@ -107,12 +115,35 @@ def draw_token(rng: Random, spread: float, extreme: bool) -> dict[str, float]:
         far = rng.choice([21.5, 25.0, 1000.0])
         low, high = -0.25 - far, -0.25 - rng.random()
         rollout, old, current = (single(rng.choice([low, high])) for _ in range(3))
-    elif rng.random() < 0.03:  # a certain token is honestly 0.0, and rounding may leave it a little above
+    elif rng.random() < 0.05:  # a certain token is honestly 0.0, and rounding may leave it a little above
         rollout, old, current = single(rng.choice([0.0, 0.05])), -rng.random(), -rng.random()
     return {"rollout": rollout, "old": old, "current": current, "ref": min(current + rng.gauss(0, 0.5), 0.0)}
 
 
-def draw_response(rng: Random, length: int, spread: float, extreme: bool, invalid: float) -> Response:
+@dataclass
+class Rates:
+    """How often a token's log-prob is invalid: the rollout's, the one it is compared with, and a π_old nothing uses."""
+
+    train: str  # the row it is compared with
+    rollout: float
+    training: float
+    unused: float
+
+    def spoil(self, rng: Random, token: dict[str, Any]) -> None:
+        other = "old" if self.train == "current" else "current"
+        if token["rollout"] >= 0.0 and rng.random() < 0.5:
+            token[other] = -5.0 * rng.random()  # what it is not compared with makes no fill of it
+        if rng.random() < self.rollout:
+            token["rollout"] = rng.choice(INVALID)
+            if token["rollout"] == 0.0:  # a fill only where the training side is far away
+                token[self.train], token[other] = -3.5 - rng.random(), -5.0 * rng.random()
+        if rng.random() < self.training:
+            token[self.train] = rng.choice(INVALID_TRAIN)
+        if rng.random() < self.unused:
+            token["old"] = rng.choice(INVALID_TRAIN)
+
+
+def draw_response(rng: Random, length: int, spread: float, extreme: bool, rates: Rates) -> Response:
     trained = rng.choice([0.0, 0.5, 0.8, 1.0, 1.0])
     rows: dict[str, list[Any]] = {field.name: [] for field in fields(Response)}
     advantage = rng.choice([rng.gauss(0, 1), rng.gauss(0, 1), 0.0, None])
@@ -122,10 +153,7 @@ def draw_response(rng: Random, length: int, spread: float, extreme: bool, invali
         token: dict[str, Any] = draw_token(rng, spread, extreme)
         each = rng.choice([0.0, rng.gauss(0, 1)]) if advantage is None else advantage
         token |= {"advantages": each, "entropy": rng.expovariate(1.0)}
-        if rng.random() < invalid:
-            token["rollout"] = rng.choice(INVALID)
-            if token["rollout"] == 0.0:  # a fill only where the training side is far away
-                token["old"], token["current"] = -3.5 - rng.random(), -3.5 - rng.random()
+        rates.spoil(rng, token)
         if not mask:
             token = {name: rng.choice(GARBAGE) for name in token}
         token |= {"mask": mask, "positions": position + place, "versions": rng.randrange(90, 96) if mask else 10**6}
@@ -134,26 +162,40 @@ def draw_response(rng: Random, length: int, spread: float, extreme: bool, invali
     return Response(**rows)
 
 
-def draw_batch(rng: Random, config: mp.MismatchConfig) -> list[Response]:
-    """Ragged, with empty and fully masked responses, or none at all; optional fields absent where they may be."""
+def draw_rates(rng: Random, config: mp.MismatchConfig, absent: Collection[str], stops: bool) -> Rates:
+    """stops: also what raises. Without rollout log-probs nothing is compared, and nothing is said of the other side."""
+    error, bypass = config.rollout_log_prob_policy == "error", config.use_rollout_log_probs
+    rates = Rates("current" if bypass or "old" in absent else "old", 0.0, 0.0, 0.0)
+    if stops or not (error and loss_reads_rollout(config)):
+        rates.rollout = rng.choice([0.0, 0.1] if stops else [0.0, 0.1, 0.4, 0.4, 1.0])
+    if "rollout" not in absent and (stops or not error):
+        rates.training = rng.choice([0.0, 0.1] if stops else [0.0, 0.0, 0.1, 0.4])
+    if bypass:
+        rates.unused = rng.choice([0.0, 0.0, 0.2])
+    return rates
+
+
+def draw_batch(rng: Random, config: mp.MismatchConfig, stops: bool = False) -> list[Response]:
+    """Ragged, with empty and fully masked responses, or none at all; optional fields absent where they may be.
+
+    stops: with log-probs that are an error, too.
+    """
     lengths = [rng.choice([0, 1, 1, 2, 3, 5, 8]) for _ in range(rng.choice([0, 1, 2, 3, 4, 6]))]
     if lengths and rng.random() < 0.02:
         lengths[0] = 300  # another bucket of length and position
     spread, extreme = rng.choice([1e-4, 0.02, 0.3, 1.2]), rng.random() < 0.2
-    policy = config.rollout_log_prob_policy
-    invalid = 0.0 if policy == "error" else rng.choice([0.0, 0.1, 0.4])
-    batch = [draw_response(rng, length, spread, extreme, invalid) for length in lengths]
-    plain_ppo = algorithm(config) == 0 and not config.rs.criteria and config.rs.veto_threshold is None
-    absent = {
-        "rollout": plain_ppo and policy in ("error", "neutral"),
+    may_lack = {
+        "rollout": algorithm(config) == 0 and not corrects(config),
         "old": True,
         "ref": not config.terms.kl_coef,
         "entropy": not config.terms.entropy_coef,
         "positions": True,
         "versions": True,
     }
-    gone = {name: None for name in OPTIONAL if absent[name] and rng.random() < (0.9 if name == "rollout" else 0.2)}
-    return [replace(response, **gone) for response in batch]
+    absent = [name for name in OPTIONAL if may_lack[name] and rng.random() < (0.4 if name == "rollout" else 0.2)]
+    rates = draw_rates(rng, config, absent, stops)
+    batch = [draw_response(rng, length, spread, extreme, rates) for length in lengths]
+    return [replace(response, **dict.fromkeys(absent)) for response in batch]
 
 
 # Packed ---------------------------------------------------------------------------------------------------------------
@@ -197,7 +239,7 @@ def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.Packe
 
 def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -> list[str]:
     """What a case exercises, in the words of `EVERYTHING`."""
-    tokens = [token for response in answer.judged.responses for token in response]
+    tokens = [token for response in answer.judged.trained for token in response]
     tis, names = config.tis, [f"algorithm {algorithm(config)}", config.metrics, config.aggregation, config.denominator]
     names += [config.rollout_log_prob_policy, *(["dry run"] if config.dry_run else [])]
     names += [f"{c.aggregate} {c.statistic}" for c in config.rs.criteria]
@@ -214,8 +256,40 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     names += ["no response"] if not batch else []
     names += ["empty response"] if any(not response.mask for response in batch) else []
     names += ["masked response"] if any(r.mask and not any(r.mask) for r in batch) else []
+    names += what_is_invalid(config, batch, answer)
     kept = {token.keep for token in tokens}
     return [*names, *(["some rejected"] if len(kept) == 2 else []), *(["all rejected"] if kept == {False} else [])]
+
+
+def what_is_invalid(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -> list[str]:
+    """What becomes of invalid log-probs, where there are any."""
+    judged, policy = answer.judged, config.rollout_log_prob_policy
+    pairs = [(tokens, left) for tokens, left in zip(judged.trained, judged.responses, strict=True) if tokens]
+    kinds = {token.kind for tokens, _ in pairs for token in tokens} - {"sound"}
+    some = any(len(left) < len(tokens) for tokens, left in pairs)
+    shown = bool(kinds) and config.dry_run and not leaves_out(config)
+    reached = {
+        "left out": some,
+        f"left out, {policy}": some,
+        "left out, algorithm 3": some and algorithm(config) == 3,
+        "left out of a dry run": some and config.dry_run,
+        "left out without a training log-prob": some and any(kind.startswith("train") for kind in kinds),
+        "a response left out": any(not left for _, left in pairs),
+        "all left out": bool(pairs) and not any(left for _, left in pairs),
+        f"preview of {policy}": shown,
+        "preview, algorithm 1": shown and algorithm(config) == 1,
+        **dict.fromkeys(("unused old, error", "unused old, other", "zero, old far", "zero, old near"), False),
+    }
+    if config.use_rollout_log_probs:  # π_old is read by nothing
+        for response in batch:
+            for t, trains in enumerate(response.mask):
+                if not trains or response.rollout is None or response.old is None:
+                    continue
+                old, zero = response.old[t], response.rollout[t] == 0.0
+                reached[f"unused old, {'error' if policy == 'error' else 'other'}"] |= not old <= 0.1
+                reached["zero, old far"] |= zero and old < -3.0 < response.current[t]
+                reached["zero, old near"] |= zero and response.current[t] < -3.0 < old
+    return [name for name, so in reached.items() if so]
 
 
 EVERYTHING = [
@@ -239,7 +313,11 @@ EVERYTHING = [
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
     *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
     *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
-    *("sound", "nan", "positive", "floor", "zero_fill"),
+    *("sound", "nan", "positive", "floor", "zero_fill", "train_not_finite", "train_positive"),
+    *("left out", "left out, error", "left out, neutral", "left out, algorithm 3", "left out of a dry run"),
+    *("left out without a training log-prob", "a response left out", "all left out"),
+    *(f"preview of {policy}" for policy in ("neutral", "drop-token", "drop-sequence")),
+    *("preview, algorithm 1", "unused old, error", "unused old, other", "zero, old far", "zero, old near"),
     *(f"no {name}" for name in OPTIONAL),
     *("no response", "empty response", "masked response"),
 ]

@@ -32,7 +32,7 @@ class Response:
 
 @dataclass
 class Token:
-    """A token that trains. rollout is log π_rollout where that is a log-prob, else train, so that the ratio is 1."""
+    """A token that trains. train is 0 where it is invalid; rollout is train where either is, so that the ratio is 1."""
 
     place: int
     current: float
@@ -60,6 +60,11 @@ class Token:
     def log_ratio(self) -> float:
         return self.train - self.rollout
 
+    @property
+    def enters(self) -> bool:
+        """Without a training log-prob it has no loss and no terms; what they are divided by counts it all the same."""
+        return not self.kind.startswith("train")
+
 
 @dataclass
 class Verdict:
@@ -73,8 +78,12 @@ class Verdict:
 
 @dataclass
 class Judged:
-    """All responses with their decisions: `weight` (normalised) and `keep` as they would be, also in a dry run."""
+    """All responses with their decisions: `weight` (normalised) and `keep` as they would be, also in a dry run.
 
+    trained: what the loss runs over. responses: what is measured, the same but for tokens that are left out.
+    """
+
+    trained: list[list[Token]]
     responses: list[list[Token]]
     verdicts: dict[str, list[Verdict]]
     vetoed: list[list[Token]]
@@ -104,10 +113,44 @@ def bounded_exp(log_value: float) -> float:
     return math.exp(clamp(log_value, -SAFETY, SAFETY))
 
 
-# Section 3.7: which rollout log-probs are invalid ---------------------------------------------------------------------
+# Section 3.7: which log-probs are invalid, and where that matters -----------------------------------------------------
+
+
+def corrects(config: mp.MismatchConfig) -> bool:
+    """A weight, or something that rejects: mask mode is a weight, and to drop is to reject."""
+    drops = config.rollout_log_prob_policy.startswith("drop")
+    return weighted(config) or drops or bool(config.rs.criteria) or config.rs.veto_threshold is not None
+
+
+def loss_reads_rollout(config: mp.MismatchConfig) -> bool:
+    """As an anchor always; what is corrected only where it is applied."""
+    return algorithm(config) == 1 or (corrects(config) and not config.dry_run)
+
+
+def leaves_out(config: mp.MismatchConfig) -> bool:
+    """Invalid log-probs are not measured where no loss reads them, but a dry run under another policy than error shows
+    what that policy would do."""
+    shows = config.dry_run and corrects(config) and config.rollout_log_prob_policy != "error"
+    return not loss_reads_rollout(config) and not shows
+
+
+def stopping(batch: list[Response], config: mp.MismatchConfig) -> dict[tuple[int, int], str]:
+    """(response, place): kind of what is an error: no training log-prob, or none of the rollout where it is read."""
+    if config.rollout_log_prob_policy != "error":
+        return {}
+    return {
+        (n, token.place): token.kind
+        for n, response in enumerate(batch)
+        for token in read_tokens(response, config, ignore)
+        if not token.enters or (token.kind != "sound" and loss_reads_rollout(config))
+    }
 
 
 def kind_of(rollout: float | None, train: float, near: Near) -> str:
+    if math.isnan(train) or train == -math.inf:
+        return "train_not_finite"
+    if train > 0.1:
+        return "train_positive"
     if rollout is None or math.isnan(rollout):
         return "nan"
     if rollout > 0.1:
@@ -132,6 +175,7 @@ def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> li
         train = current if config.use_rollout_log_probs else old
         given = train if response.rollout is None else response.rollout[place]
         kind = "sound" if response.rollout is None else kind_of(given, train, near)
+        train = 0.0 if kind.startswith("train") else train
         tokens.append(
             Token(
                 place=place,
@@ -266,8 +310,10 @@ def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig,
 
 
 def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | None, near: Near) -> Judged:
-    """Every decision, each on the original mask; a rejection changes no weight."""
-    responses = [read_tokens(response, config, near) for response in batch]
+    """Every decision, each on the original mask, less what is left out; a rejection changes no weight."""
+    trained = [read_tokens(response, config, near) for response in batch]
+    out = leaves_out(config)
+    responses = [[token for token in tokens if token.kind == "sound" or not out] for tokens in trained]
     everything = [token for tokens in responses for token in tokens]
     own = 1.0
     if weighted(config):
@@ -300,4 +346,4 @@ def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | Non
             token.masked = token.masked or token.mode_rejects
             dropped = config.rollout_log_prob_policy == "drop-token" and token.kind != "sound"
             token.keep = not (token.masked or dropped or gone)
-    return Judged(responses, verdicts, vetoed, own)
+    return Judged(trained, responses, verdicts, vetoed, own)

@@ -32,6 +32,8 @@ class Answer:
 
 def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
     """The token's loss before weight and rejection, and its derivative."""
+    if not token.enters:
+        return
     advantage = token.advantage
     if algorithm(config) == 3:
         token.loss, token.slope = -advantage * token.current, -advantage
@@ -62,7 +64,7 @@ def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
 
 def penalty(token: Token, config: mp.MismatchConfig, near: Near) -> None:
     """The estimator of KL(π_θ‖π_ref) and its derivative."""
-    if token.ref is None:
+    if token.ref is None or not token.enters:
         return
     gap = token.current - token.ref
     near(abs(gap), SAFETY)
@@ -100,15 +102,15 @@ def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None
     """The corrected loss of a batch. factor: the mean weight of the whole step, where the batch is a part of it."""
     judged = decide(batch, config, factor, near)
     dry = config.dry_run
-    kept = [sum(token.keep or dry for token in tokens) for tokens in judged.responses]
-    all_of_them = [len(tokens) for tokens in judged.responses]
+    kept = [sum(token.keep or dry for token in tokens) for tokens in judged.trained]
+    all_of_them = [len(tokens) for tokens in judged.trained]
     counted = all_of_them if config.denominator == "original" else kept
     denominator, original = divisor(config, counted), divisor(config, all_of_them)
 
     shapes = [response.mask for response in batch]
     weights, keep, gradient, entropy_gradient = ([[0.0] * len(mask) for mask in shapes] for _ in range(4))
     policy, entropy, kl = [], [], []
-    for n, tokens in enumerate(judged.responses):
+    for n, tokens in enumerate(judged.trained):
         for token in tokens:
             objective(token, config, near)
             penalty(token, config, near)
@@ -118,7 +120,7 @@ def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None
             policy.append(factor_of_loss * token.loss)
             slope = factor_of_loss * token.slope / max(denominator, 1)
             factor_of_terms = share(config, all_of_them[n])
-            if config.terms.entropy_coef and token.entropy is not None:
+            if config.terms.entropy_coef and token.entropy is not None and token.enters:
                 entropy.append(-config.terms.entropy_coef * token.entropy * factor_of_terms)
                 entropy_gradient[n][token.place] = -config.terms.entropy_coef * factor_of_terms / max(original, 1)
             if config.terms.kl_coef:

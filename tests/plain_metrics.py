@@ -29,7 +29,7 @@ from plain_loss import Answer, algorithm
 
 import mismatch_plugin as mp
 
-DEFECTS = ("floor", "positive", "zero_fill", "train_not_finite", "nan")
+DEFECTS = ("floor", "positive", "zero_fill", "nan", "train_not_finite", "train_positive")
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}
 
 
@@ -70,19 +70,27 @@ Metrics = dict[str, float | Quantile]
 
 
 def plain_metrics(batch: list[Response], answer: Answer, config: mp.MismatchConfig, near: Near) -> Metrics:
-    """Every metric that the configuration declares, without the prefix."""
+    """Every metric that the configuration declares, without the prefix.
+
+    Where all that trains is left out, of the mismatch there is none: a mean of nothing would be read as agreement.
+    """
     if config.metrics == "off":
         return {}
+    trained = [token for tokens in answer.judged.trained for token in tokens]
     responses = [tokens for tokens in answer.judged.responses if tokens]
     tokens = [token for response in responses for token in response]
-    measured = all(response.rollout is not None for response in batch)
-    found = rejection(responses, tokens, answer, config)
-    found |= the_loss(tokens, answer, config, batch)
+    found = the_loss(trained, answer, config, batch)
+    found |= {"tokens": float(len(trained)), "sequences": float(sum(map(bool, answer.judged.trained)))}
+    given = all(response.rollout is not None for response in batch)
+    if given:
+        found |= {f"invalid_{kind}": float(sum(token.kind == kind for token in trained)) for kind in DEFECTS}
+    if trained and not tokens:
+        return found
+    found |= rejection(responses, tokens, answer, config)
     if weighted(config):
         found |= weights(responses, tokens, answer, config)
-    if measured:
+    if given:
         found |= ratios(responses, tokens, config) | outside(responses, config, near) | distance(responses, tokens)
-        found |= {f"invalid_{kind}": float(sum(token.kind == kind for token in tokens)) for kind in DEFECTS}
         if config.metrics == "full":
             found |= criteria(answer, config) | full(responses, tokens, batch, near)
     return found
@@ -197,8 +205,6 @@ def rejection(responses: list[list[Token]], tokens: list[Token], answer: Answer,
         "accepted_token_fraction": mean(token.keep for token in tokens),
         "accepted_seq_fraction": mean(any(token.keep for token in unit) for unit in responses),
         "all_rejected": float(bool(tokens) and not any(token.keep for token in tokens)),
-        "tokens": float(len(tokens)),
-        "sequences": float(len(responses)),
     }
     for criterion in config.rs.criteria:
         name = criterion_name(criterion)
@@ -263,7 +269,7 @@ def the_loss(tokens: list[Token], answer: Answer, config: mp.MismatchConfig, bat
             "ppo_kl": mean(-clamp(token.log_r, -20.0, 20.0) for token in tokens),
         }
     if all(response.entropy is not None for response in batch):
-        found["entropy"] = mean(token.entropy or 0.0 for token in tokens)
+        found["entropy"] = mean((token.entropy or 0.0) * token.enters for token in tokens)
     if all(response.ref is not None for response in batch):
         found["ref_kl"] = mean(token.kl for token in tokens)
     return found

@@ -297,6 +297,31 @@ def test_a_batch_without_one_valid_log_prob_has_no_metric_of_the_mismatch() -> N
     assert [warning.metric for warning in mp.check_health(metrics, mp.MismatchConfig())]
 
 
+@pytest.mark.parametrize("level", ["basic", "full"])
+def test_without_one_valid_log_prob_extremes_quantiles_and_criteria_are_absent_too(level: str) -> None:
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0]], rollout_log_probs=[[None]], loss_masks=[[1]], advantages=[1.0]
+    )
+    rejection = {"criteria": ["token:k2:0.5", "sequence_max:ratio:2.0"], "veto_threshold": 1e-4}
+    settings = config("error", use_tis=True, dry_run=True, metrics=level, rs=rejection)
+    metrics = mp.policy_loss(torch.tensor([-1.0]), packed, settings).statistics.metrics()
+    names = {name.removeprefix("rollout_corr/") for name in metrics if "invalid" not in name}
+    loss = {"pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "pg_clipfrac_high_side", "pg_clipfrac_low_side", "ppo_kl"}
+    assert names == {"tokens", "sequences", *loss}
+
+
+def test_a_token_that_is_left_out_is_above_no_bound() -> None:
+    """ρ of the other one is e^-.5 = .61, inside [.3, .9]; the 1 of what is left out is not."""
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.5, -1.0]], rollout_log_probs=[[-1.0, None]], loss_masks=[[1, 1]]
+    )
+    criterion = {"statistic": "ratio", "aggregate": "token", "lower_bound": 0.3, "upper_bound": 0.9}
+    settings = config("error", dry_run=True, metrics="full", rs={"criteria": [criterion]})
+    metrics = mp.correct(packed, settings).statistics.metrics()
+    assert metrics["rollout_corr/rollout_rs_token_ratio_fraction_high"] == 0
+    assert metrics["rollout_corr/rollout_rs_token_ratio_mean"] == pytest.approx(math.exp(-0.5))
+
+
 # The training side ----------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +365,19 @@ def test_old_log_probs_that_bypass_does_not_use_stop_nothing() -> None:
     assert float(result.loss) == -1.0 and result.statistics.metrics()["rollout_corr/tokens"] == 2
 
 
+def test_under_bypass_a_zero_is_a_fill_where_the_current_policy_is_far_from_0() -> None:
+    """Not where π_old is, which nothing uses."""
+    lists: dict[str, Any] = {"old_log_probs": [[-5.0, -1.0]], "rollout_log_probs": [[0.0, 0.0]], "loss_masks": [[1, 1]]}
+    packed = mp.PackedSequences.from_lists(**lists, advantages=[1.0])
+    settings = config(use_rollout_log_probs=True)
+    result = mp.policy_loss(torch.tensor([-1.0, -1.0]), packed, settings)
+    assert float(result.loss) == pytest.approx(-math.exp(-1.0))
+    assert result.statistics.metrics()["rollout_corr/invalid_zero_fill"] == 0
+    far = mp.policy_loss(torch.tensor([-1.0, -5.0]), packed, settings).statistics
+    with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 1 .*kind zero_fill"):
+        far.metrics()
+
+
 def test_a_million_defects_are_counted_and_a_few_named() -> None:
     """One object a defect took 22 s for a million. Sequences of different lengths, an empty one among them."""
     size = 1_000_000
@@ -352,7 +390,8 @@ def test_a_million_defects_are_counted_and_a_few_named() -> None:
     places = [(item.kind, item.sequence, item.position) for item in packed.invalid]
     expected = [("nan", 0, 0), ("nan", 0, 1), ("nan", 0, 2), *(("nan", 2, place) for place in range(5))]
     assert places == [*expected, ("positive", 2, size - 4)]
-    packed = packed.replace(old_log_probs=torch.full((size,), -1.0), invalid=packed.invalid)
+    found = {"invalid": packed.invalid, "invalid_counts": packed.invalid_counts}
+    packed = packed.replace(old_log_probs=torch.full((size,), -1.0), **found)
     with pytest.raises(mp.InvalidLogProbError, match=r"sequence 0, position 2 .*; and 999997 more"):
         mp.correct(packed, config())
     statistics = mp.correct(packed.replace(invalid=()), config()).statistics

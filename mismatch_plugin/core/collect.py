@@ -164,7 +164,7 @@ def _token_criteria(stage: Stage) -> Iterator[tuple[str, Tensor]]:
         stage.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
         low, high = criterion.log_bounds
         if low is not None and high is not None:
-            yield f"above_{criterion.name}", (value > high).logical_and_(stage.packed.loss_mask)
+            yield f"above_{criterion.name}", (value > high).masked_fill_(tokens.padding, False)
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
         yield f"value_{criterion.name}", value

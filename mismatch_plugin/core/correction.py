@@ -171,8 +171,9 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."
         )
-    # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing.
-    passed = TRAIN_DEFECTS if config.use_rollout_log_probs else ()
+    # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
+    # fill of a 0.0 either. The step finds those of π_θ.
+    passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()
     _refuse_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
 
 

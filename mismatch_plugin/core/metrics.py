@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
-_OF_THE_LOSS = {"one", "pg_loss", "clip_high", "clip_low", "ppo_kl", "entropy", "ref_kl", "invalid_nan"}
-"""What a metric may need that is there without a single valid pair of log-probs."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +23,7 @@ class Metric:
     """One declaration. `needs` names the state it is formed from: without it (another configuration) it is left out.
 
     A name with `{…}` stands for a family; `value` then returns a mapping from what replaces the braces.
+    trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
     """
 
     name: str
@@ -35,6 +34,7 @@ class Metric:
     unit: str = ""
     merges: str = "sum"
     level: str = "basic"
+    trained: bool = False
 
 
 def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> dict[str, float]:
@@ -42,12 +42,13 @@ def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], conf
     if config.metrics == "off":
         return {}
     state = f.State(sums, maxima, config)
+    none_valid = state.trained_tokens > 0 and not state.tokens
     metrics: dict[str, float] = {}
     for metric in METRICS:
         if not state.has(metric.needs):
             continue
-        if state.trained_tokens and not state.tokens and metric.needs not in _OF_THE_LOSS:
-            continue  # no log-prob was valid: a mean of nothing would be read as perfect agreement
+        if none_valid and not metric.trained:
+            continue  # a mean of nothing would be read as perfect agreement
         value = metric.value(state)
         if isinstance(value, Mapping):
             head, tail = metric.name.split("{")[0], metric.name.split("}")[-1]
@@ -149,9 +150,9 @@ METRICS: tuple[Metric, ...] = (
            lambda s: s.mean("kept_any", "sequences"), unit="share"),
     Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
            lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"])),
-    Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens"),
+    Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens", trained=True),
     Metric("sequences", "sequences with a response token", "step", "one",
-           lambda s: s.trained_sequences, unit="sequences"),
+           lambda s: s.trained_sequences, unit="sequences", trained=True),
     # How far apart the two policies are.
     Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio", lambda s: -s.mean("log_ratio"),
            unit="nat"),
@@ -182,24 +183,25 @@ METRICS: tuple[Metric, ...] = (
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
            lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat"),
     Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
-           unit="tokens"),
+           unit="tokens", trained=True),
     # The loss.
     Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
-           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor)),
+           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor), trained=True),
     Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.trained_tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.trained_tokens), unit="share",
+           trained=True),
     Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.trained_tokens), unit="share"),
+           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.trained_tokens), unit="share", trained=True),
     Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"], s.trained_tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_high"], s.trained_tokens), unit="share", trained=True),
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
-           lambda s: f.ratio(s.sums["clip_low"], s.trained_tokens), unit="share"),
+           lambda s: f.ratio(s.sums["clip_low"], s.trained_tokens), unit="share", trained=True),
     Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
-           lambda s: f.ratio(s.sums["ppo_kl"], s.trained_tokens), unit="nat"),
+           lambda s: f.ratio(s.sums["ppo_kl"], s.trained_tokens), unit="nat", trained=True),
     Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
-           lambda s: f.ratio(s.sums["entropy"], s.trained_tokens), unit="nat"),
+           lambda s: f.ratio(s.sums["entropy"], s.trained_tokens), unit="nat", trained=True),
     Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
-           lambda s: f.ratio(s.sums["ref_kl"], s.trained_tokens), unit="nat"),
+           lambda s: f.ratio(s.sums["ref_kl"], s.trained_tokens), unit="nat", trained=True),
     # Full diagnostics.
     Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
            f.quantiles, level="full"),
