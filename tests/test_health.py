@@ -142,7 +142,7 @@ def test_invalid_values_of_a_side_are_added_up_and_named_by_their_side() -> None
         assert len(faults) == (metric is not None)
         if metric is not None:
             side = "training" if "train" in metric else "rollout"
-            assert faults[0].metric.startswith(PREFIX + "invalid_") and "2 of 9" in str(faults[0])
+            assert faults[0].metric.startswith(PREFIX + "invalid_") and "2 of 100" in str(faults[0])
             assert f"{side} log-probs are invalid" in faults[0].meaning
 
 
