@@ -30,11 +30,11 @@ def batch(seed: int, spread: float = 0.3) -> dict[str, torch.Tensor]:
         return scale * torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
 
     rollout = -noise(1.0).abs() - 0.05
-    old = rollout + noise(spread)
+    old = (rollout + noise(spread)).clamp(max=-1e-3)  # a log-prob is not above 0
     return {
         "rollout_log_probs": rollout,
         "old_log_probs": old,
-        "log_prob": old + noise(0.2),
+        "log_prob": (old + noise(0.2)).clamp(max=-1e-3),
         "advantages": noise(1.0),
         "response_mask": MASK.clone(),
     }

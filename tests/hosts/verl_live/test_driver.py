@@ -133,8 +133,9 @@ def test_geometric_clipped_weights_which_verl_has_no_name_for() -> None:
     torch.testing.assert_close(weights, expected.unsqueeze(1) * mask, rtol=1e-12, atol=0)
 
 
-def test_a_log_prob_that_is_none_is_named() -> None:
+def test_an_invalid_log_prob_is_named_where_a_weight_reads_it() -> None:
     data = batch(5)
     data["rollout_log_probs"][2, 4] = torch.nan
     with pytest.raises(InvalidLogProbError, match="sequence 2, position 4 is missing or NaN"):
-        driver(data, {**correction(), "mismatch": {"metrics": "basic"}})
+        driver(data, {**correction(rollout_is="token"), "mismatch": {"metrics": "basic"}})
+    driver(data, {**correction(), "mismatch": {"metrics": "basic"}})  # here only metrics read it
