@@ -72,15 +72,15 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
 
 def find_host(target: Target, named: str | None = None) -> Host:
     """The host named, or else the one whose package the script imports. Raises ValueError where that is not one."""
-    if named is not None:
-        if named not in HOSTS:
-            raise unknown(HOST_FLAG, named, HOSTS)
-        return _host(named)
     source = target.path.read_bytes() if target.path is not None else b""
     try:
         imported = imported_packages(source) | ({target.name} if target.module else set())
     except (SyntaxError, ValueError) as error:
         raise no_python(target.path, error) from None
+    if named is not None:
+        if named not in HOSTS:
+            raise unknown(HOST_FLAG, named, HOSTS)
+        return _host(named)
     found = [host for host in map(_host, HOSTS) if any(_is_in(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]

@@ -69,7 +69,7 @@ def _starts(words: list[str]) -> bool:
         return plain[:1] in ([], [UNKNOWN], ["launch"])
     if program in _ENVIRONMENTS:
         return plain[:1] in ([], [UNKNOWN]) or ("run" in plain and _any_starts(rest[rest.index("run") + 1 :]))
-    if program in _LAUNCHERS or _TRAINER.search(program):
+    if program in _LAUNCHERS or program.endswith(".py") or _TRAINER.search(program):
         return True
     if program in _WRAPPERS or not program:  # "" is …: words that the source does not tell
         return _any_starts(rest)
@@ -78,8 +78,10 @@ def _starts(words: list[str]) -> bool:
 
 def _any_starts(words: list[str]) -> bool:
     """Whether a command begins at one of the words, or is written inside one."""
-    inside = any(" " in word and starts_trainer(word) for word in words)
-    return inside or any(_starts(words[index:]) for index in range(len(words)))
+    if any(" " in word and starts_trainer(word) for word in words):
+        return True
+    reader = next((index for index, word in enumerate(words) if word in _READERS), len(words))
+    return any(_starts(words[index:reader]) for index in range(reader))
 
 
 def _python_starts(rest: list[str]) -> bool:

@@ -32,6 +32,7 @@ _STARRED = {
 _SAME_TEXT = ("shlex.split", "shlex.join", "textwrap.dedent", "shutil.which", "pathlib.Path", "os.path.abspath")
 _SAME_TEXT_BUILTINS = ("str", "list", "tuple", "print")
 _SAME_TEXT_METHODS = ("split", "strip", "format", "replace", "lstrip", "rstrip", "copy", "as_posix")
+_GROWS = ("append", "extend", "insert")
 _DEEPEST = 12
 _LONGEST = 20_000
 
@@ -89,9 +90,8 @@ class Source:
             targets, values = node.targets, [node.value]
         elif isinstance(node, ast.AnnAssign | ast.AugAssign | ast.NamedExpr) and node.value is not None:
             targets, values = [node.target], [node.value]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-            if node.func.attr in ("append", "extend", "insert"):
-                targets, values = [node.func.value], node.args[-1:]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GROWS:
+            targets, values = [node.func.value], node.args[-1:]
         for target in targets:
             if isinstance(target, ast.Name):
                 self.values.setdefault((id(scope), target.id), []).extend((value, scope) for value in values)
