@@ -51,7 +51,7 @@ class Source:
         self.values: dict[tuple[int, str], list[tuple[ast.expr, _Scope]]] = {}
         self.functions: dict[str, _Function] = {}
         self.parents: dict[int, _Scope] = {}
-        self._read(tree, tree)
+        self._read()
 
     def resolve(self, node: ast.expr) -> str | None:
         """Full dotted name of an expression that begins with something imported."""
@@ -71,17 +71,19 @@ class Source:
         names = (self.resolve(node) for node in ast.walk(self.tree) if isinstance(node, ast.Attribute | ast.Name))
         return any(name is not None and _RAY_CLIENT.fullmatch(name) for name in names)
 
-    def _read(self, node: ast.AST, scope: _Scope) -> None:
-        for child in ast.iter_child_nodes(node):
-            inner = scope
-            if isinstance(child, _Function):
-                self.functions.setdefault(child.name, child)
-                self.parents[id(child)] = scope
-                inner = child
-            elif isinstance(child, ast.Call):
-                self.calls.append((child, scope))
-            self._note_values(child, scope)
-            self._read(child, inner)
+    def _read(self) -> None:
+        """Without recursion: generated scripts nest deeper than Python's stack."""
+        waiting: list[tuple[ast.AST, _Scope]] = [(self.tree, self.tree)]
+        while waiting:
+            node, scope = waiting.pop()
+            self._note_values(node, scope)
+            if isinstance(node, ast.Call):
+                self.calls.append((node, scope))
+            elif isinstance(node, _Function):
+                self.functions.setdefault(node.name, node)
+                self.parents[id(node)] = scope
+                scope = node
+            waiting += [(child, scope) for child in reversed(list(ast.iter_child_nodes(node)))]
 
     def _note_values(self, node: ast.AST, scope: _Scope) -> None:
         targets: list[ast.expr] = []
@@ -104,7 +106,11 @@ def trainer_starts(sources: list[Source]) -> Iterator[tuple[Source, str, int]]:
         for call, scope in source.calls:
             name = source.resolve(call.func) or ""
             job = submits and isinstance(call.func, ast.Attribute) and call.func.attr == "submit_job"
-            if _HELPER.fullmatch(name) or starts_trainer(_Text(sources).of_call(source, call, scope, name, job)):
+            try:
+                command = _Text(sources).of_call(source, call, scope, name, job)
+            except RecursionError:
+                command = UNKNOWN
+            if _HELPER.fullmatch(name) or starts_trainer(command):
                 yield source, ast.unparse(call.func), call.lineno
 
 
