@@ -27,7 +27,7 @@ from mismatch_plugin.fields import unknown
 from mismatch_plugin.launching import patched
 from mismatch_plugin.launching.command_line import HOST_FLAG, Given, help_text, named_host, script_position
 from mismatch_plugin.launching.plan import Host, Plan, make_plan, start_block
-from mismatch_plugin.launching.starters import imported_packages, no_python
+from mismatch_plugin.launching.starters import imported_packages, no_python, refuse_starter
 
 HOSTS = {
     "slime": "slime",
@@ -72,18 +72,20 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
 
 def find_host(target: Target, named: str | None = None) -> Host:
     """The host named, or else the one whose package the script imports. Raises ValueError where that is not one."""
-    if named is not None:
-        if named not in HOSTS:
-            raise unknown(HOST_FLAG, named, HOSTS)
-        return _host(named)
-    source = target.path.read_text(encoding="utf-8", errors="replace") if target.path is not None else ""
+    source = target.path.read_bytes() if target.path is not None else b""
     try:
         imported = imported_packages(source) | ({target.name} if target.module else set())
     except (SyntaxError, ValueError) as error:
         raise no_python(target.path, error) from None
+    if named is not None:
+        if named not in HOSTS:
+            raise unknown(HOST_FLAG, named, HOSTS)
+        return _host(named)
     found = [host for host in map(_host, HOSTS) if any(_is_in(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
+    if not found and target.path is not None:
+        refuse_starter(None, target.path)  # naming the host would only hide it
     seen = f"imports {' and '.join(host.name for host in found)}" if found else "imports no host that is known"
     raise ValueError(f"{target.name} {seen}: say which it is, {HOST_FLAG} {'|'.join(HOSTS)}.")
 

@@ -16,7 +16,7 @@ HOST_FLAG = "--mismatch-host"
 _FAMILIES = ("--tis-", "--rs-", "--mismatch-", "--use-tis", "--use-rs", "--use-rollout-log", "--rollout-log-prob")
 _SIMILAR = 0.88
 _DASHES = dict.fromkeys(map(ord, "‐‑‒–—―−"), "-")  # what editors and web pages make of one
-_SWITCHED = ("true", "false", "yes", "no", "on", "off")
+_SWITCHED = ("true", "false", "yes", "no", "on", "off", "0", "1")
 _OF_THE_LAUNCHER = (HOST_FLAG, "--mismatch-explain-only")
 
 
@@ -139,7 +139,8 @@ def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[s
     # With other dashes it may be a value, which begins like a flag of ours by chance.
     if not meant and not (_is_flag(flag) and plain.startswith(_FAMILIES)):
         return
-    meant = meant or difflib.get_close_matches(plain, known, n=1, cutoff=0.5)
+    # What is misspelt may also be the host's: --tis_clip for slime's --tis-clip.
+    meant = difflib.get_close_matches(plain, [*known, *host_flags], n=1, cutoff=0.5) or meant
     fix = f"did you mean {meant[0]}?" if meant else "mismatch-plugin has no such flag."
     raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
 

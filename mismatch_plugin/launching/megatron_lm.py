@@ -60,7 +60,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     folders = [] if script is None else [script.parent]
     refuse_old_megatron(folders)
     _refuse_other_loss(folders)
-    patched = script is not None and "mismatch_plugin" in script.read_text(encoding="utf-8")
+    patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if args.rl_inference_logprobs_is_correction else (_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
     config = megatron_rl.settings(args)
@@ -89,7 +89,7 @@ def _refuse_other_loss(folders: list[Path]) -> None:
     path = next((p for root in roots if (p := root / "megatron" / "rl" / "rl_utils.py").is_file()), None)
     if path is None:
         return
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = ast.parse(path.read_bytes())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     theirs = next((f for f in functions if f.name == "calculate_grpo_loss"), None)
     found = [] if theirs is None else [argument.arg for argument in theirs.args.args]

@@ -64,15 +64,16 @@ class Host:
 def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Given, Plan]:
     """Read a command line and plan the run; its lines end in what was warned about and the host's version.
 
-    Raises ValueError.
+    Raises ValueError. With the host named by hand the script is not questioned: that is the way to say that it trains.
     """
     with collected_notes() as notes:
         given = read_command_line(argv, host.flags)
-        if given.flags and script is not None:
-            refuse_starter(host.name, script)
+        questioned = script if given.host is None else None
+        if given.flags and questioned is not None:
+            refuse_starter(host.name, questioned)
         plan = host.plan(given, script)
-        if plan.added and script is not None:  # for settings in the host's YAML
-            refuse_starter(host.name, script)
+        if plan.added and questioned is not None:  # for settings in the host's YAML
+            refuse_starter(host.name, questioned)
     new = tuple(f"note: {note}" for note in notes if not any(note in line for line in plan.lines))
     version = (version_line(host.name, [script.parent] if script is not None else []),) if plan.ours else ()
     return given, replace(plan, lines=plan.lines + new + version)

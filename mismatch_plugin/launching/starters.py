@@ -1,4 +1,4 @@
-"""What a script's source tells before it runs: which packages it imports, and whether it only starts another program.
+"""What a script's source tells before it runs: which packages it imports, and whether it only starts a trainer.
 
 A script that only starts a trainer (miles's Python scripts, which submit a Ray job; a wrapper around subprocess) takes
 the launcher's changes nowhere: they hold in its own process.
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from pathlib import Path
+
+from mismatch_plugin.launching.programs import Source, trainer_starts
 
 # Host → modules of which a script that trains imports one.
 _TRAINS = {
@@ -21,46 +23,47 @@ _TRAINS = {
 _TRAINERS = {"megatron-lm": "train_rl.py", "verl": "-m verl.trainer.main_ppo", "nemo-rl": "run_grpo.py"}
 # Hosts whose parser takes our flags in whatever process it runs, once it is patched.
 _PATCHED = ("slime", "miles")
-# Last part of a call that runs another program; the hosts' own helpers come last.
-_STARTS = (
-    *("system", "popen", "Popen", "check_call", "check_output", "getoutput", "submit_job"),
-    *("create_subprocess_exec", "create_subprocess_shell", "execv", "execve", "execvp", "execvpe", "execl", "execlp"),
-    *("posix_spawn", "spawnv", "spawnvp", "execute_train", "exec_command", "exec_command_cpu", "exec_command_gpu"),
-)
-_STARTS_OF_SUBPROCESS = ("run", "call")
 _MOST_FILES = 100
 
 
-def imported_packages(source: str) -> set[str]:
-    """Dotted names of all modules that a script imports anywhere, and what it takes from them."""
+def imported_packages(source: bytes) -> set[str]:
+    """Dotted names of all modules that a script imports anywhere, and what it takes from them.
+
+    source: the file's bytes, so that a byte order mark and an encoding declared are read as Python reads them.
+    """
     return _imports(ast.parse(source))
 
 
-def refuse_starter(host: str, script: Path) -> None:
-    """Raise ValueError where a script runs other programs and never imports what trains with the host.
+def refuse_starter(host: str | None, script: Path) -> None:
+    """Raise ValueError where a script starts a trainer in another program and never imports what trains with the host.
 
-    The script and the local modules that it imports are read; none of them is run.
+    host None: any. The script and the local modules that it imports are read; none of them is run. A program that does
+    not look like a trainer is no reason, nor is a command that the source does not tell: whether the flags were read
+    is asked again after the run.
     """
-    start = None
-    for path, tree in _local_modules(script):
-        if any(_is_below(name, _TRAINS[host]) for name in _imports(tree)):
+    trains = _TRAINS[host] if host is not None else tuple(name for names in _TRAINS.values() for name in names)
+    paths: dict[str, Path] = {}
+    sources: list[Source] = []
+    for name, path, tree in _local_modules(script):
+        if any(_is_below(imported, trains) for imported in _imports(tree)):
             return
-        found = sorted(_starts(tree), key=lambda call: "train" not in call[0])  # execute_train says more than a pkill
-        if start is None and found:
-            start = (path, *found[0])
-    if start is None:
+        paths[name] = path
+        sources.append(Source(name, tree))
+    starts = sorted(trainer_starts(sources), key=lambda start: "train" not in start[1])  # execute_train says most
+    if not starts:
         return
-    path, call, line = start
-    there = f"python -m mismatch_plugin.launch {_TRAINERS.get(host, 'train.py')} …"
+    source, call, line = starts[0]
+    there = f"python -m mismatch_plugin.launch {_TRAINERS.get(host or '', 'train.py')} …"
     ways = [f"put the launcher where the trainer itself is started (`{there}`)"]
     if host in _PATCHED:
         ways.append(
             f"or patch the checkout once (`mismatch-plugin patch apply --host {host} --root DIR`) and write the flags "
             f"among the arguments that {script.name} hands on{_handed_on(script)}"
         )
+    ways.append(f"or, if {script.name} does train in its own process, say so with --mismatch-host {host or 'HOST'}")
     raise ValueError(
-        f"{script.name} trains nothing itself, it starts another program ({call}, {path.name} line {line}), where the "
-        f"plugin's flags would not arrive: {', '.join(ways)}."
+        f"{script.name} trains nothing itself, it starts another program ({call}, {paths[source.name].name} line "
+        f"{line}), where the plugin's flags would not arrive: {', '.join(ways)}."
     )
 
 
@@ -75,31 +78,32 @@ def no_python(path: Path | None, error: Exception) -> ValueError:
 
 def _handed_on(script: Path) -> str:
     """miles's scripts have a parameter for it."""
-    found = "extra_args" in script.read_text(encoding="utf-8", errors="replace")
+    found = b"extra_args" in script.read_bytes()
     return ' (--extra-args "--use-tis …")' if found else ""
 
 
-def _local_modules(script: Path) -> Iterator[tuple[Path, ast.Module]]:
-    """The script and, breadth first, the modules next to it or in the current folder that it imports."""
+def _local_modules(script: Path) -> Iterator[tuple[str, Path, ast.Module]]:
+    """(name, path, tree) of the script and, breadth first, of the modules next to it or in the current folder that it
+    imports."""
     roots = list(dict.fromkeys([script.resolve().parent, Path.cwd()]))
-    waiting, seen = [script.resolve()], set[Path]()
+    packages = {name.split(".")[0] for names in _TRAINS.values() for name in names}
+    waiting, seen = [("__main__", script.resolve())], set[Path]()
     while waiting and len(seen) < _MOST_FILES:
-        path = waiting.pop(0)
+        module, path = waiting.pop(0)
         if path in seen:
             continue
         seen.add(path)
         try:
-            tree = ast.parse(path.read_text(encoding="utf-8", errors="replace"))
+            tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError) as error:
             if path == script.resolve():
                 raise no_python(script, error) from None
             continue  # the interpreter says it when it comes to it
-        yield path, tree
-        packages = {name.split(".")[0] for names in _TRAINS.values() for name in names}
+        yield module, path, tree
         for name in sorted(_imports(tree)):
             if name.split(".")[0] not in packages:  # what a host's own helpers import says nothing about the script
                 files = (root.joinpath(*name.split(".")).with_suffix(".py") for root in roots)
-                waiting += [file for file in files if file.is_file()]
+                waiting += [(name, file) for file in files if file.is_file()]
 
 
 def _imports(tree: ast.Module) -> set[str]:
@@ -110,17 +114,6 @@ def _imports(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
     return found
-
-
-def _starts(tree: ast.Module) -> Iterator[tuple[str, int]]:
-    """(call as written, line) of everything that runs another program."""
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        written = ast.unparse(node.func)
-        *before, last = written.split(".")
-        if last in _STARTS or (last in _STARTS_OF_SUBPROCESS and before[-1:] == ["subprocess"]):
-            yield written, node.lineno
 
 
 def _is_below(name: str, modules: tuple[str, ...]) -> bool:

@@ -49,7 +49,13 @@ def test_underscores_are_dashes_in_every_flag() -> None:
     assert "--use_tis" not in help_text("usage", "description")
 
 
-@pytest.mark.parametrize("line", ["--use-tis false", "--mismatch-dry-run True --lr 1", "--tis-batch-normalize off"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("--use-tis false", "--mismatch-dry-run True --lr 1", "--tis-batch-normalize off"),
+        *("--use-tis 0", "--mismatch-dry-run 0", "--mismatch_dry_run 1 --lr 1"),
+    ],
+)
 def test_a_switch_with_a_value_is_refused(line: str) -> None:
     """The value would go to the host, which may pass over it, and the switch would be on."""
     with pytest.raises(ValueError, match="is a switch and takes no value"):
@@ -109,6 +115,12 @@ def test_a_host_s_own_flags_near_ours_pass() -> None:
         _read("--tis-clip 3")
 
 
+@pytest.mark.parametrize("typed", ["--tis_clip", "--tis-clp"])
+def test_the_flag_that_is_meant_may_be_the_host_s(typed: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{typed} is unknown: did you mean --tis-clip\?"):
+        _read(f"{typed}=3", ("--tis-clip", "--tis-clip-low"))
+
+
 def test_criteria_may_be_given_more_than_once() -> None:
     given = _read("--rs-criterion token:k2:0.5 --rs-criterion sequence_max:k3:0.5")
     assert [criterion["statistic"] for criterion in given.settings["rs"]["criteria"]] == ["k2", "k3"]
@@ -149,6 +161,20 @@ def test_the_host_is_what_the_script_imports(source: str, host: str, tmp_path: P
     path = tmp_path / "script.py"
     path.write_text(source)
     assert find_host(Target(str(path), False, path)).name == host
+
+
+def test_a_script_is_read_in_its_own_encoding(tmp_path: Path) -> None:
+    """As Python reads it: a byte order mark, or the encoding that is declared."""
+    script = ray_tree(tmp_path / "tree", "slime")
+    script.write_bytes(b"\xef\xbb\xbf" + script.read_bytes())
+    done = launch(script, "--use-tis --num-rollout 3")
+    assert done.status == 0, done.errors
+    assert done.given is not None and done.given["args"]["use_tis"] is True
+    for module, host in (("verl", "verl"), ("megatron.rl", "megatron-lm")):
+        latin = tmp_path / f"{host}.py"
+        latin.write_bytes(f"# coding: latin-1\n# \xe9\nimport {module}\n".encode("latin-1"))
+        line = "--use-tis --use-rollout-log-probs" if host == "verl" else "--use-tis"
+        assert prepare([str(latin), *line.split()])[1].name == host
 
 
 def test_every_host_can_be_named() -> None:
@@ -217,50 +243,7 @@ def test_help_behind_a_script_that_cannot_start_names_ours(tmp_path: Path) -> No
     assert "own flags" not in launch(tmp_path / "train.py", "--use-tis").errors
 
 
-# Scripts that only start a trainer ------------------------------------------------------------------------------------
-
-_STARTERS = {
-    "miles's scripts": "import miles.utils.external_utils.command_utils as U\nU.execute_train(train_args='')\n",
-    "a shell": "import os\nos.system('python3 train.py')\n",
-    "subprocess": "import subprocess\nsubprocess.run(['python3', 'train.py'], check=True)\n",
-    "a Ray job": "from ray.job_submission import JobSubmissionClient\nJobSubmissionClient().submit_job()\n",
-    "a module next to it": "import common\ncommon.start()\n",
-}
-
-
-@pytest.mark.parametrize("host", HOSTS)
-@pytest.mark.parametrize("name", _STARTERS)
-def test_a_script_that_only_starts_a_trainer_is_refused(name: str, host: str, tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(_STARTERS[name])
-    (tmp_path / "common.py").write_text("import subprocess\n\n\ndef start():\n    subprocess.Popen(['ray'])\n")
-    line = ["--mismatch-host", host, str(script)]
-    with pytest.raises(
-        ValueError, match=r"^run\.py trains nothing itself, it starts another program \(.* line \d+\)"
-    ) as e:
-        prepare([*line, "--use-tis"])
-    assert "python -m mismatch_plugin.launch" in str(e.value)
-    assert ("mismatch-plugin patch apply" in str(e.value)) == (host in ("slime", "miles"))
-    if host != "nemo-rl":  # which reads its YAML in any case
-        assert prepare(line)[3].added == ()  # without our flags there is nothing to lose
-
-
-def test_where_the_flags_go_instead_is_said(tmp_path: Path) -> None:
-    script = tmp_path / "run.py"
-    script.write_text(_STARTERS["miles's scripts"] + "extra_args = ''\n")
-    with pytest.raises(
-        ValueError, match=r"\(U\.execute_train, run\.py line 2\).*--host miles .*--extra-args \"--use-tis"
-    ):
-        prepare([str(script), "--use-tis"])
-
-
-def test_a_trainer_that_also_runs_programs_is_none_of_them(tmp_path: Path) -> None:
-    """Directly, or by a module of its own folder that reads the command line."""
-    script = ray_tree(tmp_path / "tree", "slime")
-    script.write_text("import subprocess\nsubprocess.run(['true'], check=True)\n" + script.read_text())
-    assert prepare([str(script), "--use-tis"])[1].name == "slime"
-    (script.parent / "mine.py").write_text("import os, train\nimport slime\nos.system('true')\n")
-    assert prepare([str(script.parent / "mine.py"), "--use-tis"])[1].name == "slime"
+# Scripts that train nothing -------------------------------------------------------------------------------------------
 
 
 def test_a_shell_script_is_refused_with_the_place_for_the_launcher(tmp_path: Path) -> None:
