@@ -150,7 +150,7 @@ class UpdateVerifier:
             answer = await self._transport.call("POST", "/weights_checker", body, retries=self._retries)
             return read_checksums(answer.json)
         except RequestError as error:
-            if sure or error.kind in ("connection", "timeout", "deadline"):
+            if sure or error.kind in ("connection", "timeout", "deadline", "closed"):
                 then = "whether the weights arrived cannot be told" if sure else "no weights were sent"
                 raise WeightUpdateError(f"{then}: {error}") from error
             self._supported = False
