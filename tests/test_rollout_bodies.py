@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import tracemalloc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -144,6 +145,49 @@ def test_compressed_bodies_are_judged_by_what_they_hold() -> None:
         read(Pieces(b"hello", 1), 50, **coded)
     with pytest.raises(BodyTooLarge):  # by its own word, before anything is read
         read(Pieces(b"x", None), 50, **{"Content-Length": "51"})
+
+
+def test_all_members_of_a_gzip_body_are_read() -> None:
+    coded: dict[str, Any] = {"Content-Encoding": "gzip"}
+    two = gzip.compress(b"a" * 30) + gzip.compress(b"") + gzip.compress(b"b" * 20)
+    text = b"a" * 30 + b"b" * 20
+    for body in (two, two + b"\0" * 9):
+        assert read(Pieces(body, 1), 50, **coded) == text
+        for size in (1, 7):  # whichever way the network cuts it
+            pieces = httpx.Response(200, headers=coded, content=chunks(body, size))
+            assert asyncio.run(read_body(pieces, 50)) == text
+    with pytest.raises(BodyTooLarge):
+        read(Pieces(two, 1), 49, **coded)
+    with pytest.raises(BodyTooLarge):
+        read(Pieces(gzip.compress(b"a"), None), 49, **coded)
+    for cut in (two[:-5], two + two[:5], two[:3]):
+        with pytest.raises(BodyCutOff):
+            read(Pieces(cut, 1), 50, **coded)
+    with pytest.raises(BodyGarbled):
+        read(Pieces(two + b"hello", 1), 50, **coded)
+
+
+async def chunks(body: bytes, size: int) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'{"text": "", "n": ' + b"7" * 6000 + b"}", "JSON that cannot be read .*digits"),
+        (b'{"text": "\xff\xfe!"}', "JSON that is not utf-8, from byte 10 on"),
+    ],
+)
+def test_json_that_is_whole_and_cannot_be_read_is_not_asked_for_again(body: bytes, says: str) -> None:
+    found, _ = outcome(Reply(body=body))
+    assert found.failure is not None and (found.failure.kind, found.attempts) == ("content", 1)
+    assert re.search(says, found.failure.message), found.failure.message
+
+
+def test_json_cut_within_a_character_is_asked_for_again() -> None:
+    found, _ = outcome(Reply(body='{"text": "\u00e9'.encode()[:-1]))
+    assert found.failure is not None and (found.failure.kind, found.attempts) == ("connection", 3)
 
 
 def test_the_limit_is_raised_by_its_option() -> None:

@@ -125,3 +125,29 @@ def test_a_closed_client_sends_nothing_more() -> None:
 
     with FaultyServer(lambda request: honest(request) if request.json is None else Reply(hang=True)) as server:
         asyncio.run(asyncio.wait_for(run(server), GUARD_S))
+
+
+@pytest.mark.parametrize("attempts", [1, 100])
+def test_closing_loses_nothing_that_had_come(attempts: int) -> None:
+    def respond(request: Request) -> Reply:
+        return Reply(hang=True) if request.json is not None and request.json["input_ids"] == [2] else honest(request)
+
+    async def run(server: FaultyServer) -> None:
+        client = SGLangClient(server.url, concurrency=1, retries=Retries(attempts, 0.01, 0.01))
+        came = asyncio.Event()
+        pending = asyncio.create_task(
+            client.generate_outcomes([[1], [2], [3]], ONE, progress=lambda progress: came.set())
+        )
+        await came.wait()
+        while [2] not in [body["input_ids"] for body in server.bodies("/generate")]:
+            await asyncio.sleep(0.01)
+        await client.close()
+        first, second, third = await pending
+        assert first.value is not None and first.value.prompt_ids == [1]
+        assert second.failure is not None and second.failure.kind == ("connection" if attempts == 1 else "closed")
+        assert second.attempts == 1
+        assert third.failure is not None and (third.failure.kind, third.attempts) == ("closed", 0)
+        assert "this client is closed: open another one" in third.failure.message
+
+    with FaultyServer(respond) as server:
+        asyncio.run(asyncio.wait_for(run(server), GUARD_S))

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from mismatch_plugin.rollout.checksums import Sent
 from mismatch_plugin.rollout.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.transport import Retries
-from mismatch_plugin.rollout.verification import Sent, UpdateVerifier, fault
+from mismatch_plugin.rollout.verification import UpdateVerifier, fault
 from tests.fixtures.faulty_server import FaultyServer, Reply
-from tests.fixtures.weights_server import WeightsServer, checkpoint
+from tests.fixtures.weights_server import WeightsServer, checkpoint, fused
 
 BASE, NEW, NEWER = checkpoint(0), checkpoint(1), checkpoint(2)
 COUNT = 3 * (4 + 1) + 3  # a layer: qkv, o, gate_up, down and a norm; embedding, last norm, head
@@ -208,6 +209,9 @@ def test_after_an_update_from_disk_nothing_is_known_of_what_was_sent_before() ->
         Reply({"success": False, "message": "Unsupported action='checksum'"}, status=400),
         Reply({"success": True, "message": "Success."}),
         Reply({"success": True, "ranks": [{"checksums": {}}]}),
+        Reply({"success": True, "ranks": 5}),
+        Reply({"success": True, "ranks": [{"checksums": 5}]}),
+        Reply({"success": False, "ranks": [{"checksums": fused(BASE)}]}),
         Reply([1]),
     ],
 )
@@ -231,11 +235,16 @@ def test_checksums_that_came_before_and_not_after_are_an_error() -> None:
         update(served, NEW)
 
 
-@pytest.mark.parametrize(("every", "verified"), [(0, []), (1, [1, 2, 3, 4]), (2, [1, 3]), (3, [1, 4]), (9, [1])])
-def test_only_every_nth_update_is_verified(every: int, verified: list[int], caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("every", "verified", "asked"),
+    [(0, [], 0), (1, [1, 2, 3, 4], 8), (2, [1, 3], 4), (3, [1, 4], 5), (9, [1], 2)],  # 5: once before version 3
+)
+def test_only_every_nth_update_is_verified(
+    every: int, verified: list[int], asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "mismatch_plugin"):
         paths = update(WeightsServer(BASE), NEW, BASE, NEWER, nudged(NEWER, 1e-3), every=every)
-    assert paths.count("/weights_checker") == 2 * len(verified)
+    assert paths.count("/weights_checker") == asked
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(" verified")[0] for line in lines] == [f"version {number}" for number in verified]
 
@@ -261,9 +270,101 @@ def test_a_server_that_is_gone_is_an_error_and_no_reason_to_update_unseen() -> N
     assert served.version == "default"
 
 
-def test_tensors_are_compared_with_the_last_update_whether_it_was_verified_or_not() -> None:
-    # Version 3 is compared with version 2, of which nothing was verified: only the norm moved since.
-    update(WeightsServer(BASE), NEW, NEWER, NEWER | {"model.norm.weight": torch.zeros(4)}, every=2)
+@pytest.mark.parametrize("every", [2, 3])
+def test_tensors_are_compared_with_the_last_update_whether_it_was_verified_or_not(every: int) -> None:
+    # The last is compared with the one before it, which the checksums show to have arrived: only the norm moved since.
+    states = [NEW, nudged(NEW, 0.5), NEWER][-every:]
+    update(WeightsServer(BASE), *states, NEWER | {"model.norm.weight": torch.zeros(4)}, every=every)
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_a_step_that_moves_nothing_after_an_unverified_update_is_a_warning(
+    every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "mismatch_plugin"):
+        update(WeightsServer(BASE), *[NEW, nudged(NEW, 0.5), NEWER][-every:], NEWER, every=every)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"version {every + 1} has the same weights as the update before it")
+
+
+def test_an_update_that_nobody_looked_at_excuses_no_later_one() -> None:
+    async def run(url: str) -> None:
+        async with SGLangClient(url) as client:
+            await client.update_weights_from_tensors(NEW, 1, expect_changed="any")
+            for version in (2, 3):
+                with pytest.raises(WeightUpdateError, match=rf"version {version}, but no tensor .* or takes none"):
+                    await client.update_weights_from_tensors(NEW, version)
+
+    served = WeightsServer(BASE)
+    served.skip = lambda name: True
+    with FaultyServer(served) as server:
+        asyncio.run(run(server.url))
+
+
+def test_a_re_sync_forgets_what_had_arrived() -> None:
+    # The server was started anew between version 1 and 2, and takes nothing since.
+    async def run(url: str) -> None:
+        async with SGLangClient(url) as client:
+            await client.update_weights_from_tensors(NEW, 1)
+            served.weights, served.skip = dict(BASE), lambda name: True
+            await client.update_weights_from_tensors(NEW, 2, expect_changed="any")
+            with pytest.raises(WeightUpdateError, match="version 3, but no tensor changed"):
+                await client.update_weights_from_tensors(NEW, 3)
+
+    served = WeightsServer(BASE)
+    with FaultyServer(served) as server:
+        asyncio.run(run(server.url))
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_an_update_that_was_lost_unverified_is_found_when_it_is_sent_again(every: int) -> None:
+    served = WeightsServer(BASE)
+    served.skip = lambda name: served.version in (str(every - 1), str(every))  # the last two are lost
+    states = [nudged(BASE, 1.0), nudged(NEW, 0.5), NEW][-every:]
+    with pytest.raises(WeightUpdateError, match=f"version {every + 1}, but no tensor changed"):
+        update(served, *states, NEW, every=every)
+
+
+def test_only_what_changed_counts_as_arrived_where_some_was_enough() -> None:
+    async def run(url: str) -> None:
+        async with SGLangClient(url) as client:
+            await client.update_weights_from_tensors(NEW, 1, expect_changed="some")
+            with pytest.raises(WeightUpdateError, match="version 2, but no tensor changed"):
+                await client.update_weights_from_tensors(NEW, 2)
+
+    served = WeightsServer(BASE)
+    served.skip = lambda name: name != "lm_head.weight"
+    with FaultyServer(served) as server:
+        asyncio.run(run(server.url))
+
+
+def test_the_first_update_of_a_run_may_change_nothing_and_the_next_ones_are_verified() -> None:
+    async def run(url: str) -> None:
+        async with SGLangClient(url) as client:
+            await client.update_weights_from_tensors(BASE, 1, expect_changed="any")
+            await client.update_weights_from_tensors(NEW, 2)
+            served.skip = lambda name: name == "model.norm.weight"
+            with pytest.raises(WeightUpdateError, match=f"1 of {COUNT} tensors should .* not: model.norm.weight"):
+                await client.update_weights_from_tensors({name: t + 1 for name, t in NEW.items()}, 3)
+
+    served = WeightsServer(BASE)
+    with FaultyServer(served) as server:
+        asyncio.run(run(server.url))
+
+
+@pytest.mark.parametrize(
+    ("after", "says"),
+    [
+        ([{"a": "2", "b": "2"}], "from 2 ranks before it and from 1 after it"),
+        ([{"a": "2", "b": "2"}, {"a": "2"}], r"1 tensors have no checksum any more: b \(rank 1\)"),
+        ([{"a": "2", "b": "2"}, {"a": "2", "b": "2"}], None),
+    ],
+)
+def test_ranks_and_tensors_that_vanish_are_an_error(after: list[dict[str, str]], says: str | None) -> None:
+    before = [{"a": "1", "b": "1"}, {"a": "1", "b": "1"}]
+    found = fault(before, after, {}, "all")
+    assert found is None if says is None else re.search(says, found or ""), found
+    assert (fault(before, after, {"a": Sent(True, False)}, "all") is None) == (says is None)
 
 
 def test_a_number_of_updates_below_zero_is_refused() -> None:

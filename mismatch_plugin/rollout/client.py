@@ -119,7 +119,7 @@ class SGLangClient(ServerControl):
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; requests under way are aborted by the server."""
+        """Close all connections; requests under way fail, and the server aborts them."""
         await self._transport.close()
 
     async def generate(
@@ -174,7 +174,7 @@ class SGLangClient(ServerControl):
         progress: Callable[[Progress], None] | None = None,
         deadline: float | None = None,
     ) -> list[Outcome[RolloutRecord]]:
-        """As `generate`, but failures are returned next to what did come, and nothing is raised for them."""
+        """As `generate`, but nothing is raised: failures, of closing the client too, are next to what did come."""
         sampling = sampling or SamplingParameters()
         if samples_per_prompt < 1:
             raise ValueError(f"samples_per_prompt={samples_per_prompt} must be at least 1.")
@@ -264,7 +264,7 @@ class SGLangClient(ServerControl):
             model = await self._transport.call("GET", "/model_info", **question)
             self._info = ServerInfo.from_replies(server.json, model.json)
         except RequestError as error:
-            self._asked = error.kind not in ("connection", "deadline")  # then it is asked again
+            self._asked = error.kind not in ("connection", "deadline", "closed")  # then it is asked again
         except _MALFORMED:
             self._asked = True
         else:

@@ -27,10 +27,10 @@ class Lane:
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """The client of this lane; a new one after `drop`. Raises RuntimeError once the lanes are closed."""
+        """The client of this lane; a new one after `drop`. Raises RequestError once the lanes are closed."""
         if self._client is None:
             if self._lanes.closed:
-                raise RuntimeError("this client is closed: open another one for further requests.")
+                raise RequestError("closed", "this client is closed: open another one for further requests", 0)
             self._client = self._lanes.make_client()
         return self._client
 

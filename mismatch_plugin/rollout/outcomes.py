@@ -12,6 +12,7 @@ FailureKind = Literal[
     "connection",  # refused, reset, or closed in the middle
     "timeout",  # no whole answer within the time of one attempt
     "deadline",  # the time of the whole batch was over
+    "closed",  # the client was closed before an answer came
     "server_error",  # status 5xx
     "refused",  # status 4xx: asking again would not help
     "content",  # a 2xx or 3xx that is no JSON reply

@@ -115,7 +115,8 @@ class Transport:
 
         Tried again: no connection, a connection lost, no whole answer within `timeout`, status 5xx, and JSON that is
         cut off. Not tried again: 4xx, redirects, an answer that is not JSON by its content type or larger than
-        `max_reply_bytes`, and a request whose connection broke three times before any answer came.
+        `max_reply_bytes`, a request whose connection broke three times before any answer came, and any request once
+        the client is closed.
 
         Args:
             request_id: sent as `rid` with the number of the attempt (from 1) behind it: the server may still be busy
@@ -147,6 +148,8 @@ class Transport:
                     response, body = await self._once(lane, method, path, json)
                 return Answer(self._json(response, body, attempt + 1), attempt + 1)
             except RequestError as failed:
+                if failed.kind == "closed":
+                    raise RequestError("closed", failed.message, attempt) from error
                 if failed.kind not in ("server_error", "connection"):
                     raise
                 error = failed
@@ -228,9 +231,13 @@ class Transport:
             return jsonlib.loads(body)
         except RecursionError:
             raise RequestError("content", f"{where}: JSON nested too deeply", attempts, status) from None
-        except ValueError:
-            message = f"{where}: JSON cut off after {len(body)} bytes"
-            raise RequestError("connection", message, attempts, status) from None
+        except ValueError as error:
+            text = isinstance(error, UnicodeDecodeError)
+            if isinstance(error, jsonlib.JSONDecodeError) or (text and error.reason == "unexpected end of data"):
+                message = f"{where}: JSON cut off after {len(body)} bytes"
+                raise RequestError("connection", message, attempts, status) from None
+            fault = f"is not {error.encoding}, from byte {error.start} on" if text else f"cannot be read ({error})"
+            raise RequestError("content", f"{where}: JSON that {fault}", attempts, status) from None
 
     def _told(self, body: bytes) -> str:
         """The server's message in an error answer, or the beginning of whatever it is."""

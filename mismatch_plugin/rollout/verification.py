@@ -9,10 +9,12 @@ The rule, for `expect_changed`:
 
 "all" (default)
     A tensor of the server may stay the same where nothing else was asked for: what was sent for it is, rounded to the
-    server's dtype, what was sent before. Where that is unknown (the first update, an update from disk, tensors that
-    were not sent), vectors and constants may stay and matrices may not: after a step of RL a bfloat16 norm is often the
-    same bit for bit, while a matrix has small entries that move. Any other tensor that stays the same is an error, and
-    so is an update that changes nothing at all, unless exactly the tensors of the update before were sent (a warning).
+    server's dtype, what was sent before and is known to have arrived. It is known of a verified update, and of an
+    unverified one where the checksums before it and before the next one show that the tensor changed. Where nothing is
+    known (the first update, after one from disk or one with "any", tensors that were not sent), vectors and constants
+    may stay and matrices may not: after a step of RL a bfloat16 norm is often the same bit for bit, while a matrix has
+    small entries that move. Any other tensor that stays the same is an error, and so is an update that changes nothing
+    at all, unless exactly the tensors of the update before were sent, and those had arrived (a warning).
 "some"
     At least one tensor changes: LoRA, frozen layers, weights sent in several updates.
 a collection of names
@@ -27,38 +29,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from mismatch_plugin.rollout.checksums import Checksums, Sent, Sources, lost, read_checksums, some, unchanged
 from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
 from mismatch_plugin.rollout.transport import Retries, Transport
 from mismatch_plugin.rollout.weights import digests
 
 ExpectWord = Literal["all", "some", "any"]
 ExpectChanged = ExpectWord | Collection[str]
-Checksums = Sequence[Mapping[str, str]]
-"""For each rank of the server: tensor name -> checksum."""
-
 logger = logging.getLogger("mismatch_plugin")
-_SHOWN = 4
 _WRAPPERS = 3  # how many of a trainer's wrappers are looked through: `module.module.model.…`
 _VECTOR_NAMES = ("norm", "bias", "scale", "sink", "A_log", "position_ids", "expert_map", "mask")
 """Parts of the names of vectors and of constants that a server keeps next to its weights. A reply has no shapes."""
-
-
-@dataclass(frozen=True)
-class Sent:
-    """One tensor of an update. changed: differs from what was sent under its name before; None: nothing is known."""
-
-    matrix: bool
-    changed: bool | None
 
 
 def check_expectation(expect: ExpectChanged) -> None:
@@ -77,7 +67,8 @@ class UpdateVerifier:
     """Takes checksums around the first weight update and every n-th one after it.
 
     every: n; 0 verifies none. Two checksums of all weights on the server, and a digest of the tensors that are sent,
-    are the cost of each; it is logged at level INFO of the logger `mismatch_plugin`.
+    are the cost of each; it is logged at level INFO of the logger `mismatch_plugin`. From n = 3 on the update before
+    a verified one costs a digest and one checksum, too: they tell whether it arrived.
     """
 
     def __init__(self, transport: Transport, retries: Retries, every: int = 1) -> None:
@@ -85,7 +76,10 @@ class UpdateVerifier:
             raise ValueError(f"verify_updates_every={every} must be at least 0 (0: no update is verified).")
         self._transport, self._retries, self._every = transport, retries, every
         self._number = 0
-        self._sent: dict[str, int] = {}  # name -> digest, of what the server is known to have been sent
+        self._sent: dict[str, int] = {}  # name -> digest of what was sent last, arrived or not
+        self._arrived: set[str] = set()  # names of those that the server is known to have taken
+        self._after: Checksums | None = None  # after the last update, if that was verified
+        self._unseen: Checksums | None = None  # before the last update, if that was not verified
         self._supported = True
 
     @asynccontextmanager
@@ -104,32 +98,47 @@ class UpdateVerifier:
                 the block: all names have a prefix in front of the server's.
         """
         number = self._number
-        previous, self._sent = self._sent, {}  # an update that fails leaves the server with nobody knows what
+        due = expect != "any" and self._due(number)
+        eve = expect != "any" and not due and self._due(number + 1)  # the next one is compared with this one
+        previous, arrived, last, unseen = self._sent, self._arrived, self._after, self._unseen
+        self._forget()  # an update that fails leaves the server with nobody knows what
         started = time.perf_counter()
         new: dict[str, int] = {}
         if pairs is not None and (self._due(number) or self._due(number + 1)):
             new = await asyncio.to_thread(digests, pairs, dtype)
-        sent = {
-            name: Sent(tensor.dim() > 1, new[name] != previous[name] if name in new and name in previous else None)
-            for name, tensor in pairs or ()
-        }
-        before = await self._checksums() if self._due(number) and expect != "any" else None
-        if before is not None:
+        before = await self._checksums() if due else (last or await self._checksums()) if eve else None
+        if due and before is not None and unseen is not None:
+            arrived = arrived | _taken(unseen, before, previous, "some")
+        sent = _compared(pairs or (), new, previous, arrived)
+        if due and before is not None:
             _check_names(before, sent, expect)
         taken = time.perf_counter() - started
         yield
-        if before is not None:
+        self._sent = {**previous, **new} if new else {}
+        self._arrived = {name for name in arrived if name in self._sent and self._sent[name] == previous.get(name)}
+        if expect == "any":
+            self._arrived = set()  # a re-sync: the server may be another one than before
+        elif eve:
+            self._unseen = before
+        elif before is not None:
             started = time.perf_counter()
-            after = await self._checksums(sure=True)
-            assert after is not None
-            taken += time.perf_counter() - started
-            if found := fault(before, after, sent, expect):
-                raise WeightUpdateError(f"the server took the update to version {version}, but {found}")
-            if sent and all(tensor.changed is False for tensor in sent.values()):
+            try:
+                self._after = after = await self._checksums(sure=True)
+                assert after is not None
+                taken += time.perf_counter() - started
+                if found := fault(before, after, sent, expect):
+                    raise WeightUpdateError(f"the server took the update to version {version}, but {found}")
+            except BaseException:
+                self._forget()
+                raise
+            if _again(sent, Sources(sent, after)):
                 logger.warning("version %s has the same weights as the update before it: no step in between?", version)
             logger.info("version %s verified on the server: %s; %.3f s", version, _counts(before, after), taken)
-        self._sent = {**previous, **new} if new else {}
+            self._arrived |= _taken(before, after, new, expect)
         self._number += expect != "any"  # neither a failed update nor one that nobody looked at takes a turn
+
+    def _forget(self) -> None:
+        self._sent, self._arrived, self._after, self._unseen = {}, set(), None, None
 
     def _due(self, number: int) -> bool:
         return self._supported and self._every > 0 and number % self._every == 0
@@ -139,9 +148,9 @@ class UpdateVerifier:
         body = {"action": "checksum", "selector": "target"}  # drafts of speculative decoding are not updated
         try:
             answer = await self._transport.call("POST", "/weights_checker", body, retries=self._retries)
-            return _read(answer.json)
+            return read_checksums(answer.json)
         except RequestError as error:
-            if sure or error.kind in ("connection", "timeout", "deadline"):
+            if sure or error.kind in ("connection", "timeout", "deadline", "closed"):
                 then = "whether the weights arrived cannot be told" if sure else "no weights were sent"
                 raise WeightUpdateError(f"{then}: {error}") from error
             self._supported = False
@@ -154,11 +163,13 @@ def fault(before: Checksums, after: Checksums, sent: Mapping[str, Sent], expect:
 
     A matrix must change on every rank that holds a part of it, a vector on one: a shard of a small one may stay.
     """
-    if sent and all(tensor.changed is False for tensor in sent.values()):
+    if gone := lost(before, after):
+        return gone
+    sources = Sources(sent, after)
+    if _again(sent, sources):
         return None
-    sources = _Sources(sent, after)
     held = Counter(name for rank in after for name in rank if _expected(name, sources.of(name), expect))
-    same = _unchanged(before, after)
+    same = unchanged(before, after)
     same = {name: ranks for name, ranks in same.items() if name in held}
     stayed = sum(len(ranks) for ranks in same.values())
     if stayed == held.total():
@@ -176,65 +187,45 @@ def fault(before: Checksums, after: Checksums, sent: Mapping[str, Sent], expect:
         return None
     changed = [name for name in held if name not in same]
     return (
-        f"{len(stuck)} of {len(held)} tensors should have changed and did not: {_some(stuck)}. "
-        f"{len(changed)} changed{': ' + _some(changed) if changed else ''}. {sources.foreign()}"
+        f"{len(stuck)} of {len(held)} tensors should have changed and did not: {some(stuck)}. "
+        f"{len(changed)} changed{': ' + some(changed) if changed else ''}. {sources.foreign()}"
         "If only a part was to change (LoRA, frozen layers), say so: expect_changed='some', or the names."
     )
 
 
-class _Sources:
-    """Which of the sent tensors a tensor of the server is made of, without knowledge of the model.
+def _compared(
+    pairs: Sequence[tuple[str, Tensor]], new: Mapping[str, int], previous: Mapping[str, int], arrived: Collection[str]
+) -> dict[str, Sent]:
+    """What is sent next to what was. A vector that is sent again next to matrices needs no proof: it may stay anyway,
+    and one that rounds to the same bits never shows that it arrived."""
+    matrices = any(tensor.dim() > 1 for _, tensor in pairs)
+    found: dict[str, Sent] = {}
+    for name, tensor in pairs:
+        changed = new[name] != previous[name] if name in new and name in previous else None
+        if changed is False and name not in arrived and (tensor.dim() > 1 or not matrices):
+            changed = None
+        found[name] = Sent(tensor.dim() > 1, changed)
+    return found
 
-    Names are the same, or the server fuses: q_proj, k_proj and v_proj are qkv_proj, experts.0.up_proj is in w13_weight.
-    So what goes by no name of the server's belongs to the fused tensors of the module that it lies in.
-    """
 
-    def __init__(self, sent: Mapping[str, Sent], ranks: Checksums) -> None:
-        self._sent = sent
-        self._names = list(dict.fromkeys(name for rank in ranks for name in rank))
-        own = set(self._names)
-        self._within: dict[str, list[str]] = defaultdict(list)  # module -> sent names anywhere in it
-        self._siblings: dict[str, list[str]] = defaultdict(list)  # module -> sent parameters of its direct submodules
-        for name in sent:
-            if name in own:
-                continue
-            parts = name.split(".")
-            for length in range(1, len(parts)):
-                self._within[".".join(parts[:length])].append(name)
-            self._siblings[".".join(parts[:-2])].append(name)
+def _again(sent: Mapping[str, Sent], sources: Sources) -> bool:
+    """Whether what was sent is what the server is known to have had. Names that it does not have do not count."""
+    unknown = set(sources.unknown())
+    counted = [tensor.changed for name, tensor in sent.items() if name not in unknown]
+    return bool(counted) and all(changed is False for changed in counted)
 
-    def of(self, name: str) -> list[str]:
-        """The sent names that `name` is made of; [] if that is unknown, or nothing was sent for it."""
-        if name in self._sent:
-            return [name]
-        module, _, leaf = name.rpartition(".")
-        if module in self._within:
-            return self._within[module]
-        parent = module.rpartition(".")[0]
-        return [source for source in self._siblings.get(parent, ()) if source.rpartition(".")[2] == leaf]
 
-    def unknown(self) -> list[str]:
-        """Sent names that belong to no tensor of the server."""
-        used = {source for name in self._names for source in self.of(name)}
-        return [name for name in self._sent if name not in used]
-
-    def foreign(self) -> str:
-        """A sentence about sent names that belong to no tensor of the server, or nothing."""
-        unknown = self.unknown()
-        if not unknown:
-            return ""
-        return (
-            f"{len(unknown)} of {len(self._sent)} names that were sent belong to no tensor of the server and were "
-            f"skipped: {_some(unknown)}; it has {_some(self._names)}. "
-        )
-
-    def explanation(self) -> str:
-        """Why nothing changed, as far as the names tell."""
-        if not self._sent:
-            why = "The checkpoint holds what the server had, or names that its model does not have. "
-        else:
-            why = self.foreign() or "The names fit: the server had these values already. "
-        return why + "If it may have them already (a re-sync, or a run's first update), say expect_changed='any'."
+def _taken(before: Checksums, after: Checksums, names: Collection[str], expect: ExpectChanged) -> set[str]:
+    """Which of the sent names an update without fault brought: what was expected to change, and what else changed."""
+    if lost(before, after):
+        return set()
+    sources = Sources(dict.fromkeys(names, Sent(True, None)), after)
+    missed: set[str] = set()
+    for name in unchanged(before, after):
+        parts = sources.of(name)
+        if expect == "some" or not _expected(name, parts, expect):
+            missed.update(parts)
+    return set(names) - missed
 
 
 def _may_stay(name: str, sources: Sequence[Sent], changed_elsewhere: bool) -> bool:
@@ -255,7 +246,7 @@ def _expected(name: str, sources: Sequence[str], expect: ExpectChanged) -> bool:
 
 
 def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChanged) -> None:
-    sources = _Sources(sent, ranks)
+    sources = Sources(sent, ranks)
     names = list(dict.fromkeys(name for rank in ranks for name in rank))
     if sent and expect != "some" and len(sources.unknown()) == len(sent):
         for depth in range(1, 1 + _WRAPPERS):
@@ -263,42 +254,18 @@ def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChang
             if len(prefixes) == 1 and any(name.split(".", depth)[-1] in names for name in sent):
                 raise WeightUpdateError(
                     f"no weights were sent: all {len(sent)} names begin with {prefixes.pop()!r}, and without it they "
-                    f"are the server's ({_some(names)}). Send the names of the checkpoint; if the server drops the "
+                    f"are the server's ({some(names)}). Send the names of the checkpoint; if the server drops the "
                     "prefix by itself, say expect_changed='some'."
                 )
     for pattern in () if isinstance(expect, str) else expect:
         if not any(_expected(name, sources.of(name), (pattern,)) for name in names):
-            raise ValueError(f"expect_changed: {pattern!r} is no tensor of the server, which has {_some(names)}.")
-
-
-def _unchanged(before: Checksums, after: Checksums) -> dict[str, list[int]]:
-    """Tensor name -> ranks on which it is what it was."""
-    same: dict[str, list[int]] = defaultdict(list)
-    for rank, (old, new) in enumerate(zip(before, after, strict=False)):
-        for name, checksum in new.items():
-            if old.get(name) == checksum:
-                same[name].append(rank)
-    return same
-
-
-def _counts(before: Checksums, after: Checksums) -> str:
-    total = len({name for rank in after for name in rank})
-    return f"{total - len(_unchanged(before, after))} of {total} tensors changed"
+            raise ValueError(f"expect_changed: {pattern!r} is no tensor of the server, which has {some(names)}.")
 
 
 def _on(name: str, ranks: Sequence[int], held: int) -> str:
     return name if len(ranks) == held else f"{name} (rank {', '.join(map(str, ranks))})"
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
-
-
-def _read(reply: Any) -> Checksums:
-    """The ranks of an answer. Raises RequestError for an answer without any."""
-    ranks = reply.get("ranks") if isinstance(reply, dict) else None
-    found = [rank.get("checksums") if isinstance(rank, dict) else None for rank in ranks or ()]
-    if not found or not all(isinstance(rank, dict) and rank for rank in found):
-        raise RequestError("content", f"/weights_checker answered {str(reply)[:200]}", 1)
-    return [{str(name): str(checksum) for name, checksum in (rank or {}).items()} for rank in found]
+def _counts(before: Checksums, after: Checksums) -> str:
+    total = len({name for rank in after for name in rank})
+    return f"{total - len(unchanged(before, after))} of {total} tensors changed"
