@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import mismatch_plugin as mp
@@ -107,11 +108,19 @@ def test_what_holds_nothing_of_ours_is_named(tmp_path: Path, name: str, text: st
         read_source(write(tmp_path, name, text))
 
 
-def events(folder: Path, *, new_style: bool = False, start: int = 1, shift: float = 0.0) -> Path:
+def events(
+    folder: Path,
+    *,
+    new_style: bool = False,
+    start: int = 1,
+    shift: float = 0.0,
+    suffix: str = "",
+    purge_step: int | None = None,
+) -> Path:
     pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    with SummaryWriter(str(folder)) as writer:
+    with SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix) as writer:
         for step in range(start, start + 3):
             writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
             writer.add_scalar("reward", 1.0, step)
@@ -146,6 +155,80 @@ def test_a_pipe_among_the_events_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "events.out.tfevents.2.pipe")
     with pytest.raises(ValueError, match="is a pipe, not a regular file"):
         read_source(tmp_path)
+
+
+def test_text_and_tensors_under_the_prefix_do_not_hide_the_numbers(tmp_path: Path) -> None:
+    events(tmp_path)
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("rollout_corr/note", "sync every step", 1)
+        writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
+        writer.add_tensor("rollout_corr/shape", torch.ones(2, 2), 1)
+    assert read_source(tmp_path).rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75})
+
+
+def test_two_runs_in_one_folder_are_refused_unless_one_is_chosen(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".first")
+    events(tmp_path, shift=5.0, suffix=".second")
+    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* --run with a part of its name"
+    for run in (None, "tfevents", "third"):
+        with pytest.raises(ValueError, match=says):
+            read_source(tmp_path, run)
+    assert read_source(tmp_path, ".second").rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"])
+    assert result.exit_code == 2 and "both hold 3 steps" in " ".join(result.output.split())
+
+
+def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".a")  # 1, 2, 3
+    events(tmp_path, start=3, shift=5.0, suffix=".b")  # 3, 4, 5
+    source = read_source(tmp_path)
+    assert source.numbers == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert [row[KL] for row in source.rows] == [0.25, 0.5, 5.75, 6.0, 6.25]
+    (note,) = source.notes
+    assert note.startswith("1 steps are in events") and note.endswith("those of the later file count")
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"]).output
+    assert "note: 1 steps are in events" in output
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
+    assert body["notes"] == [note]
+
+
+def test_a_writer_that_purges_says_itself_from_where_it_goes_on(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".a")
+    events(tmp_path, start=2, shift=5.0, suffix=".b", purge_step=2)
+    source = read_source(tmp_path)
+    assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0] and source.notes == ()
+
+
+def test_files_of_other_names_or_other_steps_are_one_run(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".a")
+    events(tmp_path, start=4, suffix=".b")
+    assert read_source(tmp_path).numbers == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0) and read_source(tmp_path).notes == ()
+
+
+def test_damaged_events_are_named(tmp_path: Path) -> None:
+    events(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])  # its writer was killed: "reward" of step 3 is lost
+    assert len(read_source(tmp_path).rows) == 3
+    for data, count in ((b"no events at all", "0"), (whole[:9], "0"), (whole[:-30] + b"??" + whole[-28:], r"[1-9]\d*")):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{path.name} is damaged after {count} events .*: copy it once more"):
+            read_source(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no events"):
+        read_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [(f'"Step,{KL}\n1,0.1\n2,0.2\n', 1), (f'Step,{KL}\n1,0.1\n2,"0.2\n3,0.3\n', 3)],
+)
+def test_a_quote_that_is_not_closed_is_named(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ValueError, match=rf"a\.csv, line {line} is no line of a CSV file: .* a quote not closed"):
+        read_source(write(tmp_path, "a.csv", text))
 
 
 # Pictures.

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from mismatch_plugin import files
+from mismatch_plugin.cli import app
 from mismatch_plugin.rollout.check.training import InputError, read_training
 from mismatch_plugin.rollout.files import iter_records, read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
@@ -253,3 +255,28 @@ def test_what_is_no_parquet_is_said(tmp_path: Path) -> None:
     path.write_text("hello")
     with pytest.raises(ValueError, match="is no Parquet file"):
         read_records(path)
+
+
+@pytest.mark.parametrize(
+    "top", [[{"x": 1}], [5], [[5]], [[{"x": 1}]], [[{"log_prob": -1.0}]], 5, {"x": 1}, "text", [[{"id": 3, "p": 0.5}]]]
+)
+def test_top_log_probs_of_another_form_are_named(tmp_path: Path, top: Any) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "records.parquet"
+    parquet.write_table(
+        pa.Table.from_pylist([{**RECORD, "top_log_probs": None}, {**RECORD, "top_log_probs": top}]), path
+    )
+    with pytest.raises(ValueError, match=r"records\.parquet, row 2: top_log_probs.* It is no rollout record"):
+        read_records(path)
+    result = CliRunner().invoke(app, ["check", str(path), "--records-only"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit) and "top_log_probs" in result.output
+
+
+def test_top_log_probs_may_be_pairs_in_parquet_too(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "records.parquet"
+    top = [[[-0.5, 3.0]], []]
+    parquet.write_table(pa.Table.from_pylist([{**RECORD, "top_log_probs": top}]), path)
+    assert read_records(path)[0].top_log_probs == [[(-0.5, 3)], []]

@@ -27,7 +27,10 @@ def inspect(
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option(help="Which run, where a file holds several: a part of what stands before rollout_corr/."),
+        typer.Option(
+            help="Which run, where there are several: a part of what stands before rollout_corr/, or of the name of an "
+            "event file."
+        ),
     ] = None,
     pictures: Annotated[
         Path | None, typer.Option(help="Folder for the six panels as PNG. Default: PATH/plots, or FILE_plots.")
@@ -61,10 +64,12 @@ def inspect(
         rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
         warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
         body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
-        body["warnings"] = warnings
+        body["warnings"], body["notes"] = warnings, list(source.notes)
         shown = {"source": str(source.path), "settings": where, "pictures": [str(picture) for picture in drawn]}
         typer.echo(to_json({**body, **shown, "metrics": rows}, indent=2))
     else:
+        for said in source.notes:
+            typer.echo(f"note: {said}.")
         from rich.console import Console
 
         console = Console(highlight=False, markup=False)

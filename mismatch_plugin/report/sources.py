@@ -14,9 +14,9 @@ from pathlib import Path
 
 from mismatch_plugin.core.metrics import PREFIX
 from mismatch_plugin.files import read_text, refuse_special
+from mismatch_plugin.report.events import EVENTS, Events, read_events
 from mismatch_plugin.report.log import METRICS, number_in, read_steps
 
-EVENTS = "tfevents"
 _STEP_NAMES = ("step", "global_step", "iteration")
 _SPREAD = ("__MIN", "__MAX")
 """W&B's charts export the range of each point next to its value."""
@@ -25,27 +25,33 @@ _ACCEPTED = "a metrics.jsonl, a CSV or JSONL export of W&B, TensorBoard events, 
 
 @dataclass(frozen=True)
 class Source:
-    """rows: of each step the metrics that begin with `rollout_corr/`. numbers: the steps. path: what was read."""
+    """rows: of each step the metrics that begin with `rollout_corr/`. numbers: the steps. path: what was read.
+
+    notes: what its reader must know.
+    """
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
+    notes: tuple[str, ...] = ()
 
 
 def read_source(path: str | Path, run: str | None = None) -> Source:
-    """Read a run's metrics. run: text that tells one run or family from others in what stands before `rollout_corr/`.
+    """Read a run's metrics. run: text that tells one run or family from others in what stands before `rollout_corr/`,
+    or one of TensorBoard's files from others in their names.
 
     Raises ValueError naming the file where it cannot be read, holds several runs, or nothing of ours.
     """
     path = Path(path)
     try:
         path = _resolve(path)
-        rows = list(_rows(path))
+        read = _rows(path, run)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Give {_ACCEPTED}.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}. Give {_ACCEPTED}.") from None
-    names = _names(path, rows, run)
+    rows = read.rows
+    names = _names(path, rows, None if read.chosen else run)
     found, numbers = [], []
     steps = _step_name(rows, names)
     for index, row in enumerate(rows, start=1):
@@ -53,7 +59,7 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         if ours:
             found.append(ours)
             numbers.append(row[steps] if steps else float(index))
-    return Source(tuple(found), tuple(numbers), path)
+    return Source(tuple(found), tuple(numbers), path, read.notes)
 
 
 def _resolve(path: Path) -> Path:
@@ -76,21 +82,23 @@ def _resolve(path: Path) -> Path:
     return folders[0]
 
 
-def _rows(path: Path) -> Iterable[dict[str, float]]:
+def _rows(path: Path, run: str | None) -> Events:
     if path.is_dir() or EVENTS in path.name:
-        return _events(path)
-    if path.suffix.lower() in (".csv", ".tsv"):
-        return _csv(path)
-    return read_steps(path)
+        return read_events(path, run)
+    rows = _csv(path) if path.suffix.lower() in (".csv", ".tsv") else list(read_steps(path))
+    return Events(rows, (), chosen=False)
 
 
 def _csv(path: Path) -> list[dict[str, float]]:
     text = read_text(path, encoding="utf-8-sig")
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+    tabs = path.suffix.lower() == ".tsv"
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
+    begun = 1
     try:
         header = next(reader, [])
         if twice := next((name for name in header if name and header.count(name) > 1), None):
             raise ValueError(f"{path} has the column {twice} twice: give an export in which it is there once.")
+        begun = reader.line_num + 1
         rows = []
         for cells in reader:
             if len(cells) > len(header):
@@ -100,37 +108,12 @@ def _csv(path: Path) -> list[dict[str, float]]:
                 )
             values = {name: number_in(cell) for name, cell in zip(header, cells, strict=False)}
             rows.append({name: value for name, value in values.items() if value is not None})
+            begun = reader.line_num + 1
     except csv.Error as error:
-        raise ValueError(f"{path}, line {reader.line_num} is no line of a CSV file: {error}.") from None
-    return rows
-
-
-def _events(path: Path) -> list[dict[str, float]]:
-    """The scalars of ours by step. Of a step that was written twice the later value counts."""
-    try:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-        from tensorboard.util.tensor_util import make_ndarray
-    except ImportError:
         raise ValueError(
-            f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
+            f"{path}, line {begun} is no line of a CSV file: {error}. Is the file cut, or a quote not closed?"
         ) from None
-    for file in path.glob(f"*{EVENTS}*") if path.is_dir() else [path]:
-        refuse_special(file)
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0, "tensors": 0})
-    events.Reload()
-    rows: dict[int, dict[str, float]] = {}
-    tags = events.Tags()
-    for name in tags["scalars"]:
-        if PREFIX in name:
-            for event in events.Scalars(name):
-                rows.setdefault(event.step, {})[name] = float(event.value)
-    for name in tags["tensors"]:  # what newer writers make of a scalar
-        if PREFIX in name:
-            for event in events.Tensors(name):
-                value = make_ndarray(event.tensor_proto)
-                if value.size == 1:
-                    rows.setdefault(event.step, {})[name] = float(value.reshape(()))
-    return [{"step": float(step), **rows[step]} for step in sorted(rows)]
+    return rows
 
 
 def _names(path: Path, rows: Iterable[dict[str, float]], run: str | None) -> dict[str, str]:

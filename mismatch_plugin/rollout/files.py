@@ -181,11 +181,20 @@ def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
         for batch in file.iter_batches(batch_size=_ROWS):
             for row in batch.to_pylist():
                 number += 1
-                if row.get("top_log_probs") is not None:
-                    row["top_log_probs"] = [
-                        [(entry["log_prob"], entry["id"]) for entry in position] for position in row["top_log_probs"]
-                    ]
+                if isinstance(positions := row.get("top_log_probs"), list):
+                    row["top_log_probs"] = [_pairs(position) for position in positions]
                 try:
                     yield RolloutRecord.model_validate(row)
                 except ValidationError as error:
                     raise _unreadable(f"{path}, row {number}", error) from None
+
+
+def _pairs(position: Any) -> Any:
+    """(log-prob, id) of each entry of a position; what has another form stays, for the record to refuse."""
+    if not isinstance(position, list):
+        return position
+    names = {"log_prob", "id"}
+    return [
+        (entry["log_prob"], entry["id"]) if isinstance(entry, dict) and entry.keys() == names else entry
+        for entry in position
+    ]
