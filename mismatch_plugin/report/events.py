@@ -102,9 +102,10 @@ def _read(path: Path) -> _File:
     try:
         importlib.import_module("tensorboard")
         from google.protobuf.message import DecodeError
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.tensorflow_stub import errors
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+        protocol: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
     except ImportError:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
@@ -116,7 +117,7 @@ def _read(path: Path) -> _File:
     while True:
         try:
             reader.GetNext()
-            event: Any = Event.FromString(reader.record())
+            event: Any = protocol.Event.FromString(reader.record())
         except errors.OutOfRangeError:
             return file
         except (errors.DataLossError, DecodeError) as error:
@@ -127,8 +128,8 @@ def _read(path: Path) -> _File:
             ) from None
         file.begun = event.wall_time if count == 0 else file.begun
         count += 1
-        if event.HasField("session_log") and event.session_log.status == SessionLog.START:
-            # A writer with purge_step says so what it writes anew.
+        if event.HasField("session_log") and event.session_log.status == protocol.SessionLog.START:
+            # A writer with purge_step says so from where it writes anew.
             file.purges.append(event.step)
             for key in [key for key in file.values if key[1] >= event.step]:
                 del file.values[key]
