@@ -114,7 +114,7 @@ _TRAINERS = {
     "a name of its own": "def run(words): ...\nrun(['python', 'train.py'])\n",
     "an unknown command": "import os, sys\nos.system(sys.argv[1])\n",
     "another scope": "import os\ndef a():\n    cmd = 'python x.py'\ndef b():\n    cmd = 'ls'\n    os.system(cmd)\n",
-    "a long sum": "import os\nos.system(" + "'a' + " * 3000 + "'b')\n",
+    "a long sum": "import os\nos.system(" + "'a' + " * 900 + "'b')\n",
     "itself": "import os\ncmd = 'ls'\ncmd = cmd + cmd\nos.system(cmd)\ndef f(x):\n    f(x)\n    os.system(f(x))\n",
 }
 
