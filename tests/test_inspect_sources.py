@@ -285,7 +285,8 @@ def test_pictures_of_an_export_lie_next_to_it_and_settings_are_said_to_be_unknow
     path = write(tmp_path, "chart.csv", CHART)
     result = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
-    assert "settings: not known, so the defaults; give those of the run with --config" in result.output
+    said = " ".join(result.output.split())
+    assert "correction: not judged, since the run's settings are not known: give them with --config" in said
     assert "kl" in pngs(tmp_path / "chart_plots")
 
 
