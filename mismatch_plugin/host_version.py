@@ -23,6 +23,7 @@ _PLACES = {
     "nemo-rl": ("nemo_rl/algorithms", "nemo_rl/package_info.py", "nemo-rl"),
     "verl": ("verl/trainer", "verl/version/version", "verl"),
 }
+HOSTS = tuple(_PLACES)
 _MANIFEST = "manifest.json"
 
 

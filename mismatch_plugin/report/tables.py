@@ -18,6 +18,7 @@ from mismatch_plugin.core.metrics import PREFIX, metric_rows
 from mismatch_plugin.criteria import Criterion
 from mismatch_plugin.fields import FieldInfo, leaf_fields
 from mismatch_plugin.flags import add_arguments
+from mismatch_plugin.host_version import HOSTS, recorded_version
 from mismatch_plugin.presets import PRESETS, THREE_POLICIES, preset
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -191,6 +192,16 @@ def health_table() -> Table:
     return Table("Health", headers, rows, frozenset({"metric"}), notes)
 
 
+def versions_table() -> Table:
+    """The host versions that the tests ran with, from `patches/manifest.json`."""
+    tested = {host: recorded_version(host) for host in HOSTS}
+    rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
+    notes = (
+        "The start-up block says where yours is another one. Tested are the hosts' own functions, not whole runs.",
+    )
+    return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "algorithms": algorithms_table,
     "bounds": bounds_table,
@@ -198,6 +209,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "metrics": metrics_table,
     "presets": presets_table,
     "settings": config_table,
+    "versions": versions_table,
 }
 
 
