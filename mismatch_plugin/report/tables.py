@@ -196,9 +196,7 @@ def versions_table() -> Table:
     """The host versions that the tests ran with, from `patches/manifest.json`."""
     tested = {host: recorded_version(host) for host in HOSTS}
     rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
-    notes = (
-        "The start-up block says where yours is another one. Tested are the hosts' own functions, not runs.",
-    )
+    notes = ("The start-up block says where yours is another one. Tested are the hosts' own functions, not runs.",)
     return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
 
 
