@@ -227,22 +227,25 @@ def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
         used = kept > 0
         weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
         deviation = stage.means_N["weight_deviation"] * used
-        if stage.factor is not None and stage.config.tis.batch_normalize_scope == "micro_batch":
+        if (factor := _own_factor(stage)) is not None:
             # Σ (w/f − 1)² from the sums about w = 1.
-            first = weight - kept
-            deviation = deviation + 2.0 * (1.0 - stage.factor) * first + (1.0 - stage.factor) ** 2 * kept
-            deviation = deviation / stage.factor**2
-            weight, squared = weight / stage.factor, squared / stage.factor**2
+            shift = 1.0 - factor
+            deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
+            weight, squared = weight / factor, squared / factor**2
     else:
         return {}
     rows = {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
     return rows | {"seq_weight_squared": weight.square()}
 
 
+def _own_factor(stage: Stage) -> Tensor | float | None:
+    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
+    return stage.factor if stage.config.tis.batch_normalize_scope == "micro_batch" else None
+
+
 def _normalized(stage: Stage, values: Tensor) -> Tensor:
-    if stage.factor is None or stage.config.tis.batch_normalize_scope != "micro_batch":
-        return values
-    return values / stage.factor
+    factor = _own_factor(stage)
+    return values if factor is None else values / factor
 
 
 def _rejection_rows(stage: Stage) -> dict[str, Tensor]:

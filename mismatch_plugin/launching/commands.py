@@ -16,7 +16,7 @@ _WRAPPERS = (
     *("srun", "salloc", "mpirun", "mpiexec", "docker", "podman", "apptainer", "singularity", "kubectl", "ssh", "eval"),
 )
 _ENVIRONMENTS = ("uv", "poetry", "pixi", "conda", "mamba", "micromamba", "hatch", "pdm", "pipenv")  # … run COMMAND
-# Module that `python -m` runs beside a training, or before it.
+# Module that `python -m` runs next to a training, or before it.
 _NO_TRAINERS = ("pip", "venv", "ensurepip", "compileall", "json", "http", "sglang", "sglang_router", "vllm", "zipfile")
 # They name a training script without running it.
 _READERS = (

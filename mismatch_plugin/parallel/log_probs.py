@@ -76,7 +76,7 @@ def vocab_parallel_log_probs(
             exactly 0. Each row at most once. None: R = T, row i predicts target i.
         inplace_gradient: the backward writes the gradient into the storage of the logits. That saves its memory, but
             nobody may read the logits afterwards, and a second backward raises.
-        block_rows: rows per block of backend "torch"; None: about 4 MiB of float32 on CPU, 64 MiB elsewhere. Beside the
+        block_rows: rows per block of backend "torch"; None: about 4 MiB of float32 on CPU, 64 MiB elsewhere. With the
             gradient and a few floats a target, two blocks are all the memory taken (one more with rows, one more with a
             mask). Backend "triton" has no blocks and takes no such memory.
         backend: "auto" is "triton" where Triton can be imported and the logits are on CUDA and not float64, else

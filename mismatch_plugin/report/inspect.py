@@ -177,8 +177,7 @@ def _correction_verdict(
         "effective sample size": _ess_name(config),
         "tokens kept": "accepted_token_fraction",
     }
-    values = {label: _mean(recent, name) for label, name in figures.items()}
-    shown = ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
+    shown = _recorded(recent, figures)
     if found := _named(warnings, "correction"):
         return f"does not hold: {found}{f'; {shown}' if shown else ''}."
     return f"holds{f' ({shown})' if shown else ''}."
@@ -187,11 +186,16 @@ def _correction_verdict(
 def _unknown_correction(recent: Sequence[Mapping[str, float]]) -> str:
     """What the metrics tell of a correction whose settings nobody gave."""
     names = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
-    values = {label: _mean(recent, name) for label, name in names.items()}
-    shown = ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
+    shown = _recorded(recent, names)
     return (
         f"not judged, since the run's settings are not known: give them with --config{f' ({shown})' if shown else ''}."
     )
+
+
+def _recorded(recent: Sequence[Mapping[str, float]], names: Mapping[str, str]) -> str:
+    """`mean weight 0.98, tokens kept 1`: label and mean of what was recorded."""
+    values = {label: _mean(recent, name) for label, name in names.items()}
+    return ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
 
 
 def _ess_name(config: MismatchConfig) -> str:
