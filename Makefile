@@ -53,7 +53,7 @@ compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLa
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pytest tests/hosts/verl_live tests/hosts/test_launch_verl_live.py
+	$(VERL_VENV)/bin/python -m pytest tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
@@ -65,7 +65,7 @@ format: $(VENV)/.lint  ## let ruff reformat and fix what it can
 	$(BIN)/ruff format
 
 docs: $(VENV)/.test  ## write the generated tables of docs/ again
-	$(BIN)/python ci/docs.py
+	$(BIN)/python -m ci.docs
 
 clean:  ## remove environments, builds and caches
 	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,7 @@
 """Write the generated blocks of the pages in docs/ again, or check that they are current.
 
-    python ci/docs.py            # writes
-    python ci/docs.py --check    # exits 1 with a diff where a block is stale
+    python -m ci.docs            # writes
+    python -m ci.docs --check    # exits 1 with a diff where a block is stale
 
 A block stands between `<!-- generated: NAME -->` and `<!-- end -->`; NAME is a key of `BLOCKS`.
 """
@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ci.tables import TABLES
 from mismatch_plugin.explain import explain_table
 from mismatch_plugin.report.table import Table
-from mismatch_plugin.report.tables import TABLES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make an environment with verl from PyPI and this package in it, on CPU, for tests/hosts/verl_live.
+# Make an environment with verl from PyPI and this package in it, on CPU, for tests/hooks/verl_live.
 #
 #   ci/verl_cpu.sh [DIRECTORY]      (default: $VERL_VENV, else .venv-verl)
 #

@@ -1,17 +1,16 @@
 """Correction of training-inference mismatch in RL post-training: importance weights, rejection, the four algorithms."""
 
 from mismatch_plugin import compat
-from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchWarning, PPOClip, Terms
+from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchWarning, PPOClip, Terms, preset
+from mismatch_plugin.config.criteria import Criterion, Rejection
+from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import InvalidLogProb, InvalidLogProbError
-from mismatch_plugin.criteria import Criterion, Rejection
 from mismatch_plugin.deprecated import compile_correct, compile_policy_loss
-from mismatch_plugin.flags import add_arguments
-from mismatch_plugin.presets import preset
 
 __version__ = "0.2.0"
 

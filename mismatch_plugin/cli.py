@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import mismatch_plugin
+from mismatch_plugin.check.command import check
+from mismatch_plugin.inspect.command import inspect
 from mismatch_plugin.lab.command import compare
 from mismatch_plugin.patching import app as patching
-from mismatch_plugin.report.command import inspect
-from mismatch_plugin.rollout.check.command import check
 
 if TYPE_CHECKING:
     from mismatch_plugin.report.table import Table
@@ -101,7 +101,7 @@ def presets(
     A preset's name goes to --mismatch-preset on the launch line, or to
     mismatch_plugin.preset() in Python.
     """
-    from mismatch_plugin.report.tables import PRESET_NAMES, preset_table, presets_table
+    from mismatch_plugin.report.presets import PRESET_NAMES, preset_table, presets_table
 
     if name is not None:
         try:

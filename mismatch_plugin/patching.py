@@ -23,7 +23,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.host_version import folder, read_version
+from mismatch_plugin.hooks.version import folder, read_version
 
 app = typer.Typer(
     no_args_is_help=True,

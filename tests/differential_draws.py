@@ -10,12 +10,12 @@ from random import Random
 from typing import Any
 
 import torch
-from plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
-from plain_loss import Answer
 from pydantic import ValidationError
 from torch import Tensor
 
 import mismatch_plugin as mp
+from tests.plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
+from tests.plain_loss import Answer
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
 LEVELS = ("token", "sequence", "geometric")

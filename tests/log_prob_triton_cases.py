@@ -23,7 +23,7 @@ from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from tests.distributed.launch import launch
 from tests.distributed.log_probs_worker import NAMES, forward_backward, in_float32, run_triton
 from tests.distributed.log_probs_worker import make as make_sharded
-from tests.test_log_probs_limits import Recorder, T, inputs
+from tests.parallel.test_log_probs_limits import Recorder, T, inputs
 
 # numpy says so where a GPU is silent: rows of −inf and of NaN are among the cases.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from plain import SAFETY, Judged, Near, Response, Token, algorithm, bounded_exp, clamp, decide, ignore
-
 import mismatch_plugin as mp
+from tests.plain import SAFETY, Judged, Near, Response, Token, algorithm, bounded_exp, clamp, decide, ignore
 
 
 @dataclass

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from plain import (
+import mismatch_plugin as mp
+from tests.plain import (
     Near,
     Response,
     Token,
@@ -25,9 +26,7 @@ from plain import (
     units_of,
     weighted,
 )
-from plain_loss import Answer, algorithm
-
-import mismatch_plugin as mp
+from tests.plain_loss import Answer, algorithm
 
 DEFECTS = ("floor", "positive", "zero_fill", "nan", "train_not_finite", "train_positive")
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 import mismatch_plugin
 from mismatch_plugin.cli import app
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.explain import explain_table
-from mismatch_plugin.presets import PRESETS
-from mismatch_plugin.report.tables import preset_table, presets_table
+from mismatch_plugin.report.presets import preset_table, presets_table
 
 NAMES = [entry.name for entry in PRESETS]
 
@@ -50,7 +50,7 @@ def test_module_and_script_are_the_same():
 def test_version_and_help_import_nothing_heavy():
     heavy = (
         "mismatch_plugin.explain",
-        "mismatch_plugin.report.tables",
+        "mismatch_plugin.report.presets",
         "matplotlib",
         "transformers",
         "httpx",

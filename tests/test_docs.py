@@ -10,9 +10,9 @@ import pytest
 
 from ci.docs import BLOCKS, PAGES, ROOT, block_names, main, render
 from mismatch_plugin import MismatchConfig, add_arguments
-from mismatch_plugin.core.metrics import METRICS
-from mismatch_plugin.fields import leaf_fields
-from mismatch_plugin.presets import PRESETS
+from mismatch_plugin.config.fields import leaf_fields
+from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.core.metrics.registry import METRICS
 
 README = ROOT / "README.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}

@@ -1,10 +1,14 @@
-"""Importing the package is light (no trainer, no sampler, no process group), and core depends only on itself."""
+"""Importing the package is light (no trainer, sampler or process group), and its files depend on each other one way.
+
+The order of the folders is docs/design.md's: data flows upwards from settings to commands, imports downwards.
+"""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -23,9 +27,26 @@ OPTIONAL = (
     "typer",
     "httpx",
 )
-CORE = sorted((Path(mismatch_plugin.__file__).parent / "core").glob("*.py"))
-# Settings of a criterion and field metadata are pure data without torch; the rest of the package is out of bounds.
-CORE_MAY_IMPORT = ("torch", "mismatch_plugin.core", "__future__", *sys.stdlib_module_names)
+ROOT = Path(mismatch_plugin.__file__).parent
+FILES = sorted(ROOT.rglob("*.py"))
+CORE = sorted((ROOT / "core").rglob("*.py"))
+# The safety bound is what settings and formulas share; the rest of the package is out of bounds.
+CORE_MAY_IMPORT = ("torch", "mismatch_plugin.core", "mismatch_plugin.limits", "__future__", *sys.stdlib_module_names)
+FOLDERS = (
+    *(
+        "config",
+        "core",
+        "parallel",
+        "rollout",
+        "report",
+        "check",
+        "inspect",
+        "hooks",
+        "lab",
+        "launch",
+    ),  # downwards only
+)
+LARGEST_SHARE = 0.2
 
 
 def _run(code: str) -> str:
@@ -52,10 +73,60 @@ def test_every_public_name_is_there():
     assert missing == []
 
 
-@pytest.mark.parametrize("path", CORE, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_core_imports_nothing_outside_itself(path: Path):
     outside = [name for name in _imports(ast.parse(path.read_text())) if not name.startswith(CORE_MAY_IMPORT)]
     assert outside == []
+
+
+def test_no_circle_of_imports_between_files():
+    """Imports for types and inside functions count."""
+    TopologicalSorter(_graph()).prepare()  # raises CycleError naming the circle
+
+
+def test_folders_import_downwards_only():
+    upwards = [
+        f"{module} imports {other}"
+        for module, others in _graph().items()
+        for other in others
+        if (mine := _rank(module)) is not None and (theirs := _rank(other)) is not None and theirs > mine
+    ]
+    assert upwards == []
+
+
+def test_no_folder_is_the_house():
+    lines = {path: len(path.read_text().splitlines()) for path in FILES}
+    for folder in FOLDERS:
+        share = sum(n for path, n in lines.items() if path.is_relative_to(ROOT / folder)) / sum(lines.values())
+        assert 0 < share <= LARGEST_SHARE, f"{folder} is {share:.0%} of the package"
+
+
+def _rank(module: str) -> int | None:
+    """Place of a module's folder in FOLDERS; None for the files at the top."""
+    folder = module.split(".")[1] if "." in module else ""
+    return FOLDERS.index(folder) if folder in FOLDERS else None
+
+
+def _graph() -> dict[str, set[str]]:
+    """Module → modules of the package that it imports anywhere."""
+    names = {_name(path): path for path in FILES}
+    return {name: _inside(path, names) for name, path in names.items()}
+
+
+def _name(path: Path) -> str:
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _inside(path: Path, names: dict[str, Path]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & names.keys()
+            found |= inner or {node.module}
+    return found & names.keys()
 
 
 def _imports(node: ast.AST) -> list[str]:

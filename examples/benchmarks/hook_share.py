@@ -36,8 +36,8 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from examples.benchmarks.workers import megatron_groups
-    from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
+    from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
     from mismatch_plugin.lab.model import ModelSettings, build_model, run_step
     from mismatch_plugin.parallel.groups import ParallelGroups
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_batch import Sample, make_batch
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
+from mismatch_plugin.hooks.megatron_core.batch import Sample, make_batch
 from mismatch_plugin.lab import cpu_shim  # not needed with a GPU
 from mismatch_plugin.parallel.groups import ParallelGroups
 

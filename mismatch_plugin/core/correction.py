@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.collect import collect_statistics, token_columns
-from mismatch_plugin.core.levels import segment_maxima, segment_sums, spread
+from mismatch_plugin.core.levels import segment_maxima, segment_sum, segment_sums, spread
+from mismatch_plugin.core.metrics.collect import collect_statistics, token_columns
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
 from mismatch_plugin.core.stage import Stage, any_of
-from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import bound_weight
@@ -57,6 +57,10 @@ class Correction:
     tokens_N: Tensor = field(repr=False)
     kept_N: Tensor = field(repr=False)
     factor: Tensor | float | None = None
+
+    def applied_to(self, loss_T: Tensor) -> Tensor:
+        """w · keep · a loss of the host's own, [T]. Selected: inf or NaN where nothing trains must not become NaN."""
+        return torch.where(self.keep > 0, loss_T * self.weights.to(loss_T.dtype), 0.0)
 
 
 def correct(
@@ -161,6 +165,15 @@ def compute_correction(
     if stage.factor is not None:
         weights = weights / stage.factor
     return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor)
+
+
+def given_correction(weights_T: Tensor, train_T: Tensor, packed: PackedSequences, config: MismatchConfig) -> Correction:
+    """A correction made elsewhere: these weights [T] where the mask trains, nothing rejected, nothing measured."""
+    tokens = select_tokens(train_T, packed.replace(rollout_log_probs=None))
+    counts_N = segment_sum(tokens.mask, packed.offsets)
+    weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
+    nothing = counts_N.new_zeros(0)
+    return Correction(weights, tokens.mask, Statistics(nothing, nothing, (), (), config), tokens, counts_N, counts_N)
 
 
 def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:

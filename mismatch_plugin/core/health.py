@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.core.metrics.registry import PREFIX
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig

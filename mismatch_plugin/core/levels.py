@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.limits import SAFETY_BOUND
+
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
-
-SAFETY_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before `exp`: e^20 ≈ 4.9e8 is finite in every dtype used here."""
 
 _MAX_CENTERED = 100.0
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import SAFETY_BOUND
+from mismatch_plugin.limits import SAFETY_BOUND
 
 LOW_VARIANCE_BOUND = 10.0
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
-from mismatch_plugin.core.levels import SAFETY_BOUND
 from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.weights import outside_bounds
+from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig

@@ -91,7 +91,7 @@ def compare(
         description["lab"] = {**shared, "of_setting": chosen}
         lab.open_folder(output, description, resume)
     except ValidationError as error:
-        from mismatch_plugin.fields import plain_error
+        from mismatch_plugin.config.fields import plain_error
 
         raise typer.BadParameter(str(plain_error(error, lab.LabSettings))) from None
     except (ValueError, OSError) as error:

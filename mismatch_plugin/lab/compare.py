@@ -20,11 +20,11 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
+from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, preset
+from mismatch_plugin.config.presets import preset_names
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.lab.run import DONE, METRICS, run_one
 from mismatch_plugin.lab.settings import LabSettings
-from mismatch_plugin.presets import preset, preset_names
 from mismatch_plugin.report.data import read_objects
 from mismatch_plugin.report.log import differences
 

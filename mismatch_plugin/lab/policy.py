@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
+from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 from mismatch_plugin.lab import model as lab
 from mismatch_plugin.lab.export import llama_state_dict
 from mismatch_plugin.lab.parameters import gather_parameters, load_parameters

@@ -19,8 +19,8 @@ from typing import Any, get_args, get_origin
 
 import mismatch_plugin
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.files import read_json_object, write_whole
-from mismatch_plugin.flags import add_arguments
 from mismatch_plugin.lab.engines import RolloutEngine
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import get_task

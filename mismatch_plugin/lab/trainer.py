@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample
+from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample
 from mismatch_plugin.lab import model as lab
 from mismatch_plugin.lab.engines import RolloutDtype, RolloutEngine, TransformersEngine
 from mismatch_plugin.lab.export import llama_config

@@ -1,1 +1,1 @@
-"""What the launcher knows of each host: how its script is recognised, and how its command line takes the settings."""
+"""The name of 0.1 that patched hosts import; `mismatch_plugin.launch` is the new one."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_plugin.core.statistics import Statistics
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.parallel.agreement import StepKind, difference
 
 

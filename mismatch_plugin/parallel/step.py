@@ -14,8 +14,8 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.levels import segment_sum
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.statistics import Statistics
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups

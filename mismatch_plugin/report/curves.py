@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mismatch_plugin.core import health
-from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.report.data import Array
 
 

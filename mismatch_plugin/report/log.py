@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.documents import read_mapping
+from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.files import read_lines, read_text, write_whole
 
 logger = logging.getLogger("mismatch_plugin")

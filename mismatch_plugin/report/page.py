@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import mismatch_plugin
-from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.report.curves import CURVES, GUIDE
 from mismatch_plugin.report.data import (

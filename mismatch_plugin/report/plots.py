@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patheffects import withStroke
 
-from mismatch_plugin.core.metrics import PREFIX
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.report.curves import Line, Panel, Part
 from mismatch_plugin.report.data import Array, RunFolder, align, mean_seconds, short
 from mismatch_plugin.report.statistics import SettingSummary, mean_and_error

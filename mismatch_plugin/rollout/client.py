@@ -13,7 +13,8 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from mismatch_plugin.config import InvalidPolicy, MismatchWarning
+from mismatch_plugin.config import MismatchWarning
+from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.rollout.control import PauseMode, ServerControl
 from mismatch_plugin.rollout.lanes import Lane
 from mismatch_plugin.rollout.outcomes import (

@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import InvalidPolicy, MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask

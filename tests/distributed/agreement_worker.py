@@ -1,4 +1,4 @@
-"""What `tests/test_parallel_agreement.py` runs on every rank: the beginning of a step in which one rank differs."""
+"""What `tests/parallel/test_agreement.py` runs on every rank: the beginning of a step in which one rank differs."""
 
 from __future__ import annotations
 

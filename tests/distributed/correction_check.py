@@ -10,7 +10,12 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.core.diagnostics import HISTOGRAM_BINS, HISTOGRAM_EDGE, HISTOGRAM_SCALE, PROBABILITY_EDGES
+from mismatch_plugin.core.metrics.full import (
+    HISTOGRAM_BINS,
+    HISTOGRAM_EDGE,
+    HISTOGRAM_SCALE,
+    PROBABILITY_EDGES,
+)
 from mismatch_plugin.core.rejection import token_statistic
 from tests.distributed.correction_cases import VETO, Outcome, Settings, make
 from tests.distributed.correction_worker import Part

@@ -1,4 +1,4 @@
-"""What `tests/test_hook_megatron.py` runs on every rank: one parallel layout, many configurations of the loss hook.
+"""What `hooks/megatron_core/test_adapter.py` runs on every rank: one parallel layout, many configurations of the hook.
 
 Importing this module imports no megatron-core; running `run_layout` does.
 """
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_batch import MegatronBatch, Sample, make_batch
+from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 
 VOCAB = 61
 

@@ -1,4 +1,4 @@
-"""What `tests/test_lab.py` runs on every rank: weights that leave a parallel layout, and the first steps of a run.
+"""What `tests/lab/test_run.py` runs on every rank: weights that leave a parallel layout, and the first steps of a run.
 
 Importing this module imports no megatron-core; running its functions does.
 """
@@ -44,7 +44,7 @@ class LabOutcome:
 
 def run_case(case: LabCase) -> LabOutcome:
     """Score held-out answers in both engines, then train."""
-    from mismatch_plugin.hooks.megatron_batch import Sample
+    from mismatch_plugin.hooks.megatron_core.batch import Sample
     from mismatch_plugin.lab.policy import Policy
     from mismatch_plugin.lab.trainer import is_first_rank, make_engine, train
 

@@ -1,4 +1,4 @@
-"""What `tests/test_megatron_cpu.py` runs on every rank: three training steps of a small GPT in one parallel layout.
+"""What `tests/lab/test_cpu_shim.py` runs on every rank: three training steps of a small GPT in one parallel layout.
 
 Importing this module imports no megatron-core; running `train` does.
 """
@@ -86,7 +86,7 @@ def train(case: Case) -> Outcome:
     """Build the model, train it for `STEPS` steps of the same data, and return what must not depend on the layout."""
     from megatron.core import parallel_state, tensor_parallel
 
-    from mismatch_plugin.hooks.megatron_batch import packed_seq_params
+    from mismatch_plugin.hooks.megatron_core.batch import packed_seq_params
     from mismatch_plugin.lab import model as lab
     from mismatch_plugin.lab import parameters
     from mismatch_plugin.parallel.context import split_tokens

@@ -23,7 +23,7 @@ class Scored:
 
 def score(seed: int, records: Sequence[RolloutRecord] = (), temperature: float = 1.0) -> Scored:
     """The lab's model with the weights of a seed: exported, and as the training side's log-probs of `records`."""
-    from mismatch_plugin.hooks.megatron_batch import Sample
+    from mismatch_plugin.hooks.megatron_core.batch import Sample
     from mismatch_plugin.lab.policy import Policy
 
     policy = Policy(LabSettings.model_validate({"seed": seed, "temperature": temperature}), None, lr=1.0)

@@ -1,0 +1,186 @@
+"""The generated tables of docs/.
+
+Settings come from the fields of `MismatchConfig` and the argparse group, metrics from their declarations, health
+findings from the check itself. Only advice (recommended bounds) is written here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import get_args
+
+from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
+from mismatch_plugin.config.fields import FieldInfo, leaf_fields
+from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.core import health
+from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
+from mismatch_plugin.hooks.version import HOSTS, recorded_version
+from mismatch_plugin.report.presets import presets_table, show
+from mismatch_plugin.report.table import NOTHING, Table
+
+
+def config_table() -> Table:
+    """Every setting: its field, flag, default, unit, the peers' names for it, what it means, where it comes from.
+
+    Flags that stand for no single field (`--mismatch-preset`, `--rs-level`, …) follow at the end.
+    """
+    rows = [_setting(field) for field in leaf_fields(MismatchConfig)]
+    described = {flag for row in rows for flag in row[1].split(", ")}
+    for action in _actions():
+        if action.help != argparse.SUPPRESS and described.isdisjoint(action.option_strings):
+            choices = ", ".join(action.choices or ())
+            rows.append(
+                (NOTHING, ", ".join(action.option_strings), choices or NOTHING, "", action.help or "", "", "", "")
+            )
+    headers = ("field", "flag", "default (other values)", "unit", "meaning", "slime", "verl", "source")
+    return Table("Settings", headers, tuple(rows), code=frozenset({"field", "flag", "slime", "verl"}))
+
+
+def metrics_table() -> Table:
+    """Every metric: name, formula, unit, what it averages over, how it merges, and the level that reports it."""
+    headers = ("metric", "formula", "unit", "over", "merges by", "level")
+    rows = tuple((name.removeprefix(PREFIX), *rest) for name, *rest in metric_rows())
+    notes = (
+        f"All names begin with `{PREFIX}`. A name with braces stands for several metrics.",
+        "ρ = exp(l) is the ratio π_train/π_rollout, of a token or, at sequence and geometric level, of a sequence.",
+    )
+    return Table("Metrics", headers, rows, code=frozenset({"metric"}), notes=notes)
+
+
+def algorithms_table() -> Table:
+    """The four algorithms that the two flags choose."""
+    details = (
+        ("2: π_θ, π_old", "PPO-clip(π_θ/π_old)", "π_old, Megatron", "none", "yes", "no", "none"),
+        (
+            "2: π_θ, π_rollout",
+            "PPO-clip(π_θ/π_rollout)",
+            "π_rollout",
+            "none: the clip's ratio has it already",
+            "not needed",
+            "no",
+            "none",
+        ),
+        (
+            "3: π_θ, π_old, π_rollout",
+            "w · PPO-clip(π_θ/π_old)",
+            "π_old, Megatron",
+            "π_old",
+            "yes",
+            "yes",
+            "token; sequence for short responses, geometric for rejection",
+        ),
+        ("2: π_θ, π_rollout", "−sg(w) · A · log π_θ", "none", "π_θ, detached", "not needed", "no", "sequence"),
+    )
+    rows = []
+    for number, (name, detail) in enumerate(zip(ALGORITHM_NAMES, details, strict=True)):
+        bypass, tis = ("yes" if number & bit else NOTHING for bit in (1, 2))
+        rows.append((str(number), name, bypass, tis, *detail))
+    flags = ("--use-rollout-log-probs", "--use-tis")
+    headers = (
+        "#",
+        "algorithm",
+        *flags,
+        "policies",
+        "loss per token",
+        "clip anchor",
+        "weight's numerator",
+        "second forward pass",
+        "batch invariant",
+        "weights at level",
+    )
+    notes = (
+        "Batch invariant (Hilton et al. 2021): how far an update may go is set by π_old alone, so it does not depend "
+        "on how many workers and weight versions the data of a batch come from. With π_rollout as the anchor, or "
+        "without a clip, it does.",
+        "Cost of the second forward pass: one forward of three passes' worth (forward and backward; four with full "
+        "recomputation), so a quarter to a third on top of the training part of a step. The correction itself is about "
+        "a hundred kernels on a few floats a token.",
+    )
+    return Table("Algorithms", headers, tuple(rows), notes=notes)
+
+
+def bounds_table() -> Table:
+    """Recommended upper bounds for each level, and why."""
+    headers = ("where", "upper bound", "start with", "why")
+    rows = (
+        (
+            "token",
+            "1.5 to 5",
+            "2",
+            "One token's ratio seldom leaves this range unless something is wrong with it. Lower it when the deviation "
+            "of the weights grows; raise it when many ratios are cut.",
+        ),
+        (
+            "sequence",
+            "2 to 10",
+            "2 for short responses, 5 to 10 for long ones",
+            "The product of many ratios spreads with the length of the response: a tight bound cuts nearly every long "
+            "one.",
+        ),
+        (
+            "geometric",
+            "1.0001 to 1.001, so within 0.01 to 0.1 % of 1",
+            "1.001",
+            "A mean over the whole response hardly moves and would never come near 2. Used to reject, seldom to weigh.",
+        ),
+        (
+            "veto (a lower bound)",
+            "1e-6 to 1e-4",
+            "off; 1e-4 with geometric rejection",
+            "A token ten thousand times less likely in training than when it was sampled is rarely drift: look for "
+            "filters, fills and lost precision.",
+        ),
+    )
+    notes = ("The lower bound is 1/upper unless given. Only clip, mask and rejection use it.",)
+    return Table("Recommended bounds", headers, rows, notes=notes)
+
+
+def health_table() -> Table:
+    """The rules of `check_health`: when each warns and for what, what it means, what to do."""
+    headers = ("about", "metric", "warns", "judged for", "it means", "what to do")
+    rows = tuple(
+        (rule.about, rule.metric, rule.when, rule.only or "every setting", rule.meaning, rule.advice)
+        for rule in health.all_rules()
+    )
+    notes = (
+        "About `data`: how large the mismatch is, which no correction changes. `correction`: what is left of it after "
+        "this one. `fault`: numbers that cannot be trusted.",
+        "Not judged: `rollout_is_std` and `rollout_is_eff_sample_size`, of the ratio clamped to [1/hi, hi]: at hi = 2 "
+        "they cannot leave 0.75 and 0.64.",
+    )
+    return Table("Health", headers, rows, frozenset({"metric"}), notes)
+
+
+def versions_table() -> Table:
+    """The host versions that the tests ran with, from `patches/manifest.json`."""
+    tested = {host: recorded_version(host) for host in HOSTS}
+    rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
+    notes = ("The start-up block says where yours is another one. Tested are the hosts' own functions, not runs.",)
+    return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
+
+
+TABLES: dict[str, Callable[[], Table]] = {
+    "algorithms": algorithms_table,
+    "bounds": bounds_table,
+    "health": health_table,
+    "metrics": metrics_table,
+    "presets": presets_table,
+    "settings": config_table,
+    "versions": versions_table,
+}
+
+
+def _setting(field: FieldInfo) -> tuple[str, ...]:
+    meta = field.meta
+    flags = ", ".join((meta["flag"], *meta["aliases"])) if meta.get("flag") else NOTHING
+    others = [show(value) for value in get_args(field.annotation) if isinstance(value, str) and value != field.default]
+    default = show(field.default) + (f" ({', '.join(others)})" if others else "")
+    return (field.path, flags, default, meta["unit"], field.description, meta["slime"], meta["verl"], meta["source"])
+
+
+def _actions() -> list[argparse.Action]:
+    """The flags that `add_arguments` adds to an empty parser."""
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    return parser._actions

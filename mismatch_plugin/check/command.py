@@ -1,0 +1,110 @@
+"""The `check` command. Heavy imports wait until it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CANNOT_CHECK = 2
+
+
+def check(
+    records: Annotated[Path, typer.Argument(metavar="RECORDS", help="Rollout records, .jsonl or .parquet.")],
+    training: Annotated[
+        Path | None, typer.Argument(metavar="TRAINING", help="The training side's log-probs, .jsonl, as told above.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of a transformers causal LM: it scores the responses in float32 if TRAINING is absent, and "
+            "whole distributions show temperatures, filters and penalties more sharply."
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="SGLang server that rescores the responses (at temperature 1, with its current weights). It is the "
+            "training side if there is neither TRAINING nor --checkpoint, else a third opinion in the notes."
+        ),
+    ] = None,
+    weight_version: Annotated[
+        str | None, typer.Option(help="Weight version of the training side, if TRAINING does not tell it.")
+    ] = None,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Steps that rollout weights may be behind.")] = 1,
+    eos_id: Annotated[list[int] | None, typer.Option(help="Id that ends a response. May be repeated.")] = None,
+    records_only: Annotated[
+        bool, typer.Option("--records-only", help="Check RECORDS alone; nothing is compared with a training side.")
+    ] = False,
+    accept: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="A fault that is meant: reported, not counted. Repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Check that rollout and training log-probs belong together.
+
+    Same tokens, same weights, same distribution? Detects and explains shifts,
+    swapped samples, wrong boundaries and ids, an appended EOS, fills, floors
+    and NaN, wrong units, a temperature, filter or penalty on one side only,
+    mixed and stale weights, lost digits. Ordinary mismatch (other kernels,
+    bf16, quantised or slightly stale weights) is no fault; its size is printed.
+
+    RECORDS has one JSON object a line (or a row of Parquet), at least:
+
+    {"prompt_ids":[1,5],"response_ids":[7,2],"rollout_log_probs":[-1.2,-0.3]}
+
+    with a natural log-prob, or null, for each response token. Optional, one
+    a response token: "loss_mask" (1 trained, 0 not; default 1), "kept_ids" (ids
+    that the filter left), "behaviour_log_probs" (renormalised over those),
+    "top_log_probs" (pairs of log-prob and id); one a prompt token:
+    "prompt_log_probs"; of the whole: "sampling" (an object: temperature,
+    top_p, top_k, penalties and so on), "weight_versions" (a list of {"version",
+    "start", "end"}, spans of response tokens), "finish_reason" (stop, length
+    or abort), "sample_id", "request_id", "server" and "dp_rank" (which server
+    and which of its workers), "text", "reward".
+
+    TRAINING has one JSON object a line, {"train_log_probs": [...], ...}: the
+    natural log-probs of the response tokens at the sampling temperature, null
+    where there is none. "sample_id" or "index" (place of the record, from 0)
+    say whose they are; without, line i belongs to record i. Optional:
+    "token_ids" and "prompt_ids" (response and prompt as the trainer sees them),
+    "loss_mask", "weight_version", "temperature".
+
+    Exit status: 0 no fault, 1 faults found, 2 cannot check, for example because
+    there is neither TRAINING nor --checkpoint, --url or --records-only.
+    """
+    from mismatch_plugin.check.inputs import check_files
+    from mismatch_plugin.check.training import InputError
+
+    try:
+        result = check_files(
+            records,
+            training,
+            checkpoint=checkpoint,
+            url=url,
+            weight_version=weight_version,
+            max_staleness=max_staleness,
+            eos_ids=eos_id or (),
+            records_only=records_only,
+            accept=accept or (),
+        )
+    except InputError as error:
+        if as_json:
+            import json
+
+            typer.echo(json.dumps({"status": "cannot_check", "verdict": str(error)}))
+        else:
+            typer.echo(f"cannot check: {error}", err=True)
+        raise typer.Exit(CANNOT_CHECK) from None
+    if as_json:
+        typer.echo(result.model_dump_json(indent=2))
+    else:
+        from rich.console import Console
+
+        from mismatch_plugin.check.report import show
+
+        show(result, Console(highlight=False, markup=False))
+    if result.status == "faults":
+        raise typer.Exit(1)

@@ -1,0 +1,157 @@
+"""top-p, top-k and min-p: what was drawn from a cut distribution needs log-probs of that one on both sides."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+
+from mismatch_plugin.check.batch import Batch, Floats, Sample, flat
+from mismatch_plugin.check.distribution import greedy
+from mismatch_plugin.check.findings import Finding, Side, Undecided
+from mismatch_plugin.check.regression import Support, fit, support
+from mismatch_plugin.rollout.sampling import SamplingParameters
+
+MIN_TOKENS = 100
+DEVIATIONS, ONE_SIDED, NEGATIVE, MISSING = 6.0, 0.4, 0.65, 0.003
+"""A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""
+NO_BIAS = 1e-3
+"""A filter that changes log-probs by less on average cut nothing."""
+
+Kind = Literal["renormalised", "recorded", "not_replayed", "trainer"]
+FIXES: dict[Kind, str] = {
+    "renormalised": "Take log-probs over the whole vocabulary (SGLang's default), or keep the kept ids "
+    "(return_sampling_mask) and mask the trainer's logits with them; or sample with top_p=1, top_k=-1, min_p=0.",
+    "recorded": "Sample with top_p=1, top_k=-1, min_p=0, or request return_sampling_mask (with a finite top_k), use "
+    "behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
+    "not_replayed": "Use behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
+    "trainer": "Only the trainer renormalises over kept tokens: use behaviour_log_probs as rollout log-probs.",
+}
+
+
+def find_truncation(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+    """Filters that are recorded, and those that show: a renormalised side is off by −log(mass kept), always one way.
+
+    Where the training side replays the sampling mask, comparisons go on with the behaviour log-probs.
+    """
+    findings: list[Finding | Undecided] = []
+    replayed: dict[int, dict[str, Any]] = {}
+    behaviour = [sample for sample in batch if _behaviour(sample) is not None]
+    if behaviour:
+        found, replayed = _with_behaviour(batch, behaviour)
+        findings += found
+    rest = [sample for sample in batch if sample not in behaviour and not greedy(sample.record.sampling)]
+    for filtered in (True, False):
+        group = [sample for sample in rest if sample.record.sampling.filtered == filtered]
+        if not group:
+            continue
+        tokens = flat(group)
+        kind: Kind | None = None
+        numbers: Support | None = None
+        if len(tokens) >= MIN_TOKENS:
+            kind, numbers = _renormalised(group)
+        elif not filtered and batch.has_training:
+            reason = f"not enough tokens to tell: {len(tokens)} that can be compared, {MIN_TOKENS} needed"
+            findings.append(Undecided(faults=("truncation",), reason=reason))
+        if kind is None and filtered:
+            kind = "recorded"
+        if kind is not None:
+            findings.append(_finding(batch, group, kind, numbers))
+    return findings, batch.with_values(replayed)
+
+
+def _behaviour(sample: Sample) -> Floats | None:
+    """[n] behaviour log-probs, NaN where there is none."""
+    values = sample.record.behaviour_log_probs
+    if values is None or len(values) != sample.tokens:
+        return None
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _with_behaviour(batch: Batch, samples: list[Sample]) -> tuple[list[Finding], dict[int, dict[str, Any]]]:
+    """Records that hold both log-probs: the training side must follow the behaviour ones."""
+    replayed: dict[int, dict[str, Any]] = {}
+    plain: list[Sample] = []
+    biases: list[float] = []
+    for sample in samples:
+        values = _behaviour(sample)
+        if values is None or sample.train is None or not sample.comparable:
+            continue
+        both = sample.usable & np.isfinite(values)
+        if not both.any():
+            continue
+        to_full = float(np.abs(sample.train[both] - sample.rollout[both]).mean())
+        to_cut = float(np.abs(sample.train[both] - values[both]).mean())
+        bias = float((values[both] - sample.rollout[both]).mean())
+        if to_cut < to_full:
+            replayed[sample.index] = {"rollout": values}
+        elif bias > NO_BIAS:
+            plain.append(sample)
+            biases.append(bias)
+    if not plain:
+        return [], replayed
+    numbers = Support(missing=1 - float(np.exp(-np.mean(biases))), deviations=0.0, one_sided=1.0, negative=1.0)
+    return [_finding(batch, plain, "not_replayed", numbers)], replayed
+
+
+def _renormalised(group: list[Sample]) -> tuple[Kind | None, Support]:
+    tokens = flat(group)
+    quarters = fit(tokens).quarters
+    candidates: tuple[tuple[Kind, Floats, bool], ...] = (
+        ("renormalised", tokens.gap, max(quarters) < 0),
+        ("trainer", -tokens.gap, min(quarters) > 0),
+    )
+    for kind, gap, same_sign in candidates:
+        found = support(gap)
+        significant = found.missing > MISSING and found.deviations < -DEVIATIONS
+        if same_sign and significant and found.one_sided > ONE_SIDED and found.negative > NEGATIVE:
+            return kind, found
+    return None, support(tokens.gap)
+
+
+def filter_text(sampling: SamplingParameters) -> str:
+    """The filters as they are written in a request."""
+    off = SamplingParameters()
+    named = [name for name in ("top_p", "top_k", "min_p") if getattr(sampling, name) != getattr(off, name)]
+    return ", ".join(f"{name}={getattr(sampling, name):g}" for name in named) or "no filter"
+
+
+def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | None) -> Finding:
+    told = filter_text(group[0].record.sampling)
+    tokens = flat(group)
+    missing = 0.0 if numbers is None else numbers.missing
+    if kind == "recorded":
+        evidence = (
+            f"{len(group)} of {len(batch)} samples were drawn with {told}, but their log-probs are over the whole "
+            f"vocabulary and no kept ids are recorded: the true behaviour log-prob is higher by −log(mass kept), which "
+            f"no weight corrects."
+        )
+    elif kind == "not_replayed":
+        evidence = (
+            f"{len(group)} of {len(batch)} samples were drawn with {told}: the training side follows the log-probs "
+            f"over the whole vocabulary, {-np.log1p(-missing):.3g} nats below the behaviour log-probs on average."
+        )
+    else:
+        assert numbers is not None
+        ours, other = ("rollout", "training") if kind == "renormalised" else ("training", "rollout")
+        evidence = (
+            f"{ours.capitalize()} log-probs are systematically above the {other} ones, by {abs(tokens.gap.mean()):.3g} "
+            f"nats on average and nearly always ({numbers.one_sided:.0%} one-sided, {abs(numbers.deviations):.0f} "
+            f"standard errors, {len(tokens)} tokens): {missing:.2%} of the mass lies outside what the {ours} side "
+            f"renormalised over (recorded: {told})."
+        )
+    side: Side = "training" if kind in ("trainer", "not_replayed") else "rollout"
+    first = group[0]
+    usable = np.flatnonzero(first.usable)
+    return Finding(
+        fault="truncation",
+        side=side,
+        evidence=evidence,
+        statistics={} if numbers is None else {"missing_mass": missing, "one_sided": numbers.one_sided},
+        samples=len(group),
+        of_samples=len(batch),
+        tokens=sum(int(sample.mask.sum()) for sample in group),
+        of_tokens=batch.token_count,
+        first=first.place(int(usable[0])) if len(usable) else first.place(),
+        fix=FIXES[kind],
+    )

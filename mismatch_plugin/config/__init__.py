@@ -1,0 +1,21 @@
+"""The user's door: the settings, how they are read (file, flags, preset, another system's), and what is refused."""
+
+from mismatch_plugin.config.criteria import Criterion, Rejection
+from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.config.model import MismatchConfig, preset
+from mismatch_plugin.config.settings import ALGORITHM_NAMES, ImportanceSampling, PPOClip, Settings, Terms
+from mismatch_plugin.config.values import MismatchWarning
+
+__all__ = [
+    "ALGORITHM_NAMES",
+    "Criterion",
+    "ImportanceSampling",
+    "MismatchConfig",
+    "MismatchWarning",
+    "PPOClip",
+    "Rejection",
+    "Settings",
+    "Terms",
+    "add_arguments",
+    "preset",
+]

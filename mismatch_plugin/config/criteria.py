@@ -1,0 +1,139 @@
+"""Rejection settings: what a criterion measures, how it is aggregated, and between which bounds a unit is kept."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+
+from mismatch_plugin.config.fields import described
+from mismatch_plugin.config.values import number, unknown
+
+Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
+Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+
+_SPEC = "AGGREGATE:STATISTIC:UPPER or AGGREGATE:STATISTIC:LOWER:UPPER, for example sequence_max:k2:0.5"
+
+
+class Criterion(BaseModel):
+    """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper.
+
+    `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have
+    an upper bound in nats (`tv`: in probability) and no lower bound unless one is given.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    statistic: Statistic = "ratio"
+    aggregate: Aggregate = "token"
+    lower_bound: float | None = described(
+        None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", flag="--rs-lower-bound", ge=0.0
+    )
+    upper_bound: float | None = described(
+        None, "upper bound; for ratio and k1 the TIS upper bound if absent", flag="--rs-upper-bound", gt=0.0
+    )
+
+    @property
+    def name(self) -> str:
+        """`aggregate_statistic`, as used in metric names."""
+        return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}"
+
+    @property
+    def in_log_space(self) -> bool:
+        """True for ratio and k1, whose bounds act on ρ and are compared as logarithms."""
+        return self.statistic in ("ratio", "k1")
+
+    @property
+    def log_bounds(self) -> tuple[float | None, float | None]:
+        """(lower, upper) in the space in which the aggregate is compared; None where there is no bound."""
+        lower, upper = self.lower_bound, self.upper_bound
+        if self.in_log_space:
+            lower = math.log(lower) if lower else None
+            upper = math.log(upper) if upper is not None and upper != math.inf else None
+            return lower, upper
+        return (lower or None), (None if upper == math.inf else upper)
+
+    def resolved(self, inherited_upper: float | None) -> Criterion:
+        """This criterion with absent bounds filled in. Raises ValueError where there is nothing to inherit."""
+        upper = self.upper_bound
+        if upper is None:
+            if not self.in_log_space:
+                raise ValueError(f"rs criterion {self.name} has no upper bound: give one ({_SPEC}).")
+            if inherited_upper is None:
+                raise ValueError(
+                    f"rs criterion {self.name} has no upper bound and there is no TIS bound to inherit: give it one "
+                    f"({_SPEC}; or --rs-upper-bound), or switch use_tis on."
+                )
+            upper = inherited_upper
+        lower = self.lower_bound
+        if lower is None and self.in_log_space:
+            lower = 1.0 / upper
+        resolved = self.model_copy(update={"lower_bound": lower, "upper_bound": upper})
+        resolved.check_order()
+        return resolved
+
+    def check_order(self) -> None:
+        """Raises ValueError where the lower bound is above the upper bound."""
+        if self.lower_bound is not None and self.upper_bound is not None and self.lower_bound > self.upper_bound:
+            raise ValueError(
+                f"rs criterion {self.name} has lower bound {self.lower_bound:g} above upper bound "
+                f"{self.upper_bound:g}: swap them."
+            )
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Criterion:
+        self.check_order()
+        return self
+
+
+def parse_criterion(value: Any) -> Any:
+    """`"sequence_max:k2:0.5"` as a dict of Criterion fields; anything but a string is passed through."""
+    if not isinstance(value, str):
+        return value
+    parts = value.split(":")
+    if len(parts) not in (2, 3, 4):
+        raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
+    aggregate, statistic, *limits = parts
+    if aggregate not in get_args(Aggregate):
+        raise unknown(f"the aggregate of rs criterion {value!r},", aggregate, get_args(Aggregate))
+    if statistic not in get_args(Statistic):
+        raise unknown(f"the statistic of rs criterion {value!r},", statistic, get_args(Statistic))
+    fields: dict[str, Any] = {"aggregate": aggregate, "statistic": statistic}
+    names = ("lower_bound", "upper_bound")[-len(limits) :] if limits else ()
+    return fields | {
+        name: number(limit, f"a bound of rs criterion {value!r}") for name, limit in zip(names, limits, strict=True)
+    }
+
+
+class Rejection(BaseModel):
+    """Which tokens and sequences leave the loss. Criteria are ANDed, each judged on the original `loss_mask`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
+        (),
+        f"rejection criteria, ANDed ({_SPEC})",
+        flag="--rs-criterion",
+        slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
+        verl="rollout_rs, rollout_rs_threshold",
+        source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl)",
+    )
+    veto_threshold: float | None = described(
+        None,
+        "any token with ρ below this rejects its sequence",
+        flag="--rs-veto-threshold",
+        unit="ratio",
+        slime="rs_veto_threshold",
+        verl="rollout_token_veto_threshold",
+        source="rollout-correction guide, 3.5",
+        gt=0.0,
+        lt=1.0,
+    )
+
+
+LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {
+    "token": "token",
+    "sequence": "sequence_sum",
+    "geometric": "sequence_mean",
+}

@@ -1,0 +1,226 @@
+"""The argparse group: one flag for each setting, generated from the models, and what of it a person typed."""
+
+from __future__ import annotations
+
+import types
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import ValidationError
+
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion
+from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
+from mismatch_plugin.config.settings import Settings
+from mismatch_plugin.config.values import number
+
+_CRITERIA = "rs.criteria"
+_USE_RS = "--use-rs"
+# Flags that are no setting of their own: together they are one criterion, or they say where settings come from.
+_MORE_FLAGS: dict[str, dict[str, Any]] = {
+    _USE_RS: {
+        "action": "store_true",
+        "help": "reject what is outside bounds of the ratio: one criterion, see --rs-level",
+    },
+    "--rs-level": {
+        "choices": list(LEVEL_TO_AGGREGATE),
+        "help": "how ratios are aggregated for rejection; token if absent; needs --use-rs",
+    },
+    "--rs-lower-bound": {
+        "type": number,
+        "metavar": "RATIO",
+        "help": "lower bound of the criterion of --use-rs; 1/hi if absent, 0 turns it off",
+    },
+    "--rs-upper-bound": {
+        "type": number,
+        "metavar": "RATIO",
+        "help": "upper bound of the criterion of --use-rs; the TIS upper bound if absent",
+    },
+    "--mismatch-preset": {"metavar": "NAME", "help": "preset to start from (mismatch-plugin presets lists them)"},
+    "--mismatch-config": {
+        "metavar": "FILE",
+        "help": "YAML or JSON file with settings; a flag wins over the file, the file over the preset",
+    },
+    "--mismatch-explain-only": {"action": "store_true", "help": "print what these settings do, and stop"},
+}
+
+
+def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = None) -> ArgumentParser:
+    """Add the flags of the correction to a parser, as one group, and return the parser.
+
+    The default of every flag is None: not given. Each is also taken with underscores (`--use_tis`), which --help does
+    not list. A flag or destination that the parser has already is left as it is and used; its other spellings are
+    added to it. Works with `allow_abbrev=False`, and twice on one parser.
+
+    reserved: flag → destination of flags that the host will define later (slime adds its own after a plugin's).
+    Raises: ValueError where the parser keeps one of our flags under a destination that nothing here would read.
+    """
+    group: Any = None
+    for spellings, options in _all_flags():
+        dests = _dests(spellings)
+        owner = _owner(parser, spellings, dests, reserved or {})
+        missing = [
+            spelling for spelling in spellings if not _taken(parser, spelling) and spelling not in (reserved or {})
+        ]
+        if owner is not None and owner[0] not in dests:
+            raise ValueError(
+                f"the parser keeps {spellings[0]} under {owner[0]!r}, where it would not be found: keep it under "
+                f"{dests[0]!r}."
+            )
+        dest, default = owner if owner is not None else (dests[0], None)
+        if missing:
+            if group is None:
+                group = parser.add_argument_group(
+                    "training-inference mismatch",
+                    "Correction of the difference between rollout and training log-probs.",
+                )
+            group.add_argument(*missing, dest=dest, default=default, **options)
+        underscored = [
+            spelling
+            for spelling in underscored_spellings(spellings)
+            if not _taken(parser, spelling) and spelling not in (reserved or {})
+        ]
+        if underscored:
+            parser.add_argument(*underscored, dest=dest, default=default, **{**options, "help": SUPPRESS})
+    return parser
+
+
+def underscored_spellings(spellings: Sequence[str]) -> list[str]:
+    """The spellings with underscores, which argparse users type as well: `--use_tis` for `--use-tis`."""
+    found = [f"--{spelling[2:].replace('-', '_')}" for spelling in spellings]
+    return [spelling for spelling in dict.fromkeys(found) if spelling not in spellings]
+
+
+def destinations() -> tuple[str, ...]:
+    """Every attribute under which a Namespace may hold one of our flags."""
+    return tuple(dict.fromkeys(dest for spellings, _ in _all_flags() for dest in _dests(spellings)))
+
+
+def given_flags(namespace: Namespace) -> dict[str, Any]:
+    """What a person typed, as nested settings, and under "preset" and "config" the names of a preset and a file.
+
+    A switch that is False counts as not given: it may be a host's own `store_true`.
+    Raises: ValueError where a bound or level of rejection was given without --use-rs, or is none.
+    """
+    given: dict[str, Any] = {}
+    for leaf in _flagged():
+        value = _read(namespace, _spellings(leaf), off=None if _is_switch(leaf) else False)
+        if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
+            value = [value]
+        if value is not None:
+            _put(given, leaf.path, value)
+    criterion = _ratio_criterion(namespace)
+    if criterion is not None:
+        _put(given, _CRITERIA, [*given.get("rs", {}).get("criteria", ()), criterion])
+    for name in ("preset", "config"):
+        value = _read(namespace, [f"--mismatch-{name}"])
+        if value is not None:
+            given[name] = value
+    return given
+
+
+def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
+    """The criterion that --use-rs, --rs-level and the two bounds spell, None without them."""
+    given = {flag: _read(namespace, [flag]) for flag in ("--rs-level", "--rs-lower-bound", "--rs-upper-bound")}
+    given = {flag: value for flag, value in given.items() if value is not None}
+    if not _read(namespace, [_USE_RS]):
+        for flag, value in given.items():
+            raise ValueError(f"{flag} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out.")
+        return None
+    criterion: dict[str, Any] = {"aggregate": LEVEL_TO_AGGREGATE[given.get("--rs-level", "token")]}
+    for name in ("lower_bound", "upper_bound"):
+        value = given.get(f"--rs-{name.replace('_', '-')}")
+        if value is not None:
+            criterion[name] = value
+    try:
+        Criterion.model_validate(criterion)
+    except ValidationError as error:
+        raise plain_error(error, Criterion, criterion) from None
+    return criterion
+
+
+def _all_flags() -> list[tuple[list[str], dict[str, Any]]]:
+    """(spellings, options of add_argument) of every flag, the rejection flags before --rs-criterion."""
+    flags = [(_spellings(leaf), _options(leaf)) for leaf in _flagged()]
+    at = next(index for index, (spellings, _) in enumerate(flags) if "--rs-criterion" in spellings)
+    more = [([flag], options) for flag, options in _MORE_FLAGS.items()]
+    return [*flags[:at], *more[:4], *flags[at:], *more[4:]]
+
+
+def _flagged() -> list[FieldInfo]:
+    return [leaf for leaf in leaf_fields(Settings) if leaf.meta.get("flag")]
+
+
+def _spellings(leaf: FieldInfo) -> list[str]:
+    return [leaf.meta["flag"], *leaf.meta["aliases"]]
+
+
+def _dests(spellings: list[str]) -> list[str]:
+    """The destinations that argparse would derive from the spellings, the flag's own first."""
+    return list(dict.fromkeys(spelling.lstrip("-").replace("-", "_") for spelling in spellings))
+
+
+def _taken(parser: ArgumentParser, spelling: str) -> bool:
+    return spelling in parser._option_string_actions
+
+
+def _owner(
+    parser: ArgumentParser, spellings: list[str], dests: list[str], reserved: Mapping[str, str]
+) -> tuple[str, Any] | None:
+    """(destination, default) of the action that is there already under one of the spellings or destinations."""
+    actions: list[Action] = [parser._option_string_actions[name] for name in spellings if _taken(parser, name)]
+    actions += [action for action in parser._actions if action.dest in dests]
+    if actions:
+        return actions[0].dest, actions[0].default
+    held = [reserved[name] for name in spellings if name in reserved]
+    return (held[0], False) if held else None
+
+
+def _options(leaf: FieldInfo) -> dict[str, Any]:
+    """Options of add_argument for a setting, from its type and metadata."""
+    unit = f" [{leaf.meta['unit']}]" if leaf.meta["unit"] else ""
+    shown = leaf.default not in (None, False, ())
+    default = f" (default: {leaf.default})" if shown else ""
+    options: dict[str, Any] = {"help": f"{leaf.description}{unit}{default}".replace("%", "%%")}
+    if leaf.path == _CRITERIA:
+        return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER"}
+    if _is_switch(leaf):
+        return options | {"action": "store_true"}
+    kinds = _kinds(leaf)
+    if kinds == [float]:
+        return options | {
+            "type": number,
+            "metavar": leaf.meta["unit"].upper() if leaf.meta["unit"].isalpha() else "NUMBER",
+        }
+    if get_origin(kinds[0]) is Literal:
+        return options | {"choices": list(get_args(kinds[0]))}
+    return options | {"metavar": "PATH"}
+
+
+def _is_switch(leaf: FieldInfo) -> bool:
+    return _kinds(leaf) == [bool]
+
+
+def _kinds(leaf: FieldInfo) -> list[Any]:
+    members = get_args(leaf.annotation) if isinstance(leaf.annotation, types.UnionType) else (leaf.annotation,)
+    return [kind for kind in members if kind is not type(None)]
+
+
+def _read(namespace: Namespace, spellings: list[str], off: bool | None = None) -> Any:
+    """The value under any destination of the spellings; None where there is none or an empty list.
+
+    off: what False is read as: not given (None) for a switch, itself elsewhere, since YAML reads a bare off as false.
+    """
+    for dest in _dests(spellings):
+        value = getattr(namespace, dest, None)
+        value = off if value is False else value
+        if value is not None and value != []:
+            return value
+    return None
+
+
+def _put(nested: dict[str, Any], path: str, value: Any) -> None:
+    *parents, name = path.split(".")
+    for parent in parents:
+        nested = nested.setdefault(parent, {})
+    nested[name] = value

@@ -1,0 +1,170 @@
+"""`MismatchConfig`: the settings, validated together, and read from a file, flags or a preset."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
+
+from mismatch_plugin.config.documents import read_file
+from mismatch_plugin.config.fields import flag_names, plain_error, spell
+from mismatch_plugin.config.flags import given_flags
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.rules import notes_on
+from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
+from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+class MismatchConfig(Settings):
+    """Everything the correction does, in one frozen value.
+
+    Two flags choose the algorithm (`.algorithm`): 0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS.
+    Build it directly, or with `from_file`, `from_args`, `mismatch_plugin.preset`, `mismatch_plugin.compat`.
+
+    Raises: ValueError naming the field (or flag), the value and the fix, pydantic.ValidationError where it is built
+    directly; also where a setting given by hand would have no effect. Warns (MismatchWarning) where a setting is legal
+    but outside its known range.
+    """
+
+    _by_hand: frozenset[str] | None = PrivateAttr(default=None)
+    """Dotted paths of the settings that a person asked for; None: all that differ from their defaults."""
+
+    def __eq__(self, other: object) -> bool:
+        """Equal settings, however they were given."""
+        return isinstance(other, MismatchConfig) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(tuple(self.__dict__.values()))
+
+    @model_validator(mode="after")
+    def _means_something(self, info: ValidationInfo) -> MismatchConfig:
+        if self.tis.level == "none" and self.algorithm != 3:
+            template = (
+                "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: "
+                "set both, or choose token, sequence or geometric."
+            )
+            raise ValueError(spell(template, info, "tis.level"))
+        names = [criterion.name for criterion in self.criteria]  # raises where a bound is missing
+        if len(set(names)) < len(names):
+            raise ValueError(f"rs.criteria names the same criterion twice ({', '.join(names)}): give each one once.")
+        for note in notes_on(self, info):  # raises where a setting given by hand has no effect
+            warnings.warn(note, MismatchWarning, stacklevel=2)
+        return self
+
+    @classmethod
+    def build(
+        cls, data: Mapping[str, Any], by_hand: Collection[str] | None = (), flags: Collection[str] = ()
+    ) -> MismatchConfig:
+        """Build from nested settings, of which only the dotted paths in `by_hand` were asked for by a person.
+
+        What has no effect is refused where it is in `by_hand`; elsewhere (a preset, another system's settings) it is
+        a MismatchWarning. by_hand None: whatever differs from its default was.
+        flags: those paths of `by_hand` that errors are to name as flags.
+        Raises: ValueError, one sentence a fault.
+        """
+        context = {"by_hand": by_hand, "typed": flags, "flags": flag_names(cls)}
+        try:
+            config = cls.model_validate(data, context=context)
+        except ValidationError as error:
+            raise plain_error(error, cls, flags) from None
+        config._by_hand = None if by_hand is None else frozenset(by_hand)
+        return config
+
+    def replace(self, **changes: Any) -> MismatchConfig:
+        """This configuration with some settings changed, validated anew: `config.replace(tis={"upper_bound": 5.0})`.
+
+        A dict changes the settings it names and leaves the others of its section; a section (`ImportanceSampling(…)`)
+        or a list takes the place of the old one. What is changed counts as given by hand, what was given by hand before
+        still does, and what a preset or another system's settings brought does not.
+        Raises: ValueError naming the setting, the value and what to do, also where a setting given by hand would have
+        no effect. Warns (MismatchWarning): as building the configuration does.
+        """
+        base = self.model_dump(exclude_unset=True)
+        for name, value in changes.items():
+            if isinstance(value, BaseModel):
+                if name in type(self).model_fields and not isinstance(value, type(getattr(self, name))):
+                    wanted = type(getattr(self, name)).__name__
+                    raise ValueError(f"{name} is a {type(value).__name__}: give {wanted}, or a dict of settings.")
+                base.pop(name, None)
+                changes[name] = value.model_dump(exclude_unset=True)
+        by_hand = None if self._by_hand is None else self._by_hand | dotted_fields_set(changes)
+        return type(self).build(merge(base, changes), by_hand)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> MismatchConfig:
+        """Read a YAML or JSON file with this model's fields, and optionally `preset: NAME` to start from."""
+        return cls._layered(None, read_file(path), {})
+
+    @classmethod
+    def from_args(cls, namespace: Namespace) -> MismatchConfig:
+        """Build from a parsed argparse namespace (see `add_arguments`): flag over file over preset.
+
+        With --mismatch-explain-only the first rank prints `describe()`, and every rank exits with status 0.
+        """
+        if not hasattr(namespace, "__dict__"):  # every flag would count as not given
+            raise TypeError(
+                f"from_args takes what parse_args() returned, not a {type(namespace).__name__}: pass the Namespace "
+                f"itself."
+            )
+        flags = given_flags(namespace)
+        file, name = flags.pop("config", None), flags.pop("preset", None)
+        for flag, value in (("--mismatch-config", file), ("--mismatch-preset", name)):
+            if value == "":
+                raise ValueError(f"{flag} is empty: give it a value, or leave it out (is a shell variable unset?).")
+        config = cls._layered(name, read_file(file) if file else {}, flags)
+        if getattr(namespace, "mismatch_explain_only", None):
+            if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
+                print(config.describe())
+            raise SystemExit(0)
+        return config
+
+    @classmethod
+    def _layered(cls, preset: str | None, file: dict[str, Any], flags: dict[str, Any]) -> MismatchConfig:
+        in_file = file.pop("preset", None)
+        name = in_file if preset is None else preset
+        base = cls()
+        if name is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MismatchWarning)  # the merged configuration says what still holds
+                base = cls.build(find_preset(name).settings())
+        typed = dotted_fields_set(flags)
+        data = merge(merge(base.model_dump(exclude_unset=True), file), flags)
+        config = cls.build(data, dotted_fields_set(file) | typed, typed)
+        if name is not None:
+            warn_of_another_algorithm(name, base, config, typed)
+        return config
+
+
+def preset(name: str, **overrides: Any) -> MismatchConfig:
+    """The configuration of a named preset, with its own parameters overridden: `preset("token_is", threshold=3.0)`.
+
+    A threshold is a number (the upper bound; the lower one is its reciprocal) or verl's "lower_upper" string.
+    With other settings: `preset("token_is").replace(metrics="full", tis={"batch_normalize": True})`.
+    Raises: ValueError naming an unknown preset or parameter and what there is, or an invalid value.
+    Warns (MismatchWarning): where one of the preset's settings has no effect or is outside its known range.
+    """
+    return MismatchConfig.build(find_preset(name).settings(**overrides))
+
+
+def warn_of_another_algorithm(
+    name: str, preset: MismatchConfig, config: MismatchConfig, typed: Collection[str] = ()
+) -> None:
+    """Warn (MismatchWarning) where a switch next to preset `name` makes it another algorithm. typed: given as flags."""
+    if config.algorithm == preset.algorithm:
+        return
+    flags = flag_names(Settings)
+    changed = [path for path in ("use_rollout_log_probs", "use_tis") if getattr(config, path) != getattr(preset, path)]
+    switches = " and ".join(flags[path] if path in typed else path for path in changed)
+    warnings.warn(
+        f"preset {name} is algorithm {preset.algorithm} ({ALGORITHM_NAMES[preset.algorithm]}), and {switches} makes it "
+        f"{config.algorithm} ({ALGORITHM_NAMES[config.algorithm]}): leave {switches} out to run the preset as it is.",
+        MismatchWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,94 @@
+"""Combinations that mean nothing, and values outside the range in which they are known to work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pydantic import ValidationInfo
+
+from mismatch_plugin.config.fields import spell, value_and_default
+from mismatch_plugin.config.settings import Settings
+
+
+def notes_on(config: Settings, info: ValidationInfo) -> list[str]:
+    """Sentences on settings that have no effect or are outside their known range.
+
+    The validation context's `by_hand` holds the dotted paths that a person asked for; without it, whatever is not at
+    its default counts as asked for.
+    Raises: ValueError for the first setting that was asked for and has no effect.
+    """
+    by_hand, typed = (info.context or {}).get("by_hand"), (info.context or {}).get("typed", ())
+    notes: dict[str, str] = {}
+    for path, rest in without_effect(config):
+        value, default = value_and_default(config, path)
+        asked = value is not None and value is not False  # switching off what is off is no mistake
+        # A flag that was typed is asked for; in a file, which may list every setting, what differs from its default.
+        refused = value != default if by_hand is None or path not in typed else asked
+        refused = refused and (by_hand is None or path in by_hand)
+        if refused or value != default:
+            shown = "" if value is True else f" {value:g}" if isinstance(value, float) else f" {value}"
+            sentence = spell(f"<{path}>{shown} {rest}", info, path)
+            if refused:
+                raise ValueError(sentence)
+            notes.setdefault(path, sentence)
+    return [*notes.values(), *outside_known_range(config)]
+
+
+def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
+    """(path, what follows its name in a sentence) of every setting that this combination would not use.
+
+    `<path>` in the sentence stands for a setting: see `spell`.
+    """
+    tis = ("mode", "lower_bound", "upper_bound", "batch_normalize", "batch_normalize_scope")
+    if not config.use_tis:
+        for name in ("level", *tis):
+            yield f"tis.{name}", "changes no weight without <use_tis>: add <use_tis>, or leave it out."
+    elif config.tis.level == "none":
+        for name in tis:
+            yield f"tis.{name}", "changes nothing at <tis.level> none (every weight is 1): leave it out."
+    else:
+        if config.tis.mode == "truncate":
+            yield (
+                "tis.lower_bound",
+                "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction): choose clip or mask, "
+                "or leave it out.",
+            )
+        if not config.tis.batch_normalize:
+            yield (
+                "tis.batch_normalize_scope",
+                "changes nothing without <tis.batch_normalize>: add it, or leave the scope out.",
+            )
+    if config.algorithm == 3:
+        for name in ("eps_clip_low", "eps_clip_high", "dual_clip"):
+            yield f"ppo.{name}", "changes nothing in algorithm 3 (REINFORCE has no clip): leave it out."
+    if config.aggregation != "seq-mean-token-sum":
+        yield "length_norm", "needs <aggregation> seq-mean-token-sum: choose it, or leave the norm out."
+    if not config.terms.kl_coef:
+        for name in ("kl_type", "kl_importance_weighted"):
+            yield f"terms.{name}", "changes nothing without <terms.kl_coef>: set it, or leave this out."
+    if not config.weighted:
+        yield "terms.kl_importance_weighted", "needs importance weights: add <use_tis>, or leave it out."
+    if not config.weighted and not config.rs.criteria and config.rs.veto_threshold is None:
+        yield "dry_run", "has nothing to try: add <use_tis>, a criterion or a veto, or leave it out."
+
+
+def outside_known_range(config: Settings) -> list[str]:
+    """Sentences for settings that are legal and used, but not where they are known to work."""
+    notes = []
+    geometric = "the geometric mean of a response moves by hundredths of a percent: within 0.01 to 0.1 % of 1 is usual"
+    if config.weighted and config.tis.level == "geometric" and config.tis.mode == "mask" and config.tis.upper > 1.1:
+        notes.append(f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")
+    for criterion in config.criteria:
+        upper = criterion.upper_bound
+        if criterion.aggregate == "sequence_mean" and criterion.in_log_space and upper is not None and upper > 1.1:
+            notes.append(
+                f"rs criterion {criterion.name} with upper bound {upper:g} rejects hardly anything: {geometric}."
+            )
+    if config.algorithm == 3 and config.tis.level == "token":
+        notes.append("algorithm 3 at token level is biased: sequence level is what the method's page recommends.")
+    if config.algorithm == 3 and not config.weighted and not config.criteria and config.rs.veto_threshold is None:
+        notes.append(
+            "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch. "
+            "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs)."
+        )
+    return notes

@@ -1,0 +1,79 @@
+"""Settings as people write them: numbers, switches, nested dicts, and the sentences of errors about them."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_SHOWN = 200
+"""Characters of a value in an error."""
+
+
+class MismatchWarning(UserWarning):
+    """A setting that is legal but has no effect, or is outside the range in which it is known to work."""
+
+
+def dotted_fields_set(data: Mapping[str, Any], prefix: str = "") -> set[str]:
+    """Dotted paths of every leaf of a nested dict."""
+    paths: set[str] = set()
+    for name, value in data.items():
+        paths |= dotted_fields_set(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}"}
+    return paths
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `over` laid on top, nested dicts merged key by key. Neither argument is changed."""
+    merged = dict(base)
+    for name, value in over.items():
+        old = merged.get(name)
+        merged[name] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def number(value: Any, name: str = "the value") -> float:
+    """A number, or a string that spells one: YAML reads `1e-4` as a string.
+
+    Python would read "1_2" as 12, where verl means the bounds 1 and 2, so an underscore is refused.
+    Raises: ValueError naming `name` and the value.
+    """
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if plain or (isinstance(value, str) and "_" not in value):
+        try:
+            return float(value)
+        except (ValueError, OverflowError):  # an integer of 400 digits
+            pass
+    raise ValueError(f"{name} is {shown(value)}, which is not a number: write one, for example 2.0.")
+
+
+def bounds(value: Any, name: str) -> tuple[float | None, float]:
+    """(lower, upper) of a number, which is the upper bound, or of verl's "lower_upper" string, such as "0.5_2.0"."""
+    if isinstance(value, str) and "_" in value:
+        lower, upper = (number(part, name) for part in value.split("_", 1))
+        return lower, upper
+    return None, number(value, name)
+
+
+def switch(value: Any, name: str) -> bool:
+    """True or false, also as 1 and 0 or as a string; None is false. Raises ValueError naming `name` and the value."""
+    if value is None or value in (0, 1):
+        return bool(value)
+    if str(value).lower() in ("true", "false"):
+        return str(value).lower() == "true"
+    raise ValueError(f"{name} is {value!r}: write true or false.")
+
+
+def shown(value: object) -> str:
+    """The value as an error names it, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+
+
+def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
+    """A one-sentence error for a name that does not exist: the close ones, or else all there are."""
+    names = list(known)
+    close = difflib.get_close_matches(str(given)[:MAX_SHOWN], names, n=3, cutoff=0.6)
+    fix = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
+    if not names:
+        fix = "leave it out, or check its spelling."
+    return ValueError(f"{kind} {shown(str(given))} is unknown: {fix}")

@@ -1,0 +1,1 @@
+"""What a step measures: sums and maxima that merge, and the metrics formed from them."""

@@ -1,0 +1,262 @@
+"""From merged sums and maxima to figures: the arithmetic behind the declarations in `metrics.py`, on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from mismatch_plugin.core.acting_bounds import acting_bounds
+from mismatch_plugin.core.levels import center
+from mismatch_plugin.core.metrics import full as full
+from mismatch_plugin.core.validity import DEFECTS
+from mismatch_plugin.limits import SAFETY_BOUND
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config.criteria import Criterion
+
+
+class State:
+    """Merged sums and maxima as a metric's formula reads them."""
+
+    def __init__(self, sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> None:
+        self.sums, self.maxima, self.config = sums, maxima, config
+        self.token_level = config.tis.level in ("token", "none")
+        self.center = center(config)
+        bounds = acting_bounds(config)
+        self.bounds_on_tokens = bounds is not None and bounds.level == "token"
+        self.tokens = sums["one@tokens"]
+        self.sequences = sums["one@sequences"]
+        # Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
+        self.trained_tokens = sums.get("trained_tokens", self.tokens)
+        self.trained_sequences = sums.get("trained_sequences", self.sequences)
+
+    def has(self, name: str) -> bool:
+        return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
+
+    def share(self, row: str, measure: str) -> float:
+        """`mean`, or 0 where the configuration never rejects by this cause."""
+        return self.mean(row, measure) if self.has(row) else 0.0
+
+    def mean(self, row: str, measure: str = "tokens", default: float = 0.0) -> float:
+        """Σ of a row over its measure; `default` where there is nothing."""
+        return ratio(self.sums[f"{row}@{measure}"], self.sums[f"one@{measure}"], default)
+
+    def maximum(self, name: str, default: float = 0.0) -> float:
+        value = self.maxima[name]
+        return value if math.isfinite(value) else default
+
+    def vector(self, name: str) -> list[float]:
+        source = self.sums if f"{name}[0]" in self.sums else self.maxima
+        values = []
+        while f"{name}[{len(values)}]" in source:
+            values.append(source[f"{name}[{len(values)}]"])
+        return values
+
+    @property
+    def batch_factor(self) -> float:
+        """Mean bounded weight over everything merged; 1 without batch normalisation."""
+        if not self.has("weight_unit"):
+            return 1.0
+        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        mean = ratio(self.sums[f"weight_unit@{measure}"], self.sums[f"units@{measure}"], 1.0)
+        return mean if mean > 0 else 1.0
+
+    @property
+    def factor(self) -> float:
+        """What the merged weights are still to be divided by."""
+        return 1.0 if self.config.tis.batch_normalize_scope == "micro_batch" else self.batch_factor
+
+
+def ratio(numerator: float, denominator: float, default: float = 0.0) -> float:
+    """Numerator over denominator, or the default where that is 0."""
+    return numerator / denominator if denominator else default
+
+
+def bounded_exp(log_value: float) -> float:
+    """exp(min(·, 20)): no metric is infinite."""
+    return math.exp(min(log_value, SAFETY_BOUND))
+
+
+def ratio_mean(s: State, measure: str) -> float:
+    """Mean of the level's ρ, each unit weighed by the measure."""
+    return 1.0 + s.mean("ratio" if s.token_level else "unit_ratio", measure)
+
+
+def deviation(mean_square: float, mean: float) -> float:
+    """Population deviation from two moments about one constant."""
+    return math.sqrt(max(mean_square - mean * mean, 0.0))
+
+
+def seq_std(s: State) -> float:
+    """Sample deviation (n − 1) of the per-sequence ratio, as the guide's code has it."""
+    if s.sequences < 2:
+        return 0.0
+    row, squared = ("ratio", "seq_ratio_squared") if s.token_level else ("unit_ratio", "unit_ratio_squared")
+    variance = s.mean(squared, "sequences") - s.mean(row, "sequences") ** 2
+    return math.sqrt(max(variance, 0.0) * s.sequences / (s.sequences - 1))
+
+
+def token_ess(s: State) -> float:
+    """From sums about 1, which float32 tokens leave without digits where every ρ is far below 1e-3."""
+    mean = 1.0 + s.mean("ratio")
+    mean_square = 1.0 + 2.0 * s.mean("ratio") + s.mean("ratio_squared")
+    return min(mean * mean / mean_square, 1.0) if mean_square > 1e-6 and mean > 0 else 0.0
+
+
+def effective_sample_size(s: State) -> float:
+    """Of the clamped ratio, from sums about the constant that it was collected about."""
+    mean = s.center + s.mean("clamped")
+    mean_square = s.center * s.center + 2.0 * s.center * s.mean("clamped") + s.mean("clamped_squared")
+    return ratio(mean * mean, mean_square, 1.0)
+
+
+def seq_extreme(s: State, sign: str) -> float:
+    """Largest (or with - smallest) ρ of a sequence: its tokens' mean at token level, else its unit's."""
+    if s.token_level:
+        value = s.maximum(f"{sign}ratio_seq")
+        return 1.0 - value if sign else 1.0 + value
+    return log_extreme(s, "log_aggregate", sign)
+
+
+def unit_ess(s: State) -> float:
+    """(Σ ρ)² / (n Σ ρ²) of the sequences."""
+    mean_square = s.mean("unit_square", "sequences")
+    return min(ratio((1.0 + s.mean("unit_ratio", "sequences")) ** 2, mean_square, 1.0), 1.0)
+
+
+def log_extreme(s: State, name: str, sign: str) -> float:
+    """exp of the largest value, or ("-") of the smallest, at most e^20."""
+    value = s.maximum(sign + name)
+    return bounded_exp(-value if sign else value)
+
+
+def after_mean(s: State) -> float:
+    """Mean weight of the tokens that are kept."""
+    return ratio(s.sums["weight@tokens"], s.sums["kept@tokens"]) / s.factor
+
+
+def after_std(s: State) -> float:
+    """Its deviation, from the second moment about 1, or about 0 where the mean is nearer to that: products of long
+    responses, before the factor brings their mean to 1, have no digits left about 1."""
+    kept = s.sums["kept@tokens"]
+    if not kept:
+        return 0.0
+    mean = s.sums["weight@tokens"] / kept
+    if mean < 0.5:
+        return deviation(s.sums["weight_squared@tokens"] / kept, mean) / s.factor
+    return deviation(s.sums["weight_deviation@tokens"] / kept, mean - 1.0) / s.factor
+
+
+def after_ess(s: State, measure: str, squared: str) -> float:
+    """(Σ w)² / (n Σ w²) over all units, the rejected ones with w = 0."""
+    total, square = s.sums[f"weight@{measure}"], s.sums[f"{squared}@{measure}"]
+    return ratio(total * total, square * s.sums[f"one@{measure}"])
+
+
+def criteria(s: State, measure: str) -> dict[str, float]:
+    """Share outside each criterion; by sequences only for those that reject all of a sequence or nothing."""
+    return {
+        criterion.name: s.mean(f"out_{criterion.name}", measure)
+        for criterion in s.config.criteria
+        if measure == "tokens" or criterion.aggregate != "token"
+    }
+
+
+def criterion_measure(criterion: Criterion) -> str:
+    """What a criterion judges: tokens or sequences."""
+    return "tokens" if criterion.aggregate == "token" else "sequences"
+
+
+def measured_criteria(s: State) -> list[Criterion]:
+    """Those whose statistic was collected: all at level full."""
+    return [criterion for criterion in s.config.criteria if s.has(f"value_{criterion.name}")]
+
+
+def criterion_shares(s: State, side: str) -> dict[str, float]:
+    """Share above or below a criterion's bounds, 0 where it has none on that side."""
+    shares = {}
+    for criterion in measured_criteria(s):
+        measure = criterion_measure(criterion)
+        low, high = criterion.log_bounds
+        outside = s.mean(f"out_{criterion.name}", measure)
+        above = 0.0 if high is None else outside if low is None else s.mean(f"above_{criterion.name}", measure)
+        shares[criterion.name] = above if side == "above" else max(outside - above, 0.0)
+    return shares
+
+
+def criterion_means(s: State) -> dict[str, float]:
+    """Of ratio and k1 the row holds ρ − 1."""
+    return {
+        c.name: float(c.in_log_space) + s.mean(f"value_{c.name}", criterion_measure(c)) for c in measured_criteria(s)
+    }
+
+
+def criterion_extremes(s: State, sign: str) -> dict[str, float]:
+    """Largest (or with - smallest) value that each criterion compares."""
+    values = {}
+    for criterion in measured_criteria(s):
+        name = f"value_{criterion.name}"
+        value = s.maximum(sign + name)
+        values[criterion.name] = log_extreme(s, name, sign) if criterion.in_log_space else -value if sign else value
+    return values
+
+
+def quantiles(s: State) -> dict[str, float]:
+    """Of ρ_t, interpolated inside the bins of its histogram."""
+    histogram = s.vector("histogram")
+    shares = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}
+    return {name: math.exp(full.quantile(histogram, share)) for name, share in shares.items()}
+
+
+def edges(edges: tuple[float, ...]) -> list[str]:
+    """Labels of the buckets that the edges make."""
+    marks = [f"{edge:g}" for edge in edges]
+    inner = [f"{low}_to_{high}" for low, high in pairwise(marks)]
+    return [f"below_{marks[0]}", *inner, f"from_{marks[-1]}"]
+
+
+def bucket_means(s: State, bucket: str, labels: list[str], column: str, count: str = "tokens") -> dict[str, float]:
+    """Mean of a column in each bucket that holds something."""
+    values, counts = s.vector(f"{bucket}_{column}"), s.vector(f"{bucket}_{count}")
+    return {label: value / number for label, value, number in zip(labels, values, counts, strict=True) if number}
+
+
+def version_drift(s: State) -> dict[str, float]:
+    """Mean log-ratio by how many versions a token's weights lag behind the newest one seen in the step."""
+    newest = max(s.vector("version"))
+    sums: dict[str, list[float]] = {}
+    rows = zip(
+        s.vector("version"),
+        s.vector("-version"),
+        s.vector("version_tokens"),
+        s.vector("version_log_ratio"),
+        strict=True,
+    )
+    for largest, smallest, count, log_ratio in rows:
+        if not count:
+            continue
+        lag = int(newest - largest)
+        label = f"lag_{lag}" if largest == -smallest and lag < full.VERSION_SLOTS else "lag_older"
+        total = sums.setdefault(label, [0.0, 0.0])
+        total[0] += count
+        total[1] += log_ratio
+    return {label: log_ratio / count for label, (count, log_ratio) in sorted(sums.items())}
+
+
+def invalid(s: State) -> dict[str, float]:
+    """Invalid rollout log-probs by kind."""
+    return {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS}
+
+
+def outside(s: State, row: str) -> float:
+    """Share outside the bounds that act, over the units they act on."""
+    return s.mean(row, "tokens" if s.bounds_on_tokens else "sequences")
+
+
+POSITION = edges(full.POSITION_EDGES)
+PROBABILITY = edges(full.PROBABILITY_EDGES)
+LENGTH = edges(full.LENGTH_EDGES)
+SIGN = ["negative", "zero", "positive"]

@@ -1,0 +1,107 @@
+"""The further diagnostics of `--mismatch-metrics full`: quantiles of the ratio, drift by bucket, acceptance by bucket.
+
+All of it is sums over fixed buckets, so it merges like everything else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.validity import bucket
+from mismatch_plugin.limits import SAFETY_BOUND
+
+if TYPE_CHECKING:
+    from mismatch_plugin.core.stage import Stage
+
+HISTOGRAM_BINS = 2048
+HISTOGRAM_SCALE = 1e-4
+HISTOGRAM_EDGE = math.asinh(SAFETY_BOUND / HISTOGRAM_SCALE)
+"""Bins are equal in asinh(l / 1e-4): 1.3 % of |l| wide, down to 1e-6 at 0, over l in ±20."""
+
+POSITION_EDGES = (64, 256, 1024, 4096, 16384)
+PROBABILITY_EDGES = (0.01, 0.1, 0.5, 0.9, 0.99)
+LENGTH_EDGES = (256, 1024, 4096, 16384)
+VERSION_SLOTS = 16
+"""Weight versions are counted modulo 16; versions that collide are reported together as the oldest."""
+
+
+def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """({name: sums [B]}, {name: maxima, 0-d or [B]}) of the local tokens, and of whole sequences where counted here.
+
+    About 60 kernels; no host sync. Accumulated in float64.
+    """
+    tokens, packed = stage.tokens, stage.packed
+    sums: dict[str, Tensor] = {"histogram": _histogram(tokens.log_ratio, tokens.padding)}
+    maxima: dict[str, Tensor] = {}
+    difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
+    sums["probability_difference"] = difference.sum(dtype=torch.float64).reshape(1)
+    maxima["probability_difference"] = difference.amax() if difference.numel() else difference.new_zeros(())
+    del difference
+
+    value = stage.wide_T
+    slot: Tensor | None = None
+    if packed.weight_versions is not None:
+        slot = packed.weight_versions.remainder(VERSION_SLOTS)
+        maxima["version"], maxima["-version"] = _slot_extremes(
+            slot, value.copy_(packed.weight_versions), tokens.padding
+        )
+
+    def add_drift(name: str, place: Tensor, size: int) -> None:
+        sums[f"{name}_log_ratio"] = _by_bucket(place, size, value.copy_(tokens.log_ratio))
+        sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, value.abs_())
+        sums[f"{name}_tokens"] = _by_bucket(place, size, value.copy_(tokens.mask))
+
+    if slot is not None:
+        add_drift("version", slot, VERSION_SLOTS)
+    del slot
+    probability = bucket(tokens.rollout.exp(), PROBABILITY_EDGES)
+    add_drift("probability", probability, len(PROBABILITY_EDGES) + 1)
+    del probability
+    add_drift("position", bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
+    if packed.advantages is not None:
+        sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
+        sums["advantage_tokens"] = _by_bucket(sign, 3, value)
+        sums["advantage_kept"] = _by_bucket(sign, 3, value.copy_(stage.keep_T))
+    length = bucket(stage.tokens_N, LENGTH_EDGES)
+    counted = (stage.tokens_N > 0).double() * float(counts_sequences)
+    sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
+    sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (stage.kept_N > 0))
+    return sums, maxima
+
+
+def _slot_extremes(slot_T: Tensor, versions_T: Tensor, padding_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest version and negated smallest version in each slot; −inf where a slot is empty. Overwrites versions_T."""
+    values = versions_T.masked_fill_(padding_T, -torch.inf)
+    lowest = values.new_full((VERSION_SLOTS,), -torch.inf)
+    largest = lowest.scatter_reduce(0, slot_T, values, reduce="amax")
+    values.neg_().masked_fill_(padding_T, -torch.inf)
+    return largest, lowest.scatter_reduce(0, slot_T, values, reduce="amax")
+
+
+def _histogram(log_ratio_T: Tensor, padding_T: Tensor) -> Tensor:
+    """Counts of the response tokens' log-ratios in `HISTOGRAM_BINS` bins; beyond ±20 they fall into the last ones."""
+    edge = HISTOGRAM_EDGE * (1 - 1e-6)
+    place = log_ratio_T.mul(1.0 / HISTOGRAM_SCALE).asinh_().clamp_(-edge, edge)
+    place.masked_fill_(padding_T, 2 * HISTOGRAM_EDGE)  # outside the range: not counted
+    return torch.histc(place, HISTOGRAM_BINS, -HISTOGRAM_EDGE, HISTOGRAM_EDGE)
+
+
+def quantile(histogram: list[float], share: float) -> float:
+    """The log-ratio below which `share` of the counted tokens lie, interpolated inside its bin (host arithmetic)."""
+    total = sum(histogram)
+    width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
+    below, target = 0.0, share * total
+    for index, count in enumerate(histogram):
+        if count and below + count >= target:
+            place = -HISTOGRAM_EDGE + width * (index + (target - below) / count)
+            return HISTOGRAM_SCALE * math.sinh(place)
+        below += count
+    return 0.0
+
+
+def _by_bucket(bucket: Tensor, size: int, values: Tensor) -> Tensor:
+    return values.new_zeros(size).index_add_(0, bucket, values)

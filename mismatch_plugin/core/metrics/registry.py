@@ -1,0 +1,234 @@
+"""Every metric, declared once: name, formula, unit, what it averages over, how it merges, and how it is formed.
+
+Metrics are formed on the host from merged sums and maxima, so they are the same for every split of the step. The
+table of docs/metrics.md is generated from `METRICS`. Names follow the rollout-correction guide (November 2025).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mismatch_plugin.core.metrics import formulas as f
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+PREFIX = "rollout_corr/"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One declaration. `needs` names the state it is formed from: without it (another configuration) it is left out.
+
+    A name with `{…}` stands for a family; `value` then returns a mapping from what replaces the braces.
+    trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
+    """
+
+    name: str
+    formula: str
+    over: str
+    needs: str
+    value: Callable[[f.State], float | Mapping[str, float]]
+    unit: str = ""
+    merges: str = "sum"
+    level: str = "basic"
+    trained: bool = False
+
+
+def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> dict[str, float]:
+    """Every metric whose state is there, in order of declaration, under `rollout_corr/`."""
+    if config.metrics == "off":
+        return {}
+    state = f.State(sums, maxima, config)
+    none_valid = state.trained_tokens > 0 and not state.tokens
+    metrics: dict[str, float] = {}
+    for metric in METRICS:
+        if not state.has(metric.needs):
+            continue
+        if none_valid and not metric.trained:
+            continue  # a mean of nothing would be read as perfect agreement
+        value = metric.value(state)
+        if isinstance(value, Mapping):
+            head, tail = metric.name.split("{")[0], metric.name.split("}")[-1]
+            metrics |= {f"{PREFIX}{head}{key}{tail}": item for key, item in value.items()}
+        else:
+            metrics[PREFIX + metric.name] = value
+    return metrics
+
+
+# fmt: off
+METRICS: tuple[Metric, ...] = (
+    # The ratio before bounding.
+    Metric("rollout_is_mean", "mean of ρ, clamped to e^±20", "tokens", "ratio", lambda s: f.ratio_mean(s, "tokens")),
+    Metric("rollout_is_ratio_mean", "mean of the tokens' ρ_t, clamped to e^±20", "tokens", "ratio",
+           lambda s: 1.0 + s.mean("ratio")),
+    Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
+           lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
+    Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
+           "ratio_squared", f.token_ess, unit="share"),
+    Metric("rollout_is_ratio_unit_mean", "mean of the sequences' ρ (not at token level)", "sequences", "unit_ratio",
+           lambda s: 1.0 + s.mean("unit_ratio", "sequences")),
+    Metric("rollout_is_ratio_unit_std", "deviation of the sequences' ρ (not at token level)", "sequences",
+           "unit_ratio_squared",
+           lambda s: f.deviation(s.mean("unit_ratio_squared", "sequences"), s.mean("unit_ratio", "sequences"))),
+    Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the sequences' ρ (not at token level)",
+           "sequences", "unit_ratio", f.unit_ess, unit="share"),
+    Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
+           "other dashboards", "tokens", "clamped",
+           lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0),
+    Metric("rollout_is_min", "smallest ρ, from the unclamped log-ratio", "level's units", "-log_aggregate",
+           lambda s: f.bounded_exp(-s.maximum("-log_aggregate")), merges="max"),
+    Metric("rollout_is_max", "largest ρ, at most e^20", "level's units", "log_aggregate",
+           lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
+    Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
+           "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
+    Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
+           "criterion's, else a TIS bound from preset or hand", "units of that bound", "high",
+           lambda s: f.outside(s, "high"), unit="share"),
+    Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low",
+           lambda s: f.outside(s, "low"), unit="share"),
+    Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
+           "sequences", "ratio",
+           lambda s: f.ratio_mean(s, "sequences")),
+    Metric("rollout_is_seq_std", "sample deviation of each sequence's mean ρ", "sequences", "ratio_squared", f.seq_std),
+    Metric("rollout_is_seq_max", "largest mean ρ of a sequence", "sequences", "ratio",
+           lambda s: f.seq_extreme(s, ""), merges="max"),
+    Metric("rollout_is_seq_min", "smallest mean ρ of a sequence", "sequences", "ratio",
+           lambda s: f.seq_extreme(s, "-"), merges="max"),
+    Metric("rollout_is_seq_max_deviation", "largest |mean ρ − 1| of a sequence", "sequences", "ratio",
+           lambda s: max(f.seq_extreme(s, "") - 1.0, 1.0 - f.seq_extreme(s, "-")) if s.sequences else 0.0,
+           merges="max"),
+    Metric("rollout_is_seq_fraction_high", "share of sequences with mean ρ above the bound that acts", "sequences",
+           "high", lambda s: s.mean("seq_high" if s.bounds_on_tokens else "high", "sequences"), unit="share"),
+    Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
+           lambda s: s.mean("seq_low" if s.bounds_on_tokens else "low", "sequences"), unit="share"),
+    # The weights really used.
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean),
+    Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
+    Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
+           lambda s: s.maximum("weight") / s.factor, merges="max"),
+    Metric("rollout_is_weight_after_eff_sample_size", "(Σ w)² / (n Σ w²), rejected tokens have w = 0", "tokens",
+           "weight",
+           lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share"),
+    Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
+           "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
+    Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", "level's units",
+           "weight_unit", lambda s: s.batch_factor),
+    # Rejection.
+    Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
+           lambda s: s.share("masked", "tokens"), unit="share"),
+    Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
+           lambda s: s.share("masked_any", "sequences"), unit="share"),
+    Metric("rollout_rs_masked_fraction", "same as rollout_is_masked_fraction", "tokens", "one",
+           lambda s: s.share("masked", "tokens"), unit="share"),
+    Metric("rollout_rs_seq_masked_fraction", "same as rollout_is_seq_masked_fraction", "sequences", "one",
+           lambda s: s.share("masked_any", "sequences"), unit="share"),
+    Metric("rollout_rs_{criterion}_masked_fraction", "share that this criterion alone rejects (or would, in a dry run)",
+           "tokens", "one", lambda s: f.criteria(s, "tokens"), unit="share"),
+    Metric("rollout_rs_{criterion}_seq_masked_fraction",
+           "share of sequences that this sequence criterion alone rejects",
+           "sequences", "one", lambda s: f.criteria(s, "sequences"), unit="share"),
+    Metric("rollout_rs_{criterion}_fraction_high", "share above the criterion's upper bound", "criterion's units",
+           "one", lambda s: f.criterion_shares(s, "above"), unit="share", level="full"),
+    Metric("rollout_rs_{criterion}_fraction_low", "share below its lower bound", "criterion's units", "one",
+           lambda s: f.criterion_shares(s, "below"), unit="share", level="full"),
+    Metric("rollout_rs_{criterion}_mean", "mean of what it compares (ratio, k1: ρ, at most e^20)", "criterion's units",
+           "one", f.criterion_means, level="full"),
+    Metric("rollout_rs_{criterion}_max", "its largest value", "criterion's units", "one",
+           lambda s: f.criterion_extremes(s, ""), merges="max", level="full"),
+    Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
+           lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
+    Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
+           lambda s: s.share("vetoed", "sequences"), unit="share"),
+    Metric("rollout_is_catastrophic_token_fraction", "share with ρ below the veto threshold", "tokens", "one",
+           lambda s: s.share("catastrophic", "tokens"), unit="share"),
+    Metric("accepted_token_fraction", "share that stays in the loss", "tokens", "kept",
+           lambda s: s.mean("kept"), unit="share"),
+    Metric("accepted_seq_fraction", "share with a token that stays in the loss", "sequences", "kept_any",
+           lambda s: s.mean("kept_any", "sequences"), unit="share"),
+    Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
+           lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"])),
+    Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens", trained=True),
+    Metric("sequences", "sequences with a response token", "step", "one",
+           lambda s: s.trained_sequences, unit="sequences", trained=True),
+    # How far apart the two policies are.
+    Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio", lambda s: -s.mean("log_ratio"),
+           unit="nat"),
+    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", lambda s: s.mean("k3"), unit="nat"),
+    Metric("training_ppl", "exp of the mean −log π_train of a sequence, at most e^20", "sequences", "training_ppl",
+           lambda s: s.mean("training_ppl", "sequences")),
+    Metric("training_log_ppl", "mean −log π_train of a sequence", "sequences", "train",
+           lambda s: -s.mean("train", "sequences"), unit="nat"),
+    Metric("rollout_ppl", "exp of the mean −log π_rollout of a sequence, at most e^20", "sequences", "rollout_ppl",
+           lambda s: s.mean("rollout_ppl", "sequences")),
+    Metric("rollout_log_ppl", "mean −log π_rollout of a sequence", "sequences", "rollout",
+           lambda s: -s.mean("rollout", "sequences"), unit="nat"),
+    Metric("ppl_ratio", "exp of log_ppl_diff: geometric mean of training over rollout perplexity", "sequences",
+           "log_ratio", lambda s: f.bounded_exp(-s.mean("log_ratio", "sequences"))),
+    Metric("log_ppl_diff", "training_log_ppl − rollout_log_ppl of a sequence", "sequences", "log_ratio",
+           lambda s: -s.mean("log_ratio", "sequences"), unit="nat"),
+    Metric("log_ppl_abs_diff", "its absolute value", "sequences", "log_ratio_abs",
+           lambda s: s.mean("log_ratio_abs", "sequences"), unit="nat"),
+    Metric("log_ppl_diff_max", "its largest value", "sequences", "-log_ratio_seq",
+           lambda s: s.maximum("-log_ratio_seq"), unit="nat", merges="max"),
+    Metric("log_ppl_diff_min", "its smallest value", "sequences", "log_ratio_seq",
+           lambda s: -s.maximum("log_ratio_seq"), unit="nat", merges="max"),
+    Metric("chi2_token", "mean ρ² − 1, l clamped to ±20: an estimate, negative where ρ is mostly below 1", "tokens",
+           "ratio_squared", lambda s: s.mean("ratio_squared") + 2.0 * s.mean("ratio")),
+    Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
+           lambda s: s.mean("unit_square" if s.config.tis.level == "sequence" else "product_square", "sequences", 1.0)
+           - 1.0),
+    Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
+           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat"),
+    Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
+           unit="tokens", trained=True),
+    # The loss.
+    Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
+           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor), trained=True),
+    Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
+           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.trained_tokens), unit="share",
+           trained=True),
+    Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
+           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.trained_tokens), unit="share", trained=True),
+    Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0", "tokens", "clip_high",
+           lambda s: f.ratio(s.sums["clip_high"], s.trained_tokens), unit="share", trained=True),
+    Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
+           lambda s: f.ratio(s.sums["clip_low"], s.trained_tokens), unit="share", trained=True),
+    Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
+           lambda s: f.ratio(s.sums["ppo_kl"], s.trained_tokens), unit="nat", trained=True),
+    Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
+           lambda s: f.ratio(s.sums["entropy"], s.trained_tokens), unit="nat", trained=True),
+    Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
+           lambda s: f.ratio(s.sums["ref_kl"], s.trained_tokens), unit="nat", trained=True),
+    # Full diagnostics.
+    Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
+           f.quantiles, level="full"),
+    Metric("log_ratio_by_position_{bucket}", "mean l by position in the response", "tokens", "position_tokens",
+           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio"), unit="nat", level="full"),
+    Metric("log_ratio_abs_by_position_{bucket}", "mean |l| by position in the response", "tokens", "position_tokens",
+           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio_abs"), unit="nat", level="full"),
+    Metric("log_ratio_by_probability_{bucket}", "mean l by π_rollout", "tokens", "probability_tokens",
+           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio"), unit="nat", level="full"),
+    Metric("log_ratio_abs_by_probability_{bucket}", "mean |l| by π_rollout", "tokens", "probability_tokens",
+           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio_abs"), unit="nat", level="full"),
+    Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags", "tokens", "version_tokens",
+           f.version_drift, unit="nat", level="full"),
+    Metric("probability_difference_mean", "mean |π_train − π_rollout|", "tokens", "probability_difference",
+           lambda s: f.ratio(s.sums["probability_difference[0]"], s.tokens), level="full"),
+    Metric("probability_difference_max", "largest |π_train − π_rollout|", "tokens", "probability_difference",
+           lambda s: s.maximum("probability_difference"), merges="max", level="full"),
+    Metric("accepted_by_advantage_{sign}", "share that stays, by sign of the advantage", "tokens", "advantage_tokens",
+           lambda s: f.bucket_means(s, "advantage", f.SIGN, "kept"), unit="share", level="full"),
+    Metric("accepted_by_length_{bucket}", "share of sequences that stay, by response length", "sequences",
+           "length_sequences", lambda s: f.bucket_means(s, "length", f.LENGTH, "kept", "sequences"), unit="share",
+           level="full"),
+)
+# fmt: on
+
+
+def metric_rows() -> Iterator[tuple[str, ...]]:
+    """(name, formula, unit, averaged over, merges by, level) of every declaration, for docs/metrics.md."""
+    for metric in METRICS:
+        yield PREFIX + metric.name, metric.formula, metric.unit, metric.over, metric.merges, metric.level

@@ -1,0 +1,130 @@
+"""Mergeable state of a step's diagnostics: sums, counts and maxima that any split of the step adds up to.
+
+Nothing here is a mean, a deviation or a quantile: those are formed last, by `metrics.py`, from the merged state. So
+every figure is the same however the step was cut into micro-batches and ranks.
+
+A sum is named `quantity@measure`: the quantity is a mean over the response tokens of a sequence, and the measure weighs
+the sequences: `tokens` by their response tokens, `sequences` by 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
+from mismatch_plugin.core.weights import batch_factor
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Statistics:
+    """Sums [S] and maxima [M], float64, on the device; their names, fixed by the configuration.
+
+    `locators` find the place of an invalid log-prob; they run only when one was counted and the policy is `error`.
+    """
+
+    sums: Tensor
+    maxima: Tensor
+    sum_names: tuple[str, ...]
+    maximum_names: tuple[str, ...]
+    config: MismatchConfig
+    locators: tuple[Locator, ...] = field(default=(), repr=False)
+
+    def merge(self, other: Statistics) -> Statistics:
+        """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
+        same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
+        if not same_names or self.config != other.config:
+            refuse_different(self, other)
+        return Statistics(
+            self.sums + other.sums,
+            torch.maximum(self.maxima, other.maxima),
+            self.sum_names,
+            self.maximum_names,
+            self.config,
+            self.locators + other.locators,
+        )
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """What it is about: the names of its sums and maxima, each vector once."""
+        return tuple(dict.fromkeys(name.split("[")[0] for name in (*self.sum_names, *self.maximum_names)))
+
+    def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
+        """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
+        return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
+
+    def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
+        """This state with further 0-d sums appended."""
+        return self.with_vector(tuple(extra), torch.stack([value.detach().double() for value in extra.values()]))
+
+    def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
+        """This state with further sums appended: a float64 vector of as many elements as there are names."""
+        sums, names = torch.cat([self.sums, values]), (*self.sum_names, *names)
+        return Statistics(sums, self.maxima, names, self.maximum_names, self.config, self.locators)
+
+    def sum_of(self, name: str) -> Tensor:
+        """One sum as a 0-d tensor, without a host sync."""
+        return self.sums[self.sum_names.index(name)]
+
+    def batch_factor(self) -> Tensor:
+        """Mean weight over everything merged so far: what batch normalisation divides by (0-d, float64, no sync).
+
+        Pass it to `correct` or `policy_loss` as `batch_factor` when the step is cut into micro-batches.
+        """
+        if not (self.config.weighted and self.config.tis.batch_normalize):
+            return self.sums.new_ones(())
+        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
+
+    def metrics(self) -> dict[str, float]:
+        """Every metric that this configuration declares. One transfer to the host.
+
+        Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`.
+        """
+        from mismatch_plugin.core.metrics.registry import compute_metrics
+
+        values = torch.cat([self.sums, self.maxima]).tolist()
+        sums = dict(zip(self.sum_names, values, strict=False))
+        self._raise_if_invalid(sums)
+        maxima = dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
+        return compute_metrics(sums, maxima, self.config)
+
+    def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
+        if self.config.rollout_log_prob_policy != "error":
+            return
+        counted = {kind: sums.get(f"invalid_{kind}", 0.0) for kind in stopping_kinds(self.config)}
+        if not any(counted.values()):
+            return
+        found = [item for locate in self.locators for item in locate()[0] if item.kind in counted]
+        if found:
+            raise invalid_error(found, int(sum(counted.values())))
+        kinds = ", ".join(f"{int(count)} of kind {kind}" for kind, count in counted.items() if count)
+        held = [kind for kind, count in counted.items() if count]
+        raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}", kinds=held)
+
+
+def refuse_different(one: Statistics, other: Statistics) -> None:
+    """Raise ValueError that names what two states differ in; nothing where only their report folders do."""
+    settings, theirs = (each.config.model_dump(exclude={"report_dir"}) for each in (one, other))
+    for key, value in settings.items():
+        if value != theirs[key]:
+            raise ValueError(
+                f"statistics cannot be merged: one has {key} = {value!r}, the other has {theirs[key]!r}. Give every "
+                f"batch of a step the same configuration."
+            )
+    if (one.sum_names, one.maximum_names) == (other.sum_names, other.maximum_names):
+        return
+    more, less = {*one.fields}, {*other.fields}
+    has, lacks, extra = ("one", "the other", more - less) if more - less else ("the other", "one", less - more)
+    what = ", ".join(sorted(extra)[:6]) or "another order of names"
+    raise ValueError(
+        f"statistics cannot be merged: {has} has {what}, {lacks} not. All batches of a step need the same fields "
+        f"(rollout_log_probs, ref_log_probs, weight_versions, advantages, entropy)."
+    )

@@ -1,0 +1,206 @@
+"""The corrected GRPO loss on Megatron-LM RL's own layouts: rows [b, s − 1], or one bin [1, bin − 1] of sequences.
+
+Megatron keeps the sum and the denominator (`loss_func` in train_rl.py multiplies by its loss mask, adds up, and divides
+by the trained tokens), so what is computed here is one loss a token, 0 where correction rejects it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.levels import segment_sum, spread
+from mismatch_plugin.core.loss import sum_tokens, token_loss
+from mismatch_plugin.core.metrics.state import Statistics
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.limits import SAFETY_BOUND
+
+WITHOUT_MASK = (
+    "Megatron-LM RL passes no loss mask to its loss, and without it {}: {}. Apply the patch (mismatch-plugin patch "
+    "apply --host megatron-lm --root DIR), or leave it out."
+)
+
+
+class GrpoTerms(NamedTuple):
+    """What Megatron's `calculate_grpo_loss` returns, all [b, s − 1] (or [1, bin − 1]).
+
+    loss carries gradient. ratios: π_θ over the policy that the clip (or, in algorithm 3, the weight) is anchored to.
+    truncated_from_above/below: that ratio is outside 1 ± ε (algorithm 3: outside the bounds of the weight).
+    """
+
+    loss: Tensor
+    kl_term: Tensor
+    ratios: Tensor
+    entropy_term: Tensor
+    truncated_from_above: Tensor
+    truncated_from_below: Tensor
+
+
+@dataclass(frozen=True)
+class Clip:
+    """What Megatron passes next to the tensors: --grpo-clamp-eps-*, --grpo-kl-beta, --grpo-entropy-term-weight."""
+
+    eps_lower: float
+    eps_upper: float
+    kl_beta: float
+    entropy_weight: float
+
+
+def needs_mask(config: MismatchConfig) -> list[str]:
+    """The settings that judge whole sequences, or count tokens, and so need to know which tokens train."""
+    found = []
+    if config.weighted and config.tis.level != "token":
+        found.append(f"level {config.tis.level}")
+    if config.weighted and config.tis.batch_normalize:
+        found.append("batch normalisation")
+    found += [f"criterion {c.name}" for c in config.criteria if c.aggregate != "token"]
+    if config.rs.veto_threshold is not None:
+        found.append("the veto")
+    if config.rollout_log_prob_policy == "drop-sequence":
+        found.append("--rollout-log-prob-policy drop-sequence")
+    return found
+
+
+def needs_counting(config: MismatchConfig) -> list[str]:
+    """The settings that ask for metrics, none of which can be formed where it is not known which tokens train.
+
+    Metrics at their default are no such wish: most runs leave them there.
+    """
+    found = ["--mismatch-metrics full"] if config.metrics == "full" else []
+    found += ["--mismatch-report-dir"] if config.report_dir is not None else []
+    return [*found, "--mismatch-dry-run"] if config.dry_run else found
+
+
+def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[int, ...]:
+    """Slots of each sequence of a bin in log-prob coordinates, up to the start of the next one or the bin's end.
+
+    A sequence of n tokens from `start` has its log-probs in [start, start + n − 1); what follows is masked padding.
+    Raises: ValueError where the starts do not ascend from 0, or a sequence reaches into the next.
+    """
+    edges = [*(int(start) for start in starts), width]
+    if not starts:
+        return (width,)
+    for index, length in enumerate(lengths):
+        if edges[index] + int(length) - 1 > max(edges[index + 1], edges[index]):
+            raise ValueError(f"sequence {index} of the bin has {int(length)} tokens from {edges[index]}, past its end.")
+    if edges[0] != 0 or edges != sorted(edges):
+        raise ValueError(f"seq_starts {edges[:-1]} of a bin of {width} log-probs must ascend from 0.")
+    return tuple(after - before for before, after in pairwise(edges))
+
+
+def pack(
+    config: MismatchConfig,
+    *,
+    shape: torch.Size,
+    old: Tensor,
+    rollout: Tensor | None,
+    advantages: Tensor,
+    loss_mask: Tensor | None,
+    seq_starts: Sequence[int] | None,
+    seq_lengths: Sequence[int] | None,
+) -> PackedSequences:
+    """Rows or a bin as packed sequences of b·(s − 1) tokens: nothing is moved, prompts and padding are masked.
+
+    A bin's exact 0.0 is a slot that the engine did not report (Megatron fills with 0.0; the rows' fill is π_old): it
+    gets π_old too, ratio 1, unless the policy for values that are none is one that counts and treats them, or nothing
+    of its sequence was reported.
+    """
+    batch, width = shape
+    device = old.device
+    if seq_starts is None or seq_lengths is None:
+        lengths, per_sequence, inside = (width,) * batch, advantages.reshape(-1), None
+    else:
+        lengths = bin_lengths(seq_starts, seq_lengths, width)
+        per_sequence = advantages.reshape(-1) if seq_starts else old.new_zeros(1)
+        ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=True)]
+        inside = _before(ends, lengths, width, device) if seq_starts else torch.zeros(width, dtype=torch.bool)
+    if len(lengths) != per_sequence.numel():
+        raise ValueError(
+            f"advantages has {per_sequence.numel()} values for {len(lengths)} sequences: pass one a sequence."
+        )
+    mask = torch.ones(batch * width, dtype=torch.bool, device=device)
+    if loss_mask is not None:
+        mask = loss_mask.reshape(-1).to(device) != 0
+    if inside is not None:
+        mask = mask & inside.to(device)
+    old, rollout = _widen(old), None if rollout is None else _widen(rollout)
+    packed = PackedSequences(loss_mask=mask, lengths=lengths, rollout_log_probs=rollout, old_log_probs=old)
+    if rollout is not None and inside is not None:
+        packed = packed.replace(rollout_log_probs=_unreported(rollout, old, packed, config))
+    advantages_T = per_sequence.to(old.dtype).to(device)[packed.sequence_index]
+    if inside is not None:
+        advantages_T = advantages_T * inside.to(device)
+    positions = None
+    if config.metrics == "full" and loss_mask is not None:  # by position in the response, not in the row
+        before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
+        positions = before[:-1] - before[packed.offsets[:-1]][packed.sequence_index]
+    return packed.replace(advantages=advantages_T, positions=positions)
+
+
+def grpo_terms(
+    log_probs: Tensor,
+    ref: Tensor,
+    packed: PackedSequences,
+    config: MismatchConfig,
+    clip: Clip,
+    batch_factor: Tensor | float | None = None,
+) -> tuple[GrpoTerms, Statistics]:
+    """Per-token loss of the algorithm that the two flags choose, with Megatron's KL and entropy terms.
+
+    log_probs, ref: [b, s − 1], any float dtype; half precision is widened to float32. packed: from `pack`.
+    loss = w · keep · policy term + β · (e^d − d − 1) + λ · p log p, d = log π_ref − log π_θ, p = π_θ of the token.
+    Neither added term is scaled by the correction. Under the mask all is 0 and nothing, not even NaN, leaks.
+    Host syncs: none. Gradient: through log_probs only.
+    """
+    shape = log_probs.shape
+    if packed.old_log_probs is None:
+        raise ValueError("old_logprobs is missing: Megatron-LM RL always passes them.")
+    ppo = config.ppo.model_copy(update={"eps_clip_low": clip.eps_lower, "eps_clip_high": clip.eps_upper})
+    terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
+    config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
+    token = token_loss(
+        log_probs.reshape(-1), packed.replace(ref_log_probs=_widen(ref)), config, batch_factor=batch_factor
+    )
+    log_p = token.log_probs
+    entropy = -log_p.exp() * log_p  # Megatron's own estimator, of the sampled token alone
+    kl = token.kl()
+    assert kl is not None  # ref is given
+    low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
+    if log_r is None:
+        low, high = config.tis.lower, config.tis.upper
+        log_r = torch.where(token.selected, log_p - token.correction.tokens.rollout, 0.0)
+    ratios = log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    above, below = (ratios > high) & token.selected, (ratios < low) & token.selected
+    columns = (token.total() - clip.entropy_weight * entropy, kl, ratios, entropy, above, below)
+    return GrpoTerms(*(value.view(shape) for value in columns)), sum_tokens(token).statistics
+
+
+def _unreported(rollout: Tensor, old: Tensor, packed: PackedSequences, config: MismatchConfig) -> Tensor:
+    """A bin's log-probs with its 0.0 replaced: by π_old, or by NaN, which is counted and treated as the policy says.
+
+    NaN also in a sequence of which nothing at all was reported: that is no appended token, its log-probs are missing.
+    """
+    zero = rollout == 0.0
+    some_N = segment_sum(zero.logical_not().logical_and_(packed.loss_mask), packed.offsets) > 0
+    missing = rollout.new_full((), float("nan"))
+    fill = missing
+    if config.rollout_log_prob_policy == "error":
+        fill = torch.where(spread(some_N, packed.sequence_index), old.to(rollout.dtype), missing)
+    return torch.where(zero, fill, rollout)
+
+
+def _before(ends: Sequence[int], lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
+    """[width] bool: the slot lies before the end of its own sequence."""
+    each_end = torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
+    return (torch.arange(width) < each_end).to(device)
+
+
+def _widen(values: Tensor) -> Tensor:
+    flat = values.reshape(-1)
+    return flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat

@@ -1,0 +1,200 @@
+"""NeMo-RL: a loss object with its LossFunction signature, put in the place of the one that GRPO's `setup` makes.
+
+```python
+from mismatch_plugin.hooks import nemo_rl
+nemo_rl.install()             # before `from nemo_rl.algorithms.grpo import setup` in a copy of examples/run_grpo.py
+```
+
+Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
+from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
+from mismatch_plugin.hooks.version import version_line
+
+__all__ = ["MismatchLoss", "describe", "install", "settings", "with_mismatch_loss"]
+
+_INTERFACES = "nemo_rl.algorithms.loss.interfaces"
+_GRPO = "nemo_rl.algorithms.grpo"
+_WRAPPED = "mismatch_plugin_wraps"
+_EPSILON = 1e-8  # NeMo-RL's own, in every mean
+
+
+class MismatchLoss:
+    """The corrected policy loss and NeMo-RL's KL penalty, from next-token log-probs.
+
+    Algorithms 1 and 3 do not read prev_logprobs. With `force_on_policy_ratio`, where NeMo-RL fills prev_logprobs with
+    zeros, π_old is π_θ detached. The loss is divided by the global counts that are handed in, so that the sum over
+    micro-batches and ranks is the mean over the step; rejected tokens stay in them.
+
+    host_config: NeMo-RL's `loss_fn` section, or the master configuration. use_fused_linear_logprobs: as of the loss
+    that this one replaces. Raises: ValueError for settings that contradict NeMo-RL's (see `settings`).
+    """
+
+    def __init__(self, host_config: Any, use_fused_linear_logprobs: bool = False) -> None:
+        self.config = settings(host_config)
+        host = loss_settings(host_config)
+        self.token_level = bool(host.get("token_level_loss", True))
+        self.force_on_policy_ratio = bool(host.get("force_on_policy_ratio", False))
+        # NeMo-RL looks for this name, to keep unfiltered log-probs for the KL penalty under top-k or top-p.
+        self.reference_policy_kl_penalty = (
+            0.0 if host.get("use_kl_in_reward") else float(host.get("reference_policy_kl_penalty", 0.01) or 0.0)
+        )
+        self.kl_type = str(host.get("reference_policy_kl_type", "k3"))
+        self.kl_input_clamp = host.get("kl_input_clamp_value", 20.0)
+        self.kl_output_clamp = host.get("kl_output_clamp_value", 10.0)
+        self.kl_importance_weighted = bool(host.get("use_on_policy_kl_approximation", False))
+        self.use_fused_linear_logprobs = use_fused_linear_logprobs
+
+    @property
+    def loss_type(self) -> Any:
+        """NeMo-RL's LossType: which global count divides gradients."""
+        kinds = import_module(_INTERFACES).LossType
+        return kinds.TOKEN_LEVEL if self.token_level else kinds.SEQUENCE_LEVEL
+
+    @property
+    def input_type(self) -> Any:
+        """NeMo-RL's LossInputType.LOGPROB."""
+        return import_module(_INTERFACES).LossInputType.LOGPROB
+
+    @property
+    def metric_normalizations(self) -> dict[str, Any]:
+        """Metric → NeMo-RL's MetricNormalizer, for its trainers that divide at the end of the step."""
+        kinds = import_module(_INTERFACES).MetricNormalizer
+        return {name: getattr(kinds, kind) for name, kind in normalizers(self.config, self.token_level).items()}
+
+    def __call__(
+        self,
+        next_token_logprobs: Tensor,
+        data: Mapping[str, Any],
+        global_valid_seqs: Tensor,
+        global_valid_toks: Tensor,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """(0-d loss with gradient, metrics that add up over micro-batches).
+
+        next_token_logprobs: [B, S − 1]. data: [B, S] token_mask, advantages, generation_logprobs, prev_logprobs (where
+        read), reference_policy_logprobs (with a KL penalty), and [B] sample_mask. Collectives: none.
+        Raises: InvalidLogProbError; ValueError where a key is missing.
+        """
+        mask = self._take(data, "token_mask") * self._take(data, "sample_mask").unsqueeze(-1)
+        if next_token_logprobs.shape != mask.shape:
+            raise ValueError(
+                f"next_token_logprobs has shape {tuple(next_token_logprobs.shape)}, the token mask without its first "
+                f"column {tuple(mask.shape)}: both must be [batch, length - 1]."
+            )
+        result = self._policy_loss(next_token_logprobs, mask, data)
+        divisor = (global_valid_toks if self.token_level else global_valid_seqs) + _EPSILON
+        loss = result.loss_sum / divisor
+        kl = None
+        if self.reference_policy_kl_penalty:
+            kl = self._kl(next_token_logprobs, mask, data) / divisor
+            loss = loss + self.reference_policy_kl_penalty * kl
+        metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks, self.token_level)
+        return loss, metrics | {
+            "loss": loss.item(),
+            "kl_penalty": 0.0 if kl is None else kl.item(),
+            "num_valid_samples": float(data["sample_mask"].sum()),
+        }
+
+    def _policy_loss(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> PolicyLoss:
+        old = None
+        if not self.config.use_rollout_log_probs and not self.force_on_policy_ratio:
+            old = self._take(data, "prev_logprobs").flatten()
+        packed = PackedSequences(
+            loss_mask=mask.bool().flatten(),
+            lengths=(mask.shape[1],) * mask.shape[0],
+            rollout_log_probs=self._take(data, "generation_logprobs").flatten(),
+            old_log_probs=old,
+            advantages=self._take(data, "advantages").flatten(),
+        )
+        return policy_loss(log_probs.flatten(), packed, self.config)
+
+    def _kl(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> Tensor:
+        """NeMo-RL's KL penalty summed as its loss type says: k1, k2 or k3 with the score-function gradient.
+
+        The factor exp(log π_θ − sg(log π)) lets the gradient pass through the sampling probability; π is π_θ, or the
+        rollout policy with `use_on_policy_kl_approximation` (arXiv 2506.09477). Where the input clamp acts neither part
+        has a gradient.
+        """
+        selected = mask.bool()
+        current = data.get("curr_logprobs_unfiltered")
+        current = torch.where(selected, log_probs if current is None else current, 0.0)
+        sampler = self._take(data, "generation_logprobs") if self.kl_importance_weighted else current
+        reference = torch.where(selected, self._take(data, "reference_policy_logprobs"), 0.0)
+        factor = (current - torch.where(selected, sampler, 0.0).detach()).exp()
+        factor = factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+        log_ratio = reference - current
+        if self.kl_input_clamp is not None:
+            bounded = log_ratio.clamp(-self.kl_input_clamp, self.kl_input_clamp)
+            factor = torch.where(log_ratio == bounded, factor, factor.detach())
+            log_ratio = bounded
+        estimators: dict[str, Callable[[Tensor], Tensor]] = {
+            "k1": lambda d: -d,
+            "k2": lambda d: d.square() / 2,
+            "k3": lambda d: d.exp() - 1 - d,
+        }
+        value = factor * estimators[self.kl_type](log_ratio)
+        if self.kl_output_clamp is not None:
+            value = value.clamp(-self.kl_output_clamp, self.kl_output_clamp)
+        value = value * mask
+        if self.token_level:
+            return value.sum()
+        return (value.sum(-1) / (mask.sum(-1) + _EPSILON)).sum()
+
+    @staticmethod
+    def _take(data: Mapping[str, Any], name: str) -> Tensor:
+        value = data.get(name)
+        if value is None:
+            raise ValueError(f"{name} is missing from the batch: the loss needs it with these settings.")
+        return value if value.dim() == 1 else value[:, 1:]
+
+
+def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """NeMo-RL's `setup`, its loss replaced and the start-up block printed; unchanged without `loss_fn.mismatch`.
+
+    Raises: ValueError where what `setup` returns holds no loss, or the settings contradict NeMo-RL's.
+    """
+    if hasattr(setup, _WRAPPED):
+        return setup
+
+    @wraps(setup)
+    def wrapped(master_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        if loss_settings(master_config).get("mismatch") is None:
+            return setup(master_config, *args, **kwargs)
+        lines = describe(settings(master_config), master_config)  # a mistake shows before the cluster starts
+        lines.append(version_line("nemo-rl"))
+        print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
+        return replace_loss(setup(master_config, *args, **kwargs), master_config)
+
+    setattr(wrapped, _WRAPPED, setup)
+    return wrapped
+
+
+def replace_loss(made: tuple[Any, ...], master_config: Any) -> tuple[Any, ...]:
+    """What `setup` returned with our loss in the place of its own. Raises ValueError where there is not exactly one."""
+    places = [index for index, item in enumerate(made) if hasattr(item, "input_type") and hasattr(item, "loss_type")]
+    if len(places) != 1:
+        raise ValueError(
+            f"NeMo-RL's setup returned {len(places)} losses, not one: pass the loss to its trainer yourself."
+        )
+    fused = bool(getattr(made[places[0]], "use_fused_linear_logprobs", False))
+    loss = MismatchLoss(master_config, use_fused_linear_logprobs=fused)
+    return (*made[: places[0]], loss, *made[places[0] + 1 :])
+
+
+def install() -> None:
+    """Wrap `nemo_rl.algorithms.grpo.setup`, before a script imports it by name. Idempotent."""
+    grpo: Any = import_module(_GRPO)
+    grpo.setup = with_mismatch_loss(grpo.setup)

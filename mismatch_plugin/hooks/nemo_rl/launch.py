@@ -1,0 +1,90 @@
+"""NeMo-RL: our flags become the block `loss_fn.mismatch` of its configuration, and `setup` returns our loss.
+
+```bash
+python -m mismatch_plugin.launch examples/run_grpo.py --config … --use-tis --tis-level sequence
+```
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, stop
+from mismatch_plugin.hooks.hydra import put, read_overrides, text
+from mismatch_plugin.hooks.ray_actors import check_actors
+
+_SECTION, _BLOCK = "loss_fn", "loss_fn.mismatch"
+_DEFAULT_CONFIG = Path("configs", "grpo_math_1B.yaml")
+
+
+def plan(given: Given, script: Path | None) -> Plan:
+    """The run of examples/run_grpo.py, or a script like it.
+
+    Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
+    """
+    args, _ = peek(given.host_argv, {"--config": {"type": str, "default": None}})
+    section = _loss_section(args, given, script)
+    there = section.get("mismatch") is not None
+    if not given.flags and not there:
+        return Plan.untouched("NeMo-RL", given)
+    if given.flags and there:
+        raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
+    added = (f"+{_BLOCK}={text(given.settings)}",) if given.flags else ()
+    section = {**section, "mismatch": given.settings} if given.flags else section
+    hooks = import_module("mismatch_plugin.hooks.nemo_rl")
+    lines = hooks.describe(hooks.settings({_SECTION: section}), {_SECTION: section})
+    return Plan((*given.host_argv, *added), added, tuple(lines), _install)
+
+
+def _install() -> None:
+    hooks, grpo = import_module("mismatch_plugin.hooks.nemo_rl"), import_module("nemo_rl.algorithms.grpo")
+    hooks.install()
+    setattr(grpo, "setup", _after_check(getattr(grpo, "setup")))  # noqa: B009, B010
+
+
+def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:
+    """setup, which the script calls with Ray running, behind the check that its workers can load the loss."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            check_actors()
+        except ValueError as error:
+            stop(str(error))
+        return setup(*args, **kwargs)
+
+    return checked
+
+
+def _loss_section(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
+    """`loss_fn` of the YAML, its `defaults` resolved, with the overrides of the line."""
+    path = Path(args.config) if args.config is not None else None
+    if path is None and script is not None:
+        path = script.parent / _DEFAULT_CONFIG
+    if path is None or not path.is_file():
+        raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
+    section = _read(path)
+    for name, value in read_overrides(given.host_argv).items():
+        if name.startswith(f"{_SECTION}."):
+            put(section, name.removeprefix(f"{_SECTION}."), value)
+    return section
+
+
+def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The section of a file, over that of the files that its `defaults` name."""
+    path = path.resolve()
+    if path in children:
+        raise ValueError(f"configuration file {path} is among its own defaults: take it out of them.")
+    data = read_mapping(path)
+    defaults = data.get("defaults") or []
+    section: dict[str, Any] = {}
+    for parent in [defaults] if isinstance(defaults, str) else defaults:
+        section |= _read(path.parent / str(parent), (*children, path))
+    return section | (data.get(_SECTION) or {})
+
+
+HOST = Host("nemo-rl", ("nemo_rl",), frozenset(), plan)

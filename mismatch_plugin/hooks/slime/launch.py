@@ -1,0 +1,8 @@
+"""slime under the launcher: see `ray_megatron`."""
+
+from functools import partial
+
+from mismatch_plugin.hooks.base import Host
+from mismatch_plugin.hooks.slime.launch_plan import FLAGS, plan
+
+HOST = Host("slime", ("slime",), FLAGS, partial(plan, "slime"))

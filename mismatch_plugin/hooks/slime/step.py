@@ -1,0 +1,210 @@
+"""One optimizer step of slime or miles: statistics and mean weight, ended inside megatron's finalize_model_grads."""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.health import check_health
+from mismatch_plugin.core.metrics.state import Statistics
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
+from mismatch_plugin.parallel.agreement import StepKind, settings_of
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.step import Step, end_step
+from mismatch_plugin.report.log import log_step, refuse_other_settings
+
+logger = logging.getLogger("mismatch_plugin")
+
+
+def normalizes_step(config: MismatchConfig) -> bool:
+    """True where weights are divided by their mean over the optimizer step."""
+    tis = config.tis
+    return config.weighted and tis.batch_normalize and not config.dry_run and tis.batch_normalize_scope != "micro_batch"
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What the end of a step needs to know of its beginning."""
+
+    args: Namespace
+    config: MismatchConfig
+    groups: ParallelGroups
+    number: int
+
+
+@dataclass(eq=False)
+class StepRun:
+    """The steps of one training process. Whether a rank takes part in a collective never depends on its data.
+
+    log: the host's tracker, `log(args, metrics)`; called on one rank.
+    """
+
+    host: str
+    log: Callable[[Namespace, dict[str, float]], None]
+    writes: Callable[[Namespace], bool] = lambda args: True
+    """Whether this process writes the run's files, of those that are first in their groups."""
+    step: Step | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step that ended, on the ranks of the last pipeline stage."""
+    _prepared: list[Step] = field(default_factory=list)
+    _steps_per_rollout: int = 0
+    _agreed: bool = False
+    _begun: _Begun | None = None
+    _seen: list[object] = field(default_factory=list)
+    _told_scope: bool = False
+    _asked: bool = False
+    """Whether the report folder was found to be this run's: asked once, before the first step."""
+
+    def prepare(
+        self,
+        config: MismatchConfig,
+        groups: ParallelGroups,
+        steps_per_rollout: int,
+        data: Sequence[PackedSequences] = (),
+        rollout: StepKind | None = None,
+    ) -> None:
+        """A rollout's steps, before the first, on every rank.
+
+        data: a packed batch for each step where its mean weight is wanted now.
+        rollout: what this rank holds of all steps; then they are compared here, and no more in the steps themselves.
+        Collectives: those of `ParallelGroups.agree` for `rollout`; for each of `data` one CP SUM (and a MAX for some
+        criteria), one SUM over DP × CP. Raises ValueError, the same on every rank, where ranks differ.
+        """
+        self._steps_per_rollout, self._prepared, self._agreed = steps_per_rollout, [], False
+        if rollout is not None:
+            groups.agree(rollout)
+            self._agreed = True
+        for packed in data:
+            step = Step(config, groups)
+            step.prepare([packed])
+            self._prepared.append(step)
+
+    def begin(
+        self,
+        args: Namespace,
+        config: MismatchConfig,
+        groups: ParallelGroups,
+        rollout_id: int,
+        step_id: int,
+        model_config: Any,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end.
+
+        Where no rollout was compared before (`prepare`), configurations are compared here, and what the micro-batches
+        hold at the step's end.
+        Collectives: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch normalisation
+        meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ; before
+        the first step where the report folder holds steps of other settings.
+        """
+        if config.report_dir is not None and not self._asked:
+            refuse_other_settings(config.report_dir, config)
+            self._asked = True
+        step = self._prepared[step_id] if self._prepared else Step(config, groups)
+        step.agreed = self._agreed
+        if not self._agreed:
+            groups.agree(StepKind(settings_of(config)))
+        others = [
+            name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
+        ]
+        others += extra_losses(model_config)
+        if normalizes_step(config) and others:
+            # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
+            deferred = torch.full((1,), float(step.defers_factor), device=device)
+            if groups.from_last_stage(deferred).item():
+                raise ValueError(
+                    f"batch normalisation over the step divides all gradients by the mean weight at its end, so the "
+                    f"policy term must be their only source, but there is also: {', '.join(others)}. Choose "
+                    f"--tis-batch-normalize-scope micro_batch, or switch them off."
+                )
+        number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
+        self._begun, self._seen = _Begun(args, config, groups, number), []
+        self.step = step if groups.is_last_stage else None
+        finalize = model_config.finalize_model_grads_func
+        if not isinstance(finalize, StepEnd):
+            model_config.finalize_model_grads_func = StepEnd(self, finalize)
+
+    def factor(self, config: MismatchConfig) -> Tensor | float | None:
+        """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
+
+        None, the mean of the micro-batch alone, where that is the widest there is: scope auto without a step's hooks.
+        """
+        if not normalizes_step(config):
+            return None
+        if self.step is None:
+            module = f"mismatch_plugin.hooks.{self.host}"
+            fix = (
+                f"--custom-megatron-before-train-step-hook-path {module}.before_train_step and "
+                f"--rollout-data-postprocess-path {module}.rollout_data_postprocess"
+            )
+            if config.tis.batch_normalize_scope == "step":
+                raise ValueError(
+                    f"batch normalisation over the step needs the hooks around it: set {fix}, or choose "
+                    f"--tis-batch-normalize-scope micro_batch."
+                )
+            if not self._told_scope:
+                self._told_scope = True
+                logger.warning("batch normalisation runs over each micro-batch: for the whole step, set %s.", fix)
+            return None
+        totals = self.step.totals
+        return 1.0 if totals is None or totals.batch_factor is None else totals.batch_factor
+
+    def record(self, statistics: Statistics, micro_batch: object) -> None:
+        """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
+
+        micro_batch: any object that belongs to this micro-batch alone.
+        """
+        if self.step is None or any(micro_batch is seen for seen in self._seen):
+            return
+        self._seen.append(micro_batch)
+        self.step.record(statistics)
+
+    def end(self, model: Sequence[Any]) -> None:
+        """After the last micro-batch, gradients reduced, before the optimizer steps; on every rank.
+
+        Divides gradients by the mean weight where that was deferred; logs the step's metrics.
+        Collectives, host syncs, errors: those of `end_step`.
+        """
+        begun, step = self._begun, self.step
+        self._begun, self.step, self._seen = None, None, []
+        if begun is None:
+            return
+        config, groups = begun.config, begun.groups
+        finished = end_step(step, config, groups, model)
+        self.metrics = {} if finished is None else finished.metrics()
+        if self.metrics and groups.is_first_of_stage:
+            self.log(begun.args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": begun.number})
+            for warning in check_health(self.metrics, config):
+                logger.warning("step %d: %s", begun.number, warning)
+            if config.report_dir is not None and self.writes(begun.args):
+                log_step(config.report_dir, config, {"step": begun.number, **self.metrics})
+
+
+@dataclass(frozen=True, eq=False)
+class StepEnd:
+    """megatron's finalize_model_grads_func, followed by the end of the step."""
+
+    run: StepRun
+    finalize: Callable[..., Any] | None
+
+    def __call__(self, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        outcome = None
+        if self.finalize is not None:
+            outcome = self.finalize(model, *args, **kwargs)
+        self.run.end(model)
+        return outcome
+
+
+def _steps_per_rollout(args: Namespace) -> int:
+    """As the host counts them, where the rollout's data do not say."""
+    steps = getattr(args, "num_steps_per_rollout", None)
+    samples = (getattr(args, "rollout_batch_size", None) or 1) * (getattr(args, "n_samples_per_prompt", None) or 1)
+    return int(steps or max(1, samples // (getattr(args, "global_batch_size", None) or samples)))

@@ -1,0 +1,120 @@
+"""verl: our flags become Hydra overrides of its own configuration tree; the entry point does the rest in every process.
+
+```bash
+python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-tis --tis-level geometric
+```
+
+Settings may also be overrides on the line; the loss in the workers is then added where the line names none.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from mismatch_plugin.hooks.base import Given, Host, Plan
+from mismatch_plugin.hooks.hydra import put, read_overrides, text
+from mismatch_plugin.hooks.verl.config import BLOCK, LOSS_NAME, REFERENCE_LINE, check_tree, describe, has_block
+
+_RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+_POLICY_LOSS = f"{_ACTOR}.policy_loss"
+_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+# The actor's clip bounds in verl's own YAML.
+_CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+
+# Hydra reads verl's YAML files, not the launcher; the entry point sees the whole tree.
+_UNTOUCHED = (
+    "none of the plugin's flags or settings is on the line: nothing is added. Settings in verl's YAML files, if any, "
+    "are checked and printed when verl reads them",
+)
+
+
+def plan(given: Given, script: Path | None) -> Plan:
+    """The run of main_ppo: overrides for verl's switches, our block, and the loss in the workers.
+
+    Without our flags, settings that are overrides on the line (our block, or `loss_mode=mismatch`) count.
+    Raises: ValueError where an override on the line says otherwise, or asks for what verl decides.
+    """
+    overrides = read_overrides(given.host_argv)
+    line = _tree(overrides, {})
+    mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
+    if not given.flags and mode != LOSS_NAME and not has_block(line["algorithm"]["rollout_correction"]):
+        return replace(Plan.untouched("verl", given), lines=_UNTOUCHED)
+    wanted = _wanted(given) if given.flags else {f"{_POLICY_LOSS}.loss_mode": LOSS_NAME} if mode is None else {}
+    for name, value in wanted.items():
+        mine = overrides.get(name, value)
+        if mine != value:
+            raise ValueError(
+                f"{name}={text(mine)} contradicts algorithm {given.config.algorithm} of the plugin's flags, which "
+                f"makes it {text(value)}: leave one of them out."
+            )
+    block = {name: value for name, value in given.settings.items() if name != "use_rollout_log_probs"}
+    if given.config.use_rollout_log_probs:
+        block.pop("use_tis", None)  # bypass_mode and loss_type say it
+    if given.config.algorithm == 3:  # without a level verl's own REINFORCE has no weights
+        block["tis"] = {"level": given.config.tis.level, **(block.get("tis") or {})}
+    if given.flags and has_block(line["algorithm"]["rollout_correction"]):
+        taken = next((name for name in overrides if name.startswith(f"{_RC}.{BLOCK}")), _RC)
+        raise ValueError(f"{taken} is on the line next to the plugin's flags: give the settings in one place.")
+    added = [f"{name}={text(value)}" for name, value in wanted.items() if name not in overrides]
+    if given.flags:
+        added.append(f"+{_RC}.{BLOCK}={text(block)}")
+    tree = _tree({**overrides, **wanted}, block)
+    policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
+    if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
+        added.append(REFERENCE_LINE.replace("'", ""))
+    policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
+    config = check_tree(tree)
+    assert config is not None  # the tree has our block or our loss
+    return Plan((*given.host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered)
+
+
+def refuse_unregistered() -> None:
+    """Raises ValueError where verl's processes would not load the loss, or it is written for another verl."""
+    policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
+    if policy != "auto" and "mismatch_plugin" not in policy.split(","):
+        raise ValueError(
+            f"VERL_USE_EXTERNAL_PLUGINS={policy} keeps verl from loading the plugin: unset it, or name mismatch_plugin."
+        )
+    if not any(entry.name == "mismatch_plugin" for entry in entry_points(group="verl.plugins")):
+        raise ValueError(
+            "verl finds the plugin by the entry point of an installed package, which is missing here: pip install it "
+            "in the image of every node (a folder on PYTHONPATH is not enough)."
+        )
+
+
+def _wanted(given: Given) -> dict[str, Any]:
+    """verl's own switches for the algorithm."""
+    bypass = given.config.use_rollout_log_probs
+    kind = "reinforce" if given.config.algorithm == 3 else "ppo_clip"
+    wanted: dict[str, Any] = {f"{_RC}.bypass_mode": bypass, f"{_RC}.loss_type": kind}
+    return {**wanted, f"{_POLICY_LOSS}.loss_mode": LOSS_NAME, _LOG_PROBS: True}
+
+
+def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of verl's tree that the settings depend on, with verl's defaults."""
+    tree: dict[str, Any] = {}
+    for name, value in {**{f"{_ACTOR}.{key}": value for key, value in _CLIP.items()}, **overrides}.items():
+        if f"{name}.".startswith((f"{_RC}.", f"{_ACTOR}.", f"{_LOG_PROBS}.")):
+            put(tree, name, deepcopy(value))
+    correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
+    if block:
+        correction[BLOCK] = dict(block)
+    tree["actor_rollout_ref"]["actor"].setdefault("policy_loss", {})
+    return tree
+
+
+def _names(overrides: Mapping[str, Any], name: str) -> bool:
+    """Whether an override sets `name`, something in it, or the mapping around it with it inside."""
+    parent, _, last = name.rpartition(".")
+    around = overrides.get(parent)
+    inside = isinstance(around, Mapping) and last in around
+    return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)
+
+
+HOST = Host("verl", ("verl",), frozenset(), plan)

@@ -1,0 +1,62 @@
+"""The loss of each token as verl's `agg_loss` wants it, from padded tensors; no verl in here."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.packed import PackedSequences
+
+_NOT_AVERAGED = ("_max", "_min", "_std", "_deviation", "_eff_sample_size", "ppl_ratio", "/tokens", "/sequences")
+"""Endings of metrics of which the mean over micro-batches, all that verl takes of a loss's metrics, means nothing."""
+
+
+def verl_token_loss(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: MismatchConfig,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, dict[str, float]]:
+    """(losses [B, S] with gradient, 0 outside the mask; the mask to aggregate over, [B, S] float; metrics).
+
+    All inputs [B, S]. Bypass (algorithms 1, 3): old_log_prob is log π_rollout; weights and rejection are made here, and
+    the mask is what is left, or the response mask where the denominator is `original`. Otherwise (0, 2): old_log_prob
+    is log π_old, and rollout_is_weights and response_mask are what the driver made.
+    Raises: ValueError where weights are needed and missing; InvalidLogProbError.
+    """
+    mask = response_mask.bool()
+    bypass, shape = config.use_rollout_log_probs, mask.shape
+    if not bypass and config.weighted and rollout_is_weights is None:
+        raise ValueError(
+            "rollout_is_weights is missing: verl's driver found no rollout_log_probs in the batch, so set "
+            "actor_rollout_ref.rollout.calculate_log_probs=true."
+        )
+    packed = PackedSequences(
+        loss_mask=mask.flatten(),
+        lengths=(shape[1],) * shape[0],
+        rollout_log_probs=old_log_prob.detach().flatten() if bypass else None,
+        old_log_probs=log_prob.detach().flatten() if bypass else old_log_prob.detach().flatten(),
+        advantages=advantages.detach().flatten(),
+    )
+    weights = None
+    if not bypass:  # the driver has weighed and rejected
+        weights = torch.ones_like(log_prob) if rollout_is_weights is None else rollout_is_weights
+        weights = weights.flatten()
+    token = token_loss(log_prob.flatten(), packed, config, weights=weights)
+    keep = token.correction.keep.view(shape)
+    stays = not bypass or config.denominator == "original"
+    aggregated = mask.to(keep.dtype) if stays else keep
+    measured = token.correction.statistics.metrics() if bypass else {}  # raises where a log-prob is invalid
+    columns = {name: column.view(shape) for name, column in token.clip_columns()}
+    report = {"actor/ppo_kl": columns.get("ppo_kl", -token.correction.tokens.log_ratio.clamp(-20.0, 20.0).view(shape))}
+    if columns:
+        report["actor/pg_clipfrac"] = columns["clip_high"] | columns["clip_low"]
+        report["actor/pg_clipfrac_lower"] = columns.get("clip_dual", torch.zeros_like(mask))
+    means = torch.stack([(column * aggregated).sum() for column in report.values()]) / aggregated.sum().clamp(min=1)
+    metrics = dict(zip(report, means.tolist(), strict=True))
+    metrics |= {name: value for name, value in measured.items() if not name.endswith(_NOT_AVERAGED)}
+    return token.policy.view(shape), aggregated, metrics

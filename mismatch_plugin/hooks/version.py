@@ -1,0 +1,170 @@
+"""Which version of a host is here, and which one the plugin was tested with: for the start-up block and for patches.
+
+Nothing of a host is imported and no program is run in its tree: versions, commits and checksums are read from files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+# Host → (a folder that only its tree has, the file that declares its version, its name as a distribution).
+_PLACES = {
+    "slime": ("slime/utils", "setup.py", "slime"),
+    "miles": ("miles/utils", "setup.py", "miles"),
+    "megatron-lm": ("megatron/rl", "megatron/core/package_info.py", "megatron-core"),
+    "nemo-rl": ("nemo_rl/algorithms", "nemo_rl/package_info.py", "nemo-rl"),
+    "verl": ("verl/trainer", "verl/version/version", "verl"),
+}
+HOSTS = tuple(_PLACES)
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class HostVersion:
+    """version: as the host declares it. commit: 40 hex digits. Each None where it cannot be read.
+
+    odd_files: files that the plugin's patches are for and that are neither the recorded ones nor those patched.
+    """
+
+    version: str | None
+    commit: str | None
+    odd_files: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        at = "" if self.commit is None else f" at {self.commit[:10]}"
+        return f"{self.version or 'of unknown version'}{at}"
+
+
+def folder() -> Path:
+    """Where the patches are: inside the installed package, or next to it in a checkout."""
+    here = Path(__file__).parents[1]
+    inside = here / "patches"
+    return inside if inside.is_dir() else here.parent / "patches"
+
+
+def version_line(host: str, folders: Sequence[Path] = ()) -> str:
+    """One line for the start-up block: the host's version, and whether it is the tested one.
+
+    folders: looked at before what is installed, as sys.path will have them.
+    """
+    root, tested = find_root(host, folders), recorded_version(host)
+    if root is None:
+        return f"host: {host} is not found here; the plugin was tested with {tested}"
+    return f"host: {host} {compared(read_version(host, root), tested)}"
+
+
+def compared(found: HostVersion, tested: HostVersion) -> str:
+    """What is here in words, and how it differs from what was tested, if it does."""
+    odd = ", ".join(found.odd_files)
+    if found.commit is None or tested.commit is None:
+        same = found.version == tested.version and not odd
+    else:
+        same = found.commit == tested.commit
+    if same:
+        return f"{found}, the tested version" + (f", with changes of its own in {odd}" if odd else "")
+    there = f"; other than there: {odd}" if odd else ""
+    return (
+        f"{found} is not the tested version, {tested}{there}. Use that one, or look at the loss and the metrics of the "
+        f"first steps before a long run"
+    )
+
+
+def recorded_version(host: str) -> HostVersion:
+    """The version that the plugin's tests were run with, of `patches/manifest.json`."""
+    entry = _manifest()["tested"][host]
+    return HostVersion(entry["version"], entry["commit"])
+
+
+def read_version(host: str, root: Path) -> HostVersion:
+    """What the tree at `root` is: a checkout, or the folder in which the host is installed. Nothing is known of a host
+    that is not among ours."""
+    if host not in _PLACES:
+        return HostVersion(None, None)
+    _, file, distribution = _PLACES[host]
+    text, (name_of_it, installed_commit) = _text(root / file), _distribution(distribution, root)
+    odd = [
+        entry["file"]
+        for entry in _manifest()["patches"]
+        if entry["host"] == host
+        and _digest(root / entry["file"]) not in (entry["before"]["sha256"], entry["after"]["sha256"])
+    ]
+    return HostVersion(_declared(text) or name_of_it, _checked_out(root) or installed_commit, tuple(odd))
+
+
+def find_root(host: str, folders: Sequence[Path] = ()) -> Path | None:
+    """The folder that holds the host's packages, in `folders` or on sys.path; None where there is none."""
+    inside = _PLACES[host][0]
+    package = inside.split("/")[0]
+    try:
+        spec = find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    found = [] if spec is None else [Path(place).parent for place in spec.submodule_search_locations or ()]
+    return next((root for root in [*folders, *found] if (root / inside).is_dir()), None)
+
+
+def _manifest() -> dict[str, Any]:
+    return json.loads((folder() / _MANIFEST).read_text(encoding="utf-8"))
+
+
+def _declared(text: str | None) -> str | None:
+    """The version in a package_info.py, in a setup.py, or in a file that holds nothing else."""
+    if text is None:
+        return None
+    parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE))
+    if {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
+        return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
+    named = re.search(r"\bversion\s*=\s*[\"']([^\"']+)[\"']", text)
+    if named is not None:
+        return named[1]
+    plain = re.fullmatch(r"\s*(\d[\w.+-]*)\s*", text)
+    return None if plain is None else plain[1]
+
+
+def _distribution(name: str, root: Path) -> tuple[str | None, str | None]:
+    """(version, commit) of an installed distribution whose files are in `root`: pip records where it got a commit."""
+    try:
+        found = metadata.distribution(name)
+        if Path(str(found.locate_file(""))).resolve() != root.resolve():
+            return None, None
+        source = json.loads(found.read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, OSError, ValueError):
+        return None, None
+    return found.version, source.get("vcs_info", {}).get("commit_id")
+
+
+def _checked_out(root: Path) -> str | None:
+    """The commit that a checkout is at, as git's files say; None for what is no checkout."""
+    git = root / ".git"
+    if git.is_file():  # a work tree of another repository, or a submodule
+        git = root / (_text(git) or "").removeprefix("gitdir:").strip()
+    head = (_text(git / "HEAD") or "").strip()
+    ref = head.removeprefix("ref:").strip()
+    if ref != head:
+        common = git / (_text(git / "commondir") or ".").strip()
+        packed = re.search(rf"^([0-9a-f]+) {re.escape(ref)}$", _text(common / "packed-refs") or "", re.MULTILINE)
+        loose = _text(git / ref) or _text(common / ref)
+        head = (loose or (packed[1] if packed else "")).strip()
+    return head if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head) else None
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None

@@ -1,0 +1,1 @@
+"""`mismatch-plugin inspect`: from a run's metrics to what they mean."""

@@ -1,0 +1,207 @@
+"""`mismatch-plugin inspect`: what the metrics of a run say about its mismatch, in one table and two verdicts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.health import HealthWarning, check_health
+from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
+from mismatch_plugin.report.table import NOTHING, Table, compact
+
+ROWS = (
+    "kl",
+    "k3_kl",
+    "log_ppl_diff",
+    "rollout_is_ratio_mean",
+    "rollout_is_ratio_std",
+    "rollout_is_ratio_eff_sample_size",
+    "rollout_is_ratio_unit_mean",
+    "rollout_is_ratio_unit_std",
+    "rollout_is_ratio_unit_eff_sample_size",
+    "rollout_is_mean",
+    "rollout_is_std",
+    "rollout_is_eff_sample_size",
+    "rollout_is_weight_after_mean",
+    "rollout_is_weight_after_max",
+    "rollout_is_weight_after_eff_sample_size",
+    "rollout_is_masked_fraction",
+    "rollout_is_veto_fraction",
+    "accepted_token_fraction",
+    "accepted_seq_fraction",
+    "chi2_token",
+    "chi2_seq",
+    "seq_log_ratio_mean",
+    "pg_clipfrac",
+    "ppo_kl",
+)
+_BASIC = frozenset(metric.name for metric in METRICS if metric.level == "basic")
+_FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level == "full")
+"""How the names of full metrics begin."""
+QUIET_KL = 1e-3
+"""Below this many nats a token two engines of one precision usually are."""
+_SHIFTS = ("kl", "rollout_is_ratio_mean")
+"""What all tokens share, and no weight or filter repairs."""
+CHECK_KL = 1e-2
+"""From here on more than precision may be at work: other weights, filters, temperature."""
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """steps: how many. full: the full metrics, None where the run wrote none. warnings: of each kind the newest, with
+    the number of steps that gave it. data: how large the mismatch is. correction: what is left of it.
+
+    sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
+    correction repairs it), and a mismatch that is large otherwise is not left uncorrected.
+    """
+
+    steps: int
+    table: Table
+    full: Table | None
+    warnings: tuple[tuple[HealthWarning, int], ...]
+    data: str
+    correction: str
+    sound: bool
+
+    @property
+    def verdict(self) -> str:
+        """Both verdicts, a line each."""
+        return f"data: {self.data}\ncorrection: {self.correction}"
+
+
+def inspect_steps(
+    steps: Sequence[Mapping[str, float]], config: MismatchConfig, config_known: bool = True
+) -> Inspection:
+    """Judge a run by its last tenth (at least ten steps), so that a warm-up long past is no alarm.
+
+    config_known: False where `config` stands in for settings that nobody gave: then the correction is not judged.
+    Raises ValueError where no step holds a metric of ours.
+    """
+    steps = [step for step in steps if any(name.startswith(PREFIX) for name in step)]
+    if not steps:
+        raise ValueError(f"no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
+    recent = steps[-max(10, len(steps) // 10) :]
+    recent = [step for step in recent if step.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
+    if not recent:
+        raise ValueError("the newest steps hold no response token: is every loss mask 0?")
+    counts: Counter[str] = Counter()
+    newest: dict[str, HealthWarning] = {}
+    for step in recent:
+        for warning in check_health(step, config):
+            counts[warning.metric] += 1
+            newest[warning.metric] = warning
+    table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
+    seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
+    named = [name for start in _FULL for name in seen if name.startswith(start) and not _is_basic(name)]
+    names = [*dict.fromkeys(named)]  # several families begin alike
+    full = _table("full metrics", names, steps, recent) if names else None
+    warnings = tuple((newest[name], count) for name, count in counts.most_common())
+    about = Counter(warning.about for warning, _ in warnings)
+    shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
+    corrected = config_known and _corrects(config)
+    sound = not about["fault"] and not about["correction"] and not shifted and (corrected or not about["data"])
+    data = _data_verdict(recent, warnings)
+    correction = _correction_verdict(recent, warnings, config) if config_known else _unknown_correction(recent)
+    return Inspection(len(steps), table, full, warnings, data, correction, sound)
+
+
+def _is_basic(name: str) -> bool:
+    return name in _BASIC or (name.startswith("rollout_rs_") and name.endswith("masked_fraction"))
+
+
+def counted(steps: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{steps} step{'s' * (steps != 1)}"
+
+
+def _table(
+    title: str, names: Iterable[str], steps: Sequence[Mapping[str, float]], recent: Sequence[Mapping[str, float]]
+) -> Table:
+    rows = []
+    for name in names:
+        values = [step[PREFIX + name] for step in steps if PREFIX + name in step]
+        if finite := [value for value in values if math.isfinite(value)]:
+            rows.append((name, *map(_cell, (values[-1], _mean(recent, name), min(finite), max(finite)))))
+    headers = ("metric", "last step", f"mean of the last {len(recent)}", "smallest", "largest")
+    return Table(title, headers, tuple(rows), code=frozenset({"metric"}))
+
+
+def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
+    """Over the steps where the metric is finite; NaN where there is none."""
+    values = [value for step in steps if math.isfinite(value := step.get(PREFIX + name, math.nan))]
+    return sum(values) / len(values) if values else math.nan
+
+
+def _corrects(config: MismatchConfig) -> bool:
+    return (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
+
+
+def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
+    """`2 warnings (kl, chi2_token)`, or nothing."""
+    names = [warning.metric.removeprefix(PREFIX) for warning, _ in warnings if warning.about in about]
+    return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
+
+
+def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]]) -> str:
+    """How large the mismatch is, whatever is done about it."""
+    kl = abs(_mean(recent, "kl"))
+    figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
+    figure += f" over the last {counted(len(recent))}"
+    if faults := _named(warnings, "fault"):
+        return f"cannot be trusted: {faults}; {figure}."
+    if found := _named(warnings, "data"):
+        shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        return f"large mismatch: {figure}, {found}. {cause} the cause (mismatch-plugin check)."
+    if kl < QUIET_KL:
+        return f"small mismatch, as of two engines in one precision: {figure}."
+    if kl < CHECK_KL:
+        return f"moderate mismatch: {figure}."
+    if math.isnan(kl):
+        return f"no warning; {figure}."
+    return f"noticeable mismatch: {figure}. See whether precision alone explains it: mismatch-plugin check."
+
+
+def _correction_verdict(
+    recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], config: MismatchConfig
+) -> str:
+    """What is left of it after this correction."""
+    if not _corrects(config):
+        what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
+        return what + (f"; {found}." if (found := _named(warnings, "correction")) else ".")
+    figures = {
+        "mean weight": "rollout_is_weight_after_mean",
+        "effective sample size": _ess_name(config),
+        "tokens kept": "accepted_token_fraction",
+    }
+    shown = _recorded(recent, figures)
+    if found := _named(warnings, "correction"):
+        return f"does not hold: {found}{f'; {shown}' if shown else ''}."
+    return f"holds{f' ({shown})' if shown else ''}."
+
+
+def _unknown_correction(recent: Sequence[Mapping[str, float]]) -> str:
+    """What the metrics tell of a correction whose settings nobody gave."""
+    names = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
+    shown = _recorded(recent, names)
+    return (
+        f"not judged, since the run's settings are not known: give them with --config{f' ({shown})' if shown else ''}."
+    )
+
+
+def _recorded(recent: Sequence[Mapping[str, float]], names: Mapping[str, str]) -> str:
+    """`mean weight 0.98, tokens kept 1`: label and mean of what was recorded."""
+    values = {label: _mean(recent, name) for label, name in names.items()}
+    return ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
+
+
+def _ess_name(config: MismatchConfig) -> str:
+    by_token = config.tis.level in ("token", "none")
+    return f"rollout_is_weight_after_{'' if by_token else 'seq_'}eff_sample_size"
+
+
+def _cell(value: float) -> str:
+    return compact(value) if math.isfinite(value) else NOTHING

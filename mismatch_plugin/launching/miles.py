@@ -1,8 +1,0 @@
-"""miles under the launcher: see `ray_megatron`."""
-
-from functools import partial
-
-from mismatch_plugin.launching.plan import Host
-from mismatch_plugin.launching.ray_megatron import FLAGS, plan
-
-HOST = Host("miles", ("miles",), FLAGS, partial(plan, "miles"))

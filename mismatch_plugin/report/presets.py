@@ -1,0 +1,92 @@
+"""The presets as tables of the command line, and any configuration as the launch flags that give it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+from mismatch_plugin.config import ALGORITHM_NAMES, Criterion, MismatchConfig, MismatchWarning, preset
+from mismatch_plugin.config.fields import leaf_fields, value_and_default
+from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES
+from mismatch_plugin.report.table import NOTHING, Table
+
+PRESET_NAMES = "preset, other names"
+"""Header of the column that holds a preset's name and aliases."""
+
+
+def presets_table() -> Table:
+    """Every preset: its names, what it does, when to use it, its parameters, and its settings as launch flags."""
+    rows = []
+    for entry in PRESETS:
+        config = quiet_preset(entry.name)
+        names = ", ".join((entry.name, *entry.aliases))
+        parameters = ", ".join(f"{name}={value}" for name, value in entry.parameters.items())
+        flags = " ".join(as_flags(config))
+        rows.append((names, str(config.algorithm), entry.summary, entry.when, parameters or NOTHING, flags or NOTHING))
+    headers = (PRESET_NAMES, "#", "what it does", "when to use it", "parameters", "the same as flags")
+    code = frozenset({PRESET_NAMES, "parameters", "the same as flags"})
+    notes = ("The column # has the number of the algorithm.", THREE_POLICIES)
+    return Table("Presets", headers, tuple(rows), code, notes)
+
+
+def preset_table(name: str) -> Table:
+    """One preset's full settings, each with its flag; those that are not at their default are marked.
+
+    Raises ValueError for a name that is no preset.
+    """
+    config = quiet_preset(name)
+    rows = []
+    for field in leaf_fields(MismatchConfig):
+        value, default = value_and_default(config, field.path)
+        mark = "" if value == default else " *"
+        rows.append((field.path, show(value) + mark, field.meta.get("flag") or NOTHING))
+    algorithm = f"algorithm {config.algorithm}, {ALGORITHM_NAMES[config.algorithm]}"
+    policies = (THREE_POLICIES,) if config.algorithm == 0 and config.rejects else ()
+    flags = f"As flags: {' '.join(as_flags(config)) or 'none'}"
+    notes = ("An asterisk marks what is not at its default.", *policies, flags)
+    headers = ("field", "value", "flag")
+    return Table(f"{name}: {algorithm}", headers, tuple(rows), frozenset({"field", "flag"}), notes)
+
+
+def as_flags(config: MismatchConfig) -> list[str]:
+    """The launch flags that give this configuration: those of every setting that is not at its default."""
+    words: list[str] = []
+    for field in leaf_fields(MismatchConfig):
+        (value, default), flag = value_and_default(config, field.path), field.meta.get("flag")
+        if value == default or flag is None:
+            continue
+        if field.path == "rs.criteria":
+            for criterion in value:
+                words += [flag, criterion_spec(criterion)]
+        elif isinstance(value, bool):
+            words.append(flag)
+        else:
+            words += [flag, show(value)]
+    return words
+
+
+def criterion_spec(criterion: Criterion) -> str:
+    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper]."""
+    bounds = [bound for bound in (criterion.lower_bound, criterion.upper_bound) if bound is not None]
+    if criterion.lower_bound is not None and criterion.upper_bound is None:
+        bounds.append(math.inf)
+    return ":".join((criterion.aggregate, criterion.statistic, *(show(bound) for bound in bounds)))
+
+
+def show(value: Any) -> str:
+    """A setting's value as one types it; – where there is none."""
+    if value is None or value == ():
+        return NOTHING
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, tuple):
+        return " ".join(criterion_spec(criterion) for criterion in value)
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
+
+
+def quiet_preset(name: str) -> MismatchConfig:
+    """A preset without its warnings: a table is no use of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MismatchWarning)
+        return preset(name)

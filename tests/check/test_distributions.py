@@ -1,0 +1,183 @@
+"""Detectors of distributions, digits, versions and level on numbers made by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mismatch_plugin.check.distribution import find_penalty, find_temperature, find_unrelated
+from mismatch_plugin.check.filters import find_truncation
+from mismatch_plugin.check.findings import Undecided
+from mismatch_plugin.check.level import mismatch
+from mismatch_plugin.check.precision import find_precision, fits_bf16, fits_decimals, fits_fp16
+from mismatch_plugin.check.versions import find_versions, version_number
+from mismatch_plugin.check.vocabulary import penalise
+from mismatch_plugin.rollout.records import WeightSpan
+from mismatch_plugin.rollout.sampling import SamplingParameters
+from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
+
+# Distributions. Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected.
+
+_P = [0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20
+
+
+def test_a_temperature_is_the_slope_of_centred_log_probs():
+    rollout = np.log(_P)
+    half = np.sqrt(_P) / (math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
+    items, _ = find_temperature(batch_of([rollout.tolist()], [np.log(half).tolist()]))
+    (finding,) = found(items)
+    assert finding.fault == "temperature"
+    assert finding.statistics["slope"] == pytest.approx(0.5)
+    assert finding.statistics["temperature_ratio_low"] == pytest.approx(2.0)
+    assert finding.statistics["temperature_ratio_high"] == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(("recorded", "side"), [(0.5, "training"), (2.0, "rollout")])
+def test_the_recorded_temperature_tells_the_side(recorded: float, side: str):
+    half = np.sqrt(_P) / (math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
+    records = {"sampling": SamplingParameters(temperature=recorded)}
+    items, _ = find_temperature(batch_of([np.log(_P).tolist()], [np.log(half).tolist()], records=records))
+    assert [item.side for item in found(items)] == [side]
+
+
+def test_noise_alone_is_no_temperature():
+    noise = np.random.default_rng(0).normal(0, 0.3, len(_P))
+    assert find_temperature(batch_of([np.log(_P).tolist()], [(np.log(_P) + noise).tolist()]))[0] == []
+
+
+def test_a_temperature_that_the_training_side_tells():
+    batch = batch_of([[-1.0]], [[-1.0]], training=[{"temperature": 0.7}])
+    assert [item.fault for item in found(find_temperature(batch)[0])] == ["temperature"]
+
+
+def test_few_tokens_tell_no_temperature_filter_or_penalty():
+    batch = batch_of([np.log(_P[:64]).tolist()], [np.log(_P[:64]).tolist()])
+    detectors = {"temperature": find_temperature, "penalty": find_penalty, "truncation": find_truncation}
+    for fault, detector in detectors.items():
+        items, _ = detector(batch)
+        assert [item.faults for item in items if isinstance(item, Undecided)] == [(fault,)]
+        assert found(items) == []
+
+
+def test_a_renormalised_side_leaves_mass_outside():
+    full = np.log([p for p in _P if p > 0.2])  # top-k 2 keeps 3/4 of the mass
+    for rollout, train, side in ((full - math.log(0.75), full, "rollout"), (full, full - math.log(0.75), "training")):
+        items, _ = find_truncation(batch_of([rollout.tolist()], [train.tolist()]))
+        (finding,) = found(items)
+        assert (finding.fault, finding.side) == ("truncation", side)
+        assert finding.statistics["missing_mass"] == pytest.approx(0.25)
+
+
+def test_a_recorded_filter_without_kept_ids_is_a_fault_and_with_a_replayed_mask_none():
+    full = np.log([p for p in _P if p > 0.2])
+    cut = (full - math.log(0.75)).tolist()
+    sampling = SamplingParameters(top_k=2)
+    items, _ = find_truncation(batch_of([full.tolist()], [full.tolist()], records={"sampling": sampling}))
+    assert "top_k=2" in found(items)[0].evidence
+    with_mask = {"sampling": sampling, "behaviour_log_probs": cut}
+    items, _ = find_truncation(batch_of([full.tolist()], [full.tolist()], records=with_mask))
+    assert [item.side for item in found(items)] == ["training"]
+    items, fixed = find_truncation(batch_of([full.tolist()], [cut], records=with_mask))
+    assert items == [] and np.all(fixed.tokens.gap == 0)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_penalty_is_an_offset_on_repeated_tokens(sign: int):
+    ids = [at % 40 for at in range(120)]  # the first 40 are new, 80 are repeated
+    noise = np.tile([0.01, -0.01], 60)
+    rollout = np.array(wave(120, 0))
+    train = rollout + np.where(np.arange(120) >= 40, 0.3 * sign, -0.1 * sign) + noise
+    items, _ = find_penalty(batch_of([rollout.tolist()], [train.tolist()], ids=[ids]))
+    (finding,) = found(items)
+    assert (finding.fault, finding.side) == ("penalty", "rollout" if sign > 0 else "training")
+    assert finding.statistics["offset"] == pytest.approx(0.4 * sign, abs=0.01)
+    assert (finding.tokens, finding.first.position if finding.first else None) == (80, 40)
+
+
+def test_no_repeats_tell_no_penalty():
+    values = np.log(_P).tolist()
+    items, _ = find_penalty(batch_of([values], [values]))
+    assert isinstance(items[0], Undecided) and "0 of 160 occurred before" in items[0].reason
+
+
+def test_penalties_are_sglangs():
+    """Repetition divides positive and multiplies negative logits; frequency counts, presence does not."""
+    logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
+    assert penalise(logits, (0, 1, 1), SamplingParameters(repetition_penalty=1.25)).tolist() == pytest.approx(
+        [1.6, -2.5, 1.0, 0.5]
+    )
+    changed = penalise(logits, (0, 1, 1), SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25))
+    assert changed.tolist() == [1.25, -3.25, 1.0, 0.5]
+
+
+def test_unrelated_sides():
+    generator = np.random.default_rng(3)
+    rollout, train = -generator.exponential(2.0, 80), -generator.exponential(2.0, 80)
+    assert [item.fault for item in found(find_unrelated(batch_of([rollout.tolist()], [train.tolist()]))[0])] == [
+        "unrelated"
+    ]
+    near = rollout + generator.normal(0, 0.4, 80)
+    assert find_unrelated(batch_of([rollout.tolist()], [near.tolist()]))[0] == []
+
+
+# Digits, versions, level
+
+
+def test_which_values_a_narrow_format_can_hold():
+    values = np.array([-1.5, -1.0078125, -1.0009765625, -0.1, -1.2345])
+    assert fits_bf16(values).tolist() == [True, True, False, False, False]
+    assert fits_fp16(values).tolist() == [True, True, True, False, False]
+    assert fits_decimals(values).tolist() == [True, False, False, True, True]
+
+
+@pytest.mark.parametrize(("dtype", "fault"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_narrow_formats_by_sample(dtype: torch.dtype, fault: str):
+    true = [torch.tensor(wave(20, phase)).tolist() for phase in range(4)]
+    narrow = [true[0], torch.tensor(true[1]).to(dtype).float().tolist(), true[2], true[3]]
+    items = found(find_precision(batch_of(narrow, true)))
+    assert [(item.fault, item.side, item.samples) for item in items] == [(fault, "rollout", 1)]
+    assert items[0].first is not None and items[0].first.sample == 1
+
+
+def test_values_near_zero_do_not_count_as_narrow():
+    tiny = [[-(2.0**-24) * count for count in range(1, 40)]]
+    assert found(find_precision(batch_of(tiny, tiny))) == []
+
+
+def test_versions_mixed_inside_and_between_responses():
+    inside = [WeightSpan(version="4", start=0, end=2), WeightSpan(version="5", start=2, end=3)]
+    (finding,) = found(
+        find_versions(batch_of([[-1.0] * 3], [[-1.1] * 3], records={"weight_versions": inside}), None, 1)
+    )
+    assert finding.fault == "mixed_versions"
+    assert finding.first is not None and finding.first.position == 2
+    assert "'4' 2, '5' 1 tokens" in finding.evidence and "0.1" in finding.evidence
+
+
+@pytest.mark.parametrize(("trainer", "largest"), [("7", None), ("8", None), ("9", 2.0), ("23", 16.0), ("6", -1.0)])
+def test_staleness_in_steps(trainer: str, largest: float | None):
+    spans = [WeightSpan(version="step-7", start=0, end=2)]
+    items = found(
+        find_versions(batch_of([[-1.0, -1.0]], [[-1.0, -1.0]], records={"weight_versions": spans}), trainer, 1)
+    )
+    assert [item.statistics["largest"] for item in items] == ([] if largest is None else [largest])
+
+
+def test_versions_without_numbers_cannot_be_counted():
+    spans = [WeightSpan(version="default", start=0, end=1)]
+    items = find_versions(batch_of([[-1.0]], [[-1.0]], records={"weight_versions": spans}), "12", 1)
+    assert [item.faults for item in items if isinstance(item, Undecided)] == [("staleness",)]
+    assert [version_number(name) for name in ("v12", 3, "a-1-20", "x")] == [12, 3, 20, None]
+
+
+def test_level_by_hand():
+    level = mismatch(batch_of([[-1.0, -2.0]], [[-1.0 + math.log(2), -2.0 - math.log(2)]]))
+    assert level is not None
+    assert level.kl == pytest.approx(0.0)
+    assert level.k3_kl == pytest.approx((2 + 0.5) / 2 - 1)  # mean of e^d − 1 − d
+    assert level.abs_max == pytest.approx(math.log(2))
+    assert level.effective_sample_size == pytest.approx(2.5**2 / (2 * 4.25))
+    assert mismatch(batch_of([[None]], [[-1.0]])) is None

@@ -1,0 +1,246 @@
+"""Faults planted in what a real SGLang server returned are found under their names; ordinary mismatch is none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from mismatch_plugin.check.batch import Sample, make_batch
+from mismatch_plugin.check.findings import FAULTS, CheckResult
+from mismatch_plugin.check.hypotheses import Examination
+from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.check.training import TrainingSample
+from mismatch_plugin.report.table import Table
+from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from tests.fixtures.sglang_check.plants import CASES, EOS
+from tests.fixtures.sglang_check.policies import (
+    behaviour_of,
+    logits_of,
+    recorded,
+    sample_locally,
+    score,
+    training,
+)
+
+
+class Base(NamedTuple):
+    """Which recorded responses, and which form of the model trains on them."""
+
+    records: str
+    trainer: str
+
+
+QUIET = Base("bfloat16_temperature_1.0", "float32")
+BASES = (QUIET, Base("float32_temperature_0.7", "int8"), Base("float32_temperature_1.3", "drift-0.01-1"))
+"""Engine noise; quantised weights; weights some steps on."""
+
+Run = tuple[int, str, Base]
+RUNS: list[Run] = [
+    *((index, "mild", QUIET) for index in range(len(CASES))),
+    *((index, "strong", base) for index in range(len(CASES)) for base in BASES),
+]
+RUN_IDS = [f"{CASES[index].fault}-{index}-{strength}-{base.trainer}" for index, strength, base in RUNS]
+
+SERVED = {
+    "float32_top_p_0.8": "truncation",
+    "float32_top_k_5": "truncation",
+    "float32_sampling_mask": "truncation",
+    "float32_repetition_penalty_1.1": "penalty",
+    "float32_frequency_penalty_0.5": "penalty",
+    "float32_updated_in_flight": "mixed_versions",
+    "raw_temperature_0.7": "temperature",
+    "raw_temperature_1.3": "temperature",
+}
+"""What the server was told to do, or how it was started, and what that is to a trainer who does not follow."""
+TRAINERS = ("float32", "bfloat16", "int8", "drift-0.003-1", "drift-0.01-2", "drift-0.02-3")
+CLEAN_BATCHES = 200
+
+
+def _check(records: Sequence[RolloutRecord], samples: Sequence[TrainingSample] | None, **options: Any) -> CheckResult:
+    return check_batch(make_batch(records, samples, eos_ids=[EOS]), **options)
+
+
+def _names(result: CheckResult) -> list[str]:
+    return sorted({item.fault for item in result.findings})
+
+
+@pytest.fixture(scope="module")
+def planted() -> dict[Run, list[str]]:
+    found = {}
+    for index, strength, base in RUNS:
+        plant = CASES[index].mild if strength == "mild" else CASES[index].strong
+        records, samples = plant(list(recorded(base.records)), list(training(base.trainer, base.records)))
+        found[index, strength, base] = _names(_check(records, samples))
+    return found
+
+
+@pytest.fixture(scope="module")
+def clean() -> list[list[str]]:
+    """Faults found in 200 batches that have none: 8 to 64 responses of one temperature."""
+    found = []
+    for seed in range(CLEAN_BATCHES):
+        generator = np.random.Generator(np.random.PCG64(seed))
+        temperature = (0.7, 1.0, 1.3)[seed // 6 % 3]
+        trainer = TRAINERS[seed % len(TRAINERS)]
+        size = int(generator.integers(8, 65))
+        origin = ("server", "here", "here again")[seed // 18 % 3]
+        pool, other = _pool(origin, temperature, trainer)
+        chosen = generator.permutation(len(pool))[:size]
+        version = str(1 + seed % 4 // 2)  # the weights are up to date, or one step old
+        samples = [other[at].model_copy(update={"weight_version": version}) for at in chosen]
+        found.append(_names(_check([pool[at] for at in chosen], samples)))
+    return found
+
+
+@cache
+def _pool(origin: str, temperature: float, trainer: str) -> tuple[list[RolloutRecord], list[TrainingSample]]:
+    """Responses of one temperature and version: both servers' or from an engine here, and their training side."""
+    if origin == "server":
+        names = [f"{dtype}_temperature_{temperature}" for dtype in ("float32", "bfloat16")]
+        records = [record for name in names for record in recorded(name)]
+    else:
+        records = sample_locally("float32", 100 + len(origin), 96, temperature)
+    pool = []
+    for record in records:
+        span = WeightSpan(version="1", start=0, end=len(record.response_ids))
+        pool.append(record.model_copy(update={"weight_versions": [span], "sample_id": None}))
+    return pool, score(trainer, pool)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
+def test_a_planted_fault_is_found_and_nothing_else(run: Run, planted: dict[Run, list[str]]):
+    assert planted[run] == [CASES[run[0]].fault]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize("name", SERVED)
+def test_what_the_server_did_is_found(name: str, trainer: str):
+    assert _names(_check(recorded(name), training(trainer, name))) == [SERVED[name]]
+
+
+def _examination(form: str, from_checkpoint: bool) -> Examination:
+    def logits(sample: Sample) -> Any:
+        return logits_of(form, [sample.record])[0]
+
+    return Examination(logits, from_checkpoint=from_checkpoint)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_whole_distributions_tell_the_same(name: str):
+    records = recorded(name)
+    result = _check(records, training("int8", name), vocabulary=_examination("int8", True))
+    assert _names(result) == [SERVED[name]]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
+@pytest.mark.parametrize("trainer", ["float32", "drift-0.02-3"])
+def test_whole_distributions_are_silent_on_clean_records(temperature: float, trainer: str):
+    name = f"bfloat16_temperature_{temperature}"
+    assert _names(_check(recorded(name), training(trainer, name), vocabulary=_examination(trainer, True))) == []
+
+
+@pytest.mark.parametrize(("name", "cut"), [("float32_top_p_0.8", "top_p=0.8"), ("float32_top_k_5", "top_k=5")])
+def test_a_filter_that_no_record_tells_shows_in_where_tokens_fall(name: str, cut: str):
+    secret = [
+        record.model_copy(update={"sampling": record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1})})
+        for record in recorded(name)
+    ]
+    assert _names(_check(secret, training("float32", name))) == []  # nothing to see in sampled tokens alone
+    result = _check(secret, training("float32", name), vocabulary=_examination("float32", True))
+    assert _names(result) == ["truncation"]
+    assert cut in result.findings[0].evidence and "0 of" in result.findings[0].evidence
+
+
+@pytest.mark.parametrize("trainer", TRAINERS[:4])
+@pytest.mark.parametrize("name", ["float32_top_p_0.8", "float32_top_k_5"])
+def test_renormalised_log_probs_are_found(name: str, trainer: str):
+    records = [
+        record.model_copy(
+            update={
+                "rollout_log_probs": behaviour_of(record),
+                "sampling": record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1}),
+            }
+        )
+        for record in recorded(name)
+    ]
+    result = _check(records, training(trainer, name))
+    assert _names(result) == ["truncation"]
+    assert result.findings[0].side == "rollout"
+
+
+def test_a_mild_filter_renormalised_is_found():
+    drawn = sample_locally("float32", seed=7, count=64, temperature=1.0, top_p=0.95)
+    records = [
+        record.model_copy(
+            update={
+                "rollout_log_probs": record.behaviour_log_probs,
+                "behaviour_log_probs": None,
+                "sampling": record.sampling.model_copy(update={"top_p": 1.0}),
+            }
+        )
+        for record in drawn
+    ]
+    samples = score("float32", records)
+    assert _names(_check(records, samples)) == ["truncation"]
+
+
+def test_a_replayed_sampling_mask_is_no_fault():
+    records = recorded("float32_sampling_mask")
+    samples = [TrainingSample(train_log_probs=behaviour_of(record)) for record in records]
+    result = _check(records, samples)
+    assert _names(result) == []
+    assert result.mismatch is not None and result.mismatch.abs_p50 > 0.1
+    assert result.fixed is not None and result.fixed.abs_max < 1e-4  # compared with the behaviour log-probs
+
+
+def test_a_trainer_that_alone_renormalises_is_found():
+    records = [
+        record.model_copy(update={"behaviour_log_probs": None, "kept_ids": None})
+        for record in recorded("float32_sampling_mask")
+    ]
+    samples = [TrainingSample(train_log_probs=behaviour_of(record)) for record in records]
+    result = _check(records, samples)
+    assert _names(result) == ["truncation"]
+    assert result.findings[0].side == "training"
+
+
+@pytest.mark.parametrize("seed", range(CLEAN_BATCHES))
+def test_ordinary_mismatch_is_no_fault(seed: int, clean: list[list[str]]):
+    assert clean[seed] == []
+
+
+def test_table_of_hits_and_false_alarms(
+    planted: dict[Run, list[str]], clean: list[list[str]], capsys: pytest.CaptureFixture[str]
+):
+    """Printed whatever happens; the tests above judge each cell."""
+    alarms = Counter(name for names in clean for name in names)
+    rows = []
+    for fault in FAULTS:
+        runs = [run for run in RUNS if CASES[run[0]].fault == fault]
+        served = [name for name, expected in SERVED.items() if expected == fault]
+        cells = [fault]
+        for strength in ("mild", "strong"):
+            of = [run for run in runs if run[1] == strength]
+            cells.append(f"{sum(fault in planted[run] for run in of)} of {len(of)}" if of else "–")
+        hits = [fault in _names(_check(recorded(name), training("float32", name))) for name in served]
+        cells.append(f"{sum(hits)} of {len(hits)}" if hits else "–")
+        wrong = sum(fault in planted[run] for run in RUNS if CASES[run[0]].fault != fault)
+        cells += [f"{wrong} of {len(RUNS) - len(runs)}", f"{alarms[fault]} of {CLEAN_BATCHES}"]
+        rows.append(tuple(cells))
+    headers = (
+        "fault",
+        "found, mild",
+        "found, strong",
+        "found, by the server",
+        "under other faults",
+        "in clean batches",
+    )
+    with capsys.disabled():
+        print("\n" + Table("hits and false alarms", headers, tuple(rows)).to_markdown())
+    assert {case.fault for case in CASES} | set(SERVED.values()) == set(FAULTS)
+    assert sum(alarms.values()) == 0

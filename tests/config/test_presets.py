@@ -1,0 +1,268 @@
+"""Every preset under every name, and every configuration that the pages print, give what the pages state."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import mismatch_plugin as mp
+from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, find_preset, preset_names
+from mismatch_plugin.report.presets import preset_table, presets_table
+
+_SEEDS: list[dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parents[1] / "data" / "seed_configs.yaml").read_text(encoding="utf-8")
+)
+_GEO_PAGE = ("sequence_mean", "ratio", 1 / 1.001, 1.001)
+_GEO_VERL = ("sequence_mean", "ratio", 0.999, 1.001)
+_K3 = ("sequence_mean", "k3", None, 0.01)
+_ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "denominator": "original"}
+_SEQUENCE = {"tis.level": "sequence"}
+_UNWEIGHTED = {"tis.level": "none"}
+# names: (algorithm, what is not at its default, criteria, veto)
+_EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
+    "decoupled_token_is token_is": (2, {}, [], None),
+    "decoupled_seq_is seq_is": (2, _SEQUENCE, [], None),
+    "decoupled_seq_is_rs seq_is_rs": (2, _SEQUENCE, [("sequence_sum", "ratio", 0.5, 2.0)], None),
+    "seq_mis": (2, _SEQUENCE, [("sequence_sum", "ratio", 0.0, 2.0)], None),
+    "decoupled_geo_rs geo_rs": (0, {}, [_GEO_PAGE], 1e-4),
+    "ppo_is_bypass": (1, {}, [], None),
+    "pg_is pure_is bypass_pg_is": (3, _SEQUENCE, [], None),
+    "pg_rs": (3, _UNWEIGHTED, [_GEO_PAGE], 1e-4),
+    "disabled": (0, {}, [], None),
+    "decoupled_token_icepop token_icepop": (2, _ICEPOP, [], None),
+    "decoupled_geo_rs_token_tis geo_rs_token_tis": (2, {}, [_GEO_VERL], None),
+    "decoupled_geo_rs_seq_tis geo_rs_seq_tis": (2, _SEQUENCE, [_GEO_VERL], None),
+    "decoupled_k3_rs k3_rs": (0, {}, [_K3], None),
+    "decoupled_k3_rs_token_tis k3_rs_token_tis": (2, {}, [_K3], None),
+    "decoupled_k3_rs_seq_tis k3_rs_seq_tis": (2, _SEQUENCE, [_K3], None),
+    "bypass_ppo_clip": (1, {}, [], None),
+    "bypass_ppo_clip_geo_rs": (1, {}, [_GEO_VERL], None),
+    "bypass_ppo_clip_k3_rs": (1, {}, [_K3], None),
+    "bypass_pg_token_icepop": (3, _ICEPOP, [], None),
+    "bypass_pg_geo_rs": (3, _UNWEIGHTED, [_GEO_VERL], None),
+    "bypass_pg_geo_rs_seq_tis": (3, _SEQUENCE, [_GEO_VERL], None),
+    "bypass_pg_geo_rs_token_tis": (3, {}, [_GEO_VERL], None),
+}
+
+
+def _noted(build: Any, *args: Any, **kwargs: Any) -> tuple[mp.MismatchConfig, list[str]]:
+    """What `build` returns, and the warnings it gave."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = build(*args, **kwargs)
+    assert all(issubclass(warning.category, mp.MismatchWarning) for warning in caught)
+    return config, [str(warning.message) for warning in caught]
+
+
+def _leaves(nested: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for name, value in nested.items():
+        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return leaves
+
+
+def _changed(config: mp.MismatchConfig) -> dict[str, Any]:
+    """What is not at its default, the two algorithm switches and rejection apart."""
+    leaves = _leaves(config.model_dump(exclude_defaults=True))
+    return {path: value for path, value in leaves.items() if not path.startswith(("use_", "rs."))}
+
+
+def _criteria(config: mp.MismatchConfig) -> list[tuple[Any, ...]]:
+    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound) for c in config.criteria]
+
+
+def _same_criteria(config: mp.MismatchConfig, expected: list[Any], rel: float = 1e-12) -> bool:
+    found = _criteria(config)
+    return [row[:2] for row in found] == [tuple(row[:2]) for row in expected] and all(
+        row[2:] == pytest.approx(tuple(wanted[2:]), rel=rel) for row, wanted in zip(found, expected, strict=True)
+    )
+
+
+# Presets --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("names", "expected"), _EXPECTED.items(), ids=list(_EXPECTED))
+def test_every_preset_under_every_name(names: str, expected: tuple[Any, ...]) -> None:
+    for name in names.split():
+        config, notes = _noted(mp.preset, name)
+        assert (config.algorithm, _changed(config), _criteria(config), config.rs.veto_threshold) == expected
+        token_reinforce = config.algorithm == 3 and config.tis.level == "token"
+        assert len(notes) == token_reinforce  # nothing else about a preset at its defaults is worth a warning
+
+
+def test_no_preset_is_untested() -> None:
+    assert sorted(preset_names()) == sorted(name for names in _EXPECTED for name in names.split())
+    assert len(set(preset_names())) == len(preset_names())
+
+
+@pytest.mark.parametrize("record", PRESETS, ids=lambda record: record.name)
+def test_the_table_of_presets(record: Any) -> None:
+    config, _ = _noted(mp.preset, record.name, **record.parameters)
+    assert config == _noted(mp.preset, record.name)[0]
+    assert record.algorithm == config.algorithm
+    assert record.summary and record.when
+    assert "\n" not in record.summary + record.when
+    assert all(find_preset(alias) is record for alias in record.aliases)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "path", "value"),
+    [
+        ("token_is", {"threshold": 3.0}, "tis.upper_bound", 3.0),
+        ("token_is", {"threshold": "3"}, "tis.upper_bound", 3.0),
+        ("seq_is", {"threshold": "0.5_5"}, "tis.lower_bound", 0.5),
+        ("seq_is_rs", {"is_threshold": 4}, "tis.upper_bound", 4.0),
+        ("geo_rs", {"veto_threshold": "1e-5"}, "rs.veto_threshold", 1e-5),
+        ("pg_rs", {"veto_threshold": None}, "rs.veto_threshold", None),
+        ("token_icepop", {"threshold": 4.0}, "tis.upper_bound", 4.0),
+        ("token_icepop", {"threshold_lower": 0.2}, "tis.lower_bound", 0.2),
+        ("pg_is", {"threshold": 5.0}, "tis.upper_bound", 5.0),
+        ("geo_rs_token_tis", {"is_threshold": 3}, "tis.upper_bound", 3.0),
+    ],
+)
+def test_parameters_of_weights_and_veto(name: str, parameters: dict[str, Any], path: str, value: Any) -> None:
+    config, _ = _noted(mp.preset, name, **parameters)
+    section, field = path.split(".")
+    assert getattr(getattr(config, section), field) == value
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "lower", "upper"),
+    [
+        ("seq_is_rs", {"rs_threshold": 4.0}, 0.25, 4.0),
+        ("seq_is_rs", {"rs_threshold": 4.0, "rs_threshold_lower": 0}, 0.0, 4.0),
+        ("seq_is_rs", {"rs_threshold": "0.1_4.0"}, 0.1, 4.0),
+        ("seq_mis", {"threshold": 5.0}, 0.0, 5.0),
+        ("geo_rs", {"rs_threshold": "1.0005"}, 1 / 1.0005, 1.0005),
+        ("pg_rs", {"rs_threshold_lower": 0.998}, 0.998, 1.001),
+        ("geo_rs_seq_tis", {"rs_threshold": "0.99_1.02"}, 0.99, 1.02),
+        ("bypass_pg_geo_rs", {"rs_threshold": 1.02}, 1 / 1.02, 1.02),
+        ("k3_rs", {"rs_threshold": 0.05}, None, 0.05),
+    ],
+)
+def test_parameters_of_rejection(name: str, parameters: dict[str, Any], lower: float | None, upper: float) -> None:
+    config, _ = _noted(mp.preset, name, **parameters)
+    assert [row[2:] for row in _criteria(config)] == [(lower, upper)]
+
+
+def test_two_bounds_of_weights_are_icepop() -> None:
+    assert _noted(mp.preset, "token_is", threshold="0.5_5.0")[0] == _noted(mp.preset, "token_icepop")[0]
+
+
+def test_seq_mis_moves_both_thresholds() -> None:
+    config, _ = _noted(mp.preset, "seq_mis", threshold=3.0)
+    assert (config.tis.upper, config.criteria[0].upper_bound) == (3.0, 3.0)
+
+
+def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
+    config, notes = _noted(mp.preset, "ppo_is_bypass", threshold=3.0)
+    assert (config.algorithm, config.weighted, config.tis.upper) == (1, False, 3.0)
+    assert notes == ["tis.upper_bound 3 changes no weight without use_tis: add use_tis, or leave it out."]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("token_si", {}, "preset 'token_si' is unknown: did you mean token_is"),
+        ("ppo", {}, "preset 'ppo' is unknown: "),
+        (
+            "token_is",
+            {"treshold": 2},
+            "parameter of preset decoupled_token_is 'treshold' is unknown: did you mean threshold?",
+        ),
+        ("token_is", {"veto_threshold": 1e-4}, "parameter of preset decoupled_token_is 'veto_threshold' is unknown"),
+        ("token_is", {"use_tis": False}, "use_tis is a setting, no parameter of preset decoupled_token_is. To change"),
+        ("disabled", {"metrics": "full"}, "preset(…).replace(metrics=…)."),
+        ("disabled", {"threshold": 2}, "preset disabled has no parameter 'threshold': leave it out, it takes none."),
+        ("token_is", {"threshold": "high"}, "threshold is 'high', which is not a number"),
+        ("token_is", {"threshold": True}, "threshold is True, which is not a number"),
+        ("token_is", {"threshold": None}, "threshold is None, which is not a number"),
+        ("token_is", {"threshold": -1}, "tis.upper_bound is -1.0: it should be greater than 0."),
+        ("token_icepop", {"threshold": "0.5_5"}, "threshold is '0.5_5', which is not a number"),
+        ("k3_rs", {"rs_threshold": "0.1_0.2"}, "rs_threshold is '0.1_0.2', which is not a number"),
+        ("geo_rs", {"rs_threshold": "0.9_1.1", "rs_threshold_lower": 0.8}, "leave rs_threshold_lower 0.8 out"),
+        ("seq_is_rs", {"rs_threshold": 2.0, "rs_threshold_lower": 3}, "lower bound 3 above upper bound 2: swap them."),
+        ("geo_rs", {"veto_threshold": 2}, "rs.veto_threshold is 2.0: it should be less than 1."),
+    ],
+)
+def test_errors(name: str, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        mp.preset(name, **parameters)
+
+
+def test_a_preset_with_another_setting() -> None:
+    """As the error and the docstring say, and validated."""
+    for name in preset_names():
+        base, expected = _noted(mp.preset, name)
+        config, notes = _noted(mp.MismatchConfig.build, base.model_dump() | {"metrics": "full"})
+        assert config.model_dump() == base.model_dump() | {"metrics": "full"}
+        assert notes == expected
+    with pytest.raises(ValueError, match="metrics is 'ful': it should be"):
+        mp.MismatchConfig.build(mp.preset("disabled").model_dump() | {"metrics": "ful"})
+
+
+def test_what_the_texts_claim_about_bias() -> None:
+    """Algorithm 2 weighs by π_old/π_rollout, so its product is unbiased on the first mini-batch only; 3 by π_θ."""
+    said = {name: find_preset(name).when for name in ("seq_is", "pg_is")}
+    assert "unbiased up to the bound only while π_θ is π_old" in said["seq_is"]
+    assert "unbiased up to the bound (the weight is that of π_θ)" in said["pg_is"]
+    claims = [record.name for record in PRESETS if "unbiased" in record.summary + record.when]
+    assert claims == ["decoupled_seq_is", "pg_is"]
+
+
+def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
+    with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
+    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs"}
+    assert THREE_POLICIES in presets_table().notes
+    blocks = {name: _noted(mp.preset, name)[0].describe() for name in preset_names()}
+    assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note
+
+
+# Pages ----------------------------------------------------------------------------------------------------------------
+
+
+def _built(entry: dict[str, Any]) -> tuple[mp.MismatchConfig, list[str]]:
+    if "verl" in entry:
+        return _noted(mp.compat.from_verl, entry["verl"])
+    if "slime" in entry:
+        return _noted(mp.compat.from_slime, entry["slime"])
+    if "preset" in entry:
+        return _noted(mp.preset, **entry["preset"])
+    parser = mp.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    return _noted(mp.MismatchConfig.from_args, parser.parse_args(entry["flags"].split()))
+
+
+def _label(entry: dict[str, Any]) -> str:
+    kind = next(kind for kind in ("verl", "slime", "preset", "flags") if kind in entry)
+    return f"{entry['seed']} {entry['where']} {entry[kind]['name'] if kind == 'preset' else kind}"
+
+
+@pytest.mark.parametrize("entry", _SEEDS, ids=_label)
+def test_configuration_on_a_page(entry: dict[str, Any]) -> None:
+    config, notes = _built(entry)
+    assert config.algorithm == entry["algorithm"]
+    assert _changed(config) == entry.get("settings", {})
+    assert _same_criteria(config, entry.get("criteria", []))
+    assert config.rs.veto_threshold == entry.get("veto")
+    assert len(notes) == ("warns" in entry), notes
+    assert entry.get("warns", "") in " ".join(notes)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in _SEEDS if "same_as" in entry], ids=_label)
+def test_equivalent_yaml_of_a_page_is_its_preset(entry: dict[str, Any]) -> None:
+    config, _ = _built(entry)
+    twin, _ = _noted(mp.preset, **entry["same_as"])
+    assert (config.algorithm, _changed(config)) == (twin.algorithm, _changed(twin))
+    assert config.rs.veto_threshold == twin.rs.veto_threshold
+    assert _same_criteria(config, _criteria(twin), rel=2e-6)  # the page rounds 1/1.001 to 0.999
+
+
+def test_every_page_is_there() -> None:
+    counts = {seed: sum(entry["seed"] == seed for entry in _SEEDS) for seed in ("000", "001", "002", "003", "004")}
+    assert counts == {"000": 22, "001": 10, "002": 25, "003": 51, "004": 17}

@@ -1,0 +1,225 @@
+"""Quantiles, drift and acceptance by bucket against direct loops; and what is declared is reachable and documented."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics as stats
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.core.metrics.full import HISTOGRAM_BINS, HISTOGRAM_EDGE, HISTOGRAM_SCALE
+from mismatch_plugin.core.metrics.registry import METRICS, metric_rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
+PREFIX = "rollout_corr/"
+LENGTHS = [3, 300, 0, 255, 256, 1100, 40]
+FULL: dict[str, Any] = {"metrics": "full", "rs": {"criteria": ["token:ratio:0.7:1.4"], "veto_threshold": 0.2}}
+
+
+class Raw:
+    """Long sequences with positions, versions and advantages; one flat list a quantity."""
+
+    def __init__(self, seed: int, scale: float = 0.3) -> None:
+        rng = random.Random(seed)
+        total = sum(LENGTHS)
+        self.mask = [int(rng.random() < 0.8) for _ in range(total)]
+        chosen = [rng.choice([rng.uniform(1e-3, 0.2), rng.uniform(0.2, 0.98), 0.995]) for _ in range(total)]
+        self.rollout = [math.log(p) for p in chosen]
+        self.train = [min(r + rng.gauss(0.02, scale), -1e-4) for r in self.rollout]
+        self.advantage = [rng.choice([-1.5, 0.0, 2.0]) for _ in range(total)]
+        self.version = [rng.choice([40, 41, 43, 44]) if m else 10**6 for m in self.mask]
+        self.position = [rng.randrange(20000) for _ in range(total)]
+        self.sequence = [i for i, length in enumerate(LENGTHS) for _ in range(length)]
+        self.log_ratio = [t - r for t, r in zip(self.train, self.rollout, strict=True)]
+
+    def packed(self, dtype: torch.dtype = torch.float64, **fields: Any) -> mp.PackedSequences:
+        def rows(values: list[Any], kind: torch.dtype = dtype) -> list[torch.Tensor]:
+            return list(torch.tensor(values, dtype=kind).split(LENGTHS))
+
+        given: dict[str, Any] = {
+            "old_log_probs": rows(self.train),
+            "rollout_log_probs": rows(self.rollout),
+            "loss_masks": rows(self.mask, torch.int64),
+            "advantages": rows(self.advantage),
+            "positions": rows(self.position, torch.int64),
+            "weight_versions": rows(self.version, torch.int64),
+        }
+        return mp.PackedSequences.from_lists(**(given | fields))
+
+    def response(self) -> list[int]:
+        return [t for t, m in enumerate(self.mask) if m]
+
+    def by(self, label: Callable[[int], str], value: Callable[[int], float]) -> dict[str, float]:
+        """Mean of a value over the response tokens with the same label."""
+        groups: dict[str, list[float]] = defaultdict(list)
+        for t in self.response():
+            groups[label(t)].append(value(t))
+        return {name: stats.fmean(values) for name, values in groups.items()}
+
+
+def bucket(value: float, edges: Iterable[float]) -> str:
+    edges = list(edges)
+    if value < edges[0]:
+        return f"below_{edges[0]:g}"
+    for low, high in pairwise(edges):
+        if low <= value < high:
+            return f"{low:g}_to_{high:g}"
+    return f"from_{edges[-1]:g}"
+
+
+def family(metrics: dict[str, float], head: str) -> dict[str, float]:
+    return {name.removeprefix(PREFIX + head): v for name, v in metrics.items() if name.startswith(PREFIX + head)}
+
+
+def full(packed: mp.PackedSequences, **settings: Any) -> dict[str, float]:
+    return mp.correct(packed, mp.MismatchConfig.model_validate(FULL | settings)).statistics.metrics()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_drift_by_position_probability_and_version(seed: int) -> None:
+    raw = Raw(seed)
+    metrics = full(raw.packed())
+
+    def value(t: int) -> float:
+        return raw.log_ratio[t]
+
+    def size(t: int) -> float:
+        return abs(raw.log_ratio[t])
+
+    def position(t: int) -> str:
+        return bucket(raw.position[t], (64, 256, 1024, 4096, 16384))
+
+    def probability(t: int) -> str:
+        return bucket(math.exp(raw.rollout[t]), (0.01, 0.1, 0.5, 0.9, 0.99))
+
+    def lag(t: int) -> str:
+        return f"lag_{44 - raw.version[t]}"
+
+    assert family(metrics, "log_ratio_by_position_") == pytest.approx(raw.by(position, value))
+    assert family(metrics, "log_ratio_abs_by_position_") == pytest.approx(raw.by(position, size))
+    assert family(metrics, "log_ratio_by_probability_") == pytest.approx(raw.by(probability, value))
+    assert family(metrics, "log_ratio_abs_by_probability_") == pytest.approx(raw.by(probability, size))
+    assert family(metrics, "log_ratio_by_version_") == pytest.approx(raw.by(lag, value))
+    assert len(raw.by(position, value)) == len(raw.by(probability, value)) == 6 and len(raw.by(lag, value)) == 4
+    difference = [abs(math.exp(raw.train[t]) - math.exp(raw.rollout[t])) for t in raw.response()]
+    assert metrics[f"{PREFIX}probability_difference_mean"] == pytest.approx(stats.fmean(difference))
+    assert metrics[f"{PREFIX}probability_difference_max"] == pytest.approx(max(difference))
+
+
+def test_position_defaults_to_the_place_in_the_sequence() -> None:
+    raw = Raw(2)
+    starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
+    raw.position = [t - starts[s] for t, s in enumerate(raw.sequence)]
+    assert full(raw.packed(positions=None)) == full(raw.packed())
+
+
+def test_versions_more_than_a_slot_table_apart_are_older() -> None:
+    # 16 slots: 100 and 99 lag 0 and 1; 70 lags 30: "older". Nothing may be attributed to the wrong lag.
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-1.0, -1.0, -1.0]],
+        rollout_log_probs=[[-1.1, -1.2, -1.5]],
+        loss_masks=[[1, 1, 1]],
+        weight_versions=[[100, 99, 70]],
+    )
+    expected = {"lag_0": 0.1, "lag_1": 0.2, "lag_older": 0.5}
+    assert family(full(packed), "log_ratio_by_version_") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_acceptance_by_sign_of_advantage_and_by_length(seed: int) -> None:
+    raw = Raw(seed)
+    metrics = full(raw.packed())
+    vetoed = {raw.sequence[t] for t in raw.response() if math.exp(raw.log_ratio[t]) < 0.2}
+    kept = {t for t in raw.response() if 0.7 <= math.exp(raw.log_ratio[t]) <= 1.4 and raw.sequence[t] not in vetoed}
+
+    def sign(t: int) -> str:
+        return "negative" if raw.advantage[t] < 0 else "positive" if raw.advantage[t] > 0 else "zero"
+
+    expected = raw.by(sign, lambda t: float(t in kept))
+    assert len(expected) == 3 and family(metrics, "accepted_by_advantage_") == pytest.approx(expected)
+    groups: dict[str, list[float]] = defaultdict(list)
+    for i in range(len(LENGTHS)):
+        tokens = [t for t in raw.response() if raw.sequence[t] == i]
+        if tokens:
+            groups[bucket(len(tokens), (256, 1024, 4096, 16384))].append(float(any(t in kept for t in tokens)))
+    assert family(metrics, "accepted_by_length_") == pytest.approx({k: stats.fmean(v) for k, v in groups.items()})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("scale", [1e-5, 1e-3, 0.3, 5.0])
+def test_quantiles(scale: float, dtype: torch.dtype) -> None:
+    """Within one bin of torch.quantile, over five decades of mismatch."""
+    raw = Raw(3, scale)
+    raw.train = [max(value, -100.0) for value in raw.train]
+    raw.rollout = [max(r, t - 15, -18.0) for t, r in zip(raw.train, raw.rollout, strict=True)]
+    packed = raw.packed(dtype)
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
+    log_ratio = (packed.old_log_probs - packed.rollout_log_probs)[packed.loss_mask].double()
+    metrics = full(packed)
+    width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
+
+    def place(value: float) -> float:
+        return math.asinh(value / HISTOGRAM_SCALE)
+
+    for name, share in (("p1", 0.01), ("p50", 0.5), ("p99", 0.99), ("p99_9", 0.999)):
+        below, above = (float(torch.quantile(log_ratio, share, interpolation=kind)) for kind in ("lower", "higher"))
+        found = place(math.log(metrics[f"{PREFIX}rollout_is_ratio_{name}"]))
+        # The k-th of n, with k between share·(n − 1) and share·n: one rank of slack at either side.
+        ordered = log_ratio.sort().values
+        low = place(float(ordered[max(int((ordered < below).sum()) - 1, 0)]))
+        high = place(float(ordered[min(int((ordered <= above).sum()), len(ordered) - 1)]))
+        assert low - 1.01 * width <= found <= high + 1.01 * width, name
+
+
+def test_every_declared_metric_is_reachable_and_documented() -> None:
+    """Some configuration gives each declared name, and none gives a name that is not declared."""
+    raw = Raw(4)
+    rows = [row.tolist() for row in raw.packed().unpack(torch.tensor(raw.train))]
+    packed = raw.packed(old_log_probs=rows, ref_log_probs=rows, entropy=[[1.0] * length for length in LENGTHS])
+    seen: set[str] = set()
+    for level in ("token", "sequence", "geometric"):
+        settings = mp.MismatchConfig.model_validate(
+            FULL
+            | {
+                "use_tis": True,
+                "tis": {"level": level, "batch_normalize": True},
+                "rs": {"criteria": ["token:ratio:0.7:1.4", "sequence_max:k2:0.5"]},
+            }
+        )
+        log_probs = torch.tensor(raw.train, requires_grad=True)
+        seen |= set(mp.policy_loss(log_probs, packed, settings).statistics.metrics())
+    names = [metric.name for metric in METRICS]
+    assert len(set(names)) == len(names)
+    patterns = {name: re.compile(PREFIX + re.sub(r"\\\{.*\\\}", ".+", re.escape(name))) for name in names}
+    assert [name for name, pattern in patterns.items() if not any(map(pattern.fullmatch, seen))] == []
+    assert [name for name in seen if not any(pattern.fullmatch(name) for pattern in patterns.values())] == []
+    for name, formula, unit, over, merges, level in metric_rows():
+        assert name.startswith(PREFIX) and formula and over, name
+        assert merges in ("sum", "max") and level in ("basic", "full"), name
+        assert unit in ("", "share", "nat", "tokens", "sequences"), name
+
+
+def test_the_names_of_the_contract_are_there() -> None:
+    """The names that users know."""
+    expected = """rollout_is_mean rollout_is_std rollout_is_min rollout_is_max rollout_is_eff_sample_size
+        rollout_is_ratio_fraction_high rollout_is_ratio_fraction_low rollout_is_veto_fraction
+        rollout_is_catastrophic_token_fraction rollout_is_masked_fraction rollout_is_seq_masked_fraction
+        rollout_is_seq_mean rollout_is_seq_std rollout_is_seq_max rollout_is_seq_min rollout_is_seq_max_deviation
+        rollout_is_seq_fraction_high rollout_is_seq_fraction_low kl k3_kl training_ppl rollout_ppl ppl_ratio
+        log_ppl_diff log_ppl_abs_diff log_ppl_diff_max log_ppl_diff_min chi2_token chi2_seq training_log_ppl
+        rollout_log_ppl rollout_is_batch_norm_factor rollout_rs_masked_fraction rollout_rs_seq_masked_fraction"""
+    settings = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"batch_normalize": True}})
+    metrics = mp.correct(Raw(5).packed(), settings).statistics.metrics()
+    assert {PREFIX + name for name in expected.split()} <= set(metrics)
+    # `full` adds and changes nothing.
+    more = mp.correct(Raw(5).packed(), settings.model_copy(update={"metrics": "full"})).statistics.metrics()
+    assert {name: more[name] for name in metrics} == metrics and len(more) > len(metrics)

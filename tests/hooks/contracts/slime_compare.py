@@ -1,0 +1,125 @@
+"""Comparing what the ranks of a layout got with one process, and two ways of running the host with each other."""
+
+from __future__ import annotations
+
+import warnings
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from tests.hooks.contracts import miles as miles_contract
+from tests.hooks.contracts import slime as slime_contract
+from tests.hooks.contracts.by_hand import Token, correct_by_hand, rows_of
+from tests.hooks.contracts.slime_data import STEPS, arguments, expected, mask_sums, samples, step_samples
+from tests.hooks.contracts.slime_worker import Case, Outcome
+
+HAND_LAYOUTS = {"one": (1, 1, 1), "cp2": (1, 2, 2), "cp2 dp2": (1, 2, 4), "cp4": (1, 4, 4)}  # tp, cp, processes
+HOST_LAYOUTS = {"one": (1, 1, 1), "tp2": (2, 1, 2), "cp2": (1, 2, 2), "tp2 cp2": (2, 2, 4), "cp2 dp2": (1, 2, 4)}
+
+GRADIENT_TOLERANCE = {"slime": (2e-5, 2e-6), "miles": (8e-3, 2e-5)}
+"""Relative, absolute. miles takes megatron's fused cross entropy, whose gradient by logits is rounded to bfloat16."""
+
+
+def compare(outcomes: list[list[Outcome]], case: Case, adapter: Any, by_logits: bool) -> None:
+    """All ranks' outcomes of one case against one process, step by step: loss, gradient, every metric."""
+    contract = slime_contract if case.host == "slime" else miles_contract
+    args = arguments(contract.namespace(), **case.changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MismatchWarning)
+        config = adapter.settings(args)
+    normalizes = config.weighted and config.tis.batch_normalize
+    # The loss is reported before its gradients are divided by the mean weight.
+    deferred = normalizes and (config.use_rollout_log_probs or not case.old or case.host == "miles")
+    for step in range(STEPS):
+        wanted = expected(args, config, step, case.old, case.shared)
+        gradient = wanted.by_logits if by_logits else wanted.by_log_probs
+        for rank in outcomes:
+            outcome = rank[step]
+            assert outcome.error == ""
+            relative, absolute = GRADIENT_TOLERANCE[case.host]
+            torch.testing.assert_close(outcome.gradient, gradient, rtol=relative, atol=absolute)
+            if not deferred:
+                assert outcome.loss == pytest.approx(wanted.loss, rel=2e-5, abs=1e-6)
+            compare_report(outcome.report, report_by_hand(case, args, config, step, not deferred), case, args)
+            if case.hooks:
+                shared = wanted.metrics.keys() & outcome.metrics.keys()
+                assert len(shared) > 30
+                for name in shared:
+                    assert outcome.metrics[name] == pytest.approx(wanted.metrics[name], rel=1e-4, abs=1e-5), name
+
+
+def compare_report(report: dict[str, float], wanted: dict[str, float], case: Case, args: Namespace) -> None:
+    """Every metric that is handed to the host; the host's own loss reports more, or by hand less, than ours."""
+    if case.host == "miles" and not args.entropy_coef:
+        del wanted["entropy_loss"]  # miles computes it only where it is used
+    if args.loss_type == "custom_loss":
+        assert report.keys() == wanted.keys()
+    else:
+        assert {"loss", *(name for name in wanted if name.startswith("tis"))} <= report.keys()
+    for name in report.keys() & wanted.keys():
+        assert report[name] == pytest.approx(wanted[name], rel=5e-5, abs=5e-6), name
+
+
+def report_by_hand(
+    case: Case, args: Namespace, config: mp.MismatchConfig, step: int, normalized: bool
+) -> dict[str, float]:
+    """The step's metrics under the host's names, sums of the samples' sums over the host's denominators.
+
+    As slime's policy_loss_function defines them: pg_clipfrac where the clipped loss is the larger, ppo_kl = log π_old −
+    log π_θ, tis the token's π_train / π_rollout, train_rollout_logprob_abs_diff |log π_train − log π_rollout|.
+    """
+    chosen = [samples()[number] for number in step_samples(step)]
+    rows = rows_of(
+        mask=[sample.rows["loss_masks"] for sample in chosen],
+        current=[sample.log_probs for sample in chosen],
+        entropy=[sample.entropy for sample in chosen],
+        rollout=[sample.rows["rollout_log_probs"] for sample in chosen],
+        advantages=[sample.rows["advantages"] for sample in chosen],
+        ref=[sample.rows["ref_log_probs"] for sample in chosen],
+        old=[sample.rows["log_probs"] for sample in chosen] if case.old else None,
+    )
+    divisors = [1.0 if args.calculate_per_token_loss else max(1.0, float(x)) for x in mask_sums(case.shared)]
+    divisors = [divisors[number] for number in step_samples(step)]
+    sequences = correct_by_hand(rows, config, normalized)
+
+    def total(value: Callable[[Token], float]) -> float:
+        pairs = zip(sequences, divisors, strict=True)
+        return sum(value(token) / divisor for tokens, divisor in pairs for token in tokens if token)
+
+    report = {"pg_loss": total(lambda t: t["pg_loss"]), "entropy_loss": total(lambda t: t["entropy"])}
+    report["loss"] = report["pg_loss"] - args.entropy_coef * report["entropy_loss"]
+    report["train_rollout_logprob_abs_diff"] = total(lambda t: abs(t["log_ratio"]))
+    if config.algorithm != 3:
+        report |= {"pg_clipfrac": total(lambda t: t["clipped"]), "ppo_kl": total(lambda t: t["ppo_kl"])}
+    if args.use_kl_loss:
+        report["kl_loss"] = total(lambda t: t["weighted_kl"])
+        report["loss"] += args.kl_loss_coef * report["kl_loss"]
+    if config.metrics != "off":
+        report |= {"tis": total(lambda t: t["ratio"]), "tis_abs": total(lambda t: abs(t["ratio"] - 1.0))}
+        if config.weighted:
+            report["tis_weight"] = total(lambda t: t["used"])
+        if config.rejects:
+            report["tis_rejected"] = total(lambda t: 1.0 - t["keep"])
+    return report
+
+
+def same(ours: list[list[Outcome]], theirs: list[list[Outcome]], other_metrics: str = "", host: str = "slime") -> None:
+    """Two runs of the host: the same loss and gradients in every step, on every rank, and metrics of the same name.
+
+    other_metrics: names, or "all" but the losses, that mean something else there.
+    """
+    for mine, other in zip(ours, theirs, strict=True):
+        for step in range(STEPS):
+            assert mine[step].error == other[step].error == ""
+            assert float(other[step].gradient.abs().max()) > 0
+            relative, absolute = GRADIENT_TOLERANCE[host]
+            torch.testing.assert_close(mine[step].gradient, other[step].gradient, rtol=relative, atol=absolute / 10)
+            assert mine[step].loss == pytest.approx(other[step].loss, rel=1e-5, abs=1e-7)
+            shared = mine[step].report.keys() & other[step].report.keys()
+            assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl"} <= shared
+            for name in {"loss", "pg_loss"} if other_metrics == "all" else shared - {other_metrics}:
+                assert mine[step].report[name] == pytest.approx(other[step].report[name], rel=1e-5, abs=1e-6), name

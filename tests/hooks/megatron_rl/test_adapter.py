@@ -1,0 +1,328 @@
+"""Megatron-LM RL: the drop-in loss against Megatron's own and against `policy_loss`, its layouts and its traps."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from examples.benchmarks.counting import OperationCounter
+from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
+from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, bin_lengths
+from tests.hooks.contracts.megatron_rl_batches import (
+    ALGORITHMS,
+    CLIP,
+    LAYOUTS,
+    LENGTHS,
+    STARTS,
+    WIDTH,
+    make_config,
+    one_bin,
+    random_tensors,
+    rows,
+    run_loss,
+    whole_sequences,
+)
+
+CONTRACT = json.loads((Path(__file__).parents[1] / "contracts" / "megatron_rl.json").read_text())
+# Against our own reference --------------------------------------------------------------------------------------------
+
+
+def _reference(
+    config: mp.MismatchConfig, data: dict[str, Tensor], place: dict[str, Any]
+) -> tuple[Tensor, Tensor, mp.PolicyLoss]:
+    """Policy term and KL term as `policy_loss` sums them over sequences cut out one by one."""
+    where = whole_sequences(data, place)
+    current = data["current"].clone().requires_grad_()
+
+    def cut(values: Tensor) -> list[Tensor]:
+        return [values[row, part] for row, part in where]
+
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=cut(data["rollout"]),
+        loss_masks=[row.long() for row in cut(data["mask"])],
+        old_log_probs=cut(data["old"]),
+        ref_log_probs=cut(data["ref"]),
+        advantages=list(data["advantages"]),
+    )
+    result = mp.policy_loss(torch.cat(cut(current)), packed, config)
+    total = result.loss_sum + result.terms["kl"]
+    mask = data["mask"]
+    entropy = (-current.exp() * current * mask).sum()
+    (total - CLIP.entropy_weight * entropy).backward()
+    assert current.grad is not None
+    return total.detach() - CLIP.entropy_weight * entropy.detach(), current.grad, result
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_every_setting_equals_policy_loss(layout: str, algorithm: str, level: str, mode: str) -> None:
+    weighted = algorithm in "23"
+    if not weighted and (level, mode) != ("token", "truncate"):
+        level, mode = "token", "truncate"
+    settings: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"], "veto_threshold": 0.2}}
+    if weighted:
+        settings["tis"] = {"level": level, "mode": mode, "upper_bound": 1.3, "batch_normalize": mode == "clip"}
+    config = make_config(**ALGORITHMS[algorithm], **settings)
+    data, place = LAYOUTS[layout]()
+    terms, gradient, statistics = run_loss(config, data, place)
+    total, expected, reference = _reference(config, data, place)
+    assert reference.denominator > 0
+    assert reference.correction.keep.sum() < data["mask"].sum()  # something is rejected
+    torch.testing.assert_close((terms.loss * data["mask"]).sum(), total, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-13)
+    mine, theirs = statistics.metrics(), reference.statistics.metrics()
+    assert mine == pytest.approx({name: theirs[name] for name in mine}, rel=1e-10, abs=1e-12)
+    assert {"rollout_corr/pg_loss", "rollout_corr/ref_kl"} <= mine.keys()
+
+
+# Against Megatron's own -----------------------------------------------------------------------------------------------
+
+
+def _source(name: str) -> str:
+    root = os.environ.get("MISMATCH_HOST_SRC")
+    path = Path(root or "", "Megatron-LM", name)
+    if root is None or not path.is_file():
+        pytest.skip("NOT RUN (host source absent)")
+    return path.read_text(encoding="utf-8")
+
+
+def _function(file: str, name: str) -> ast.FunctionDef:
+    found = [node for node in ast.walk(ast.parse(_source(file))) if isinstance(node, ast.FunctionDef)]
+    return next(node for node in found if node.name == name)
+
+
+def _megatron_loss() -> Callable[..., tuple[Tensor, ...]]:
+    node = _function("megatron/rl/rl_utils.py", "calculate_grpo_loss")
+    module = ast.fix_missing_locations(ast.Module(body=[node], type_ignores=[]))
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile(module, "rl_utils.py", "exec"), names)
+    return names["calculate_grpo_loss"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("bound", [None, 1.1, math.inf])
+def test_megatron_s_own_loss_where_semantics_agree(layout: str, bound: float | None) -> None:
+    """Algorithm 0, and algorithm 2 at token level, truncated above or (inf) not at all."""
+    theirs = _megatron_loss()
+    data, place = LAYOUTS[layout]()
+    config = make_config() if bound is None else make_config(use_tis=True, tis={"upper_bound": bound})
+    mine, gradient, _ = run_loss(config, data, place)
+    current = data["current"].clone().requires_grad_()
+    expected = theirs(
+        current_logprobs=current,
+        old_logprobs=data["old"],
+        ref_logprobs=data["ref"],
+        advantages=data["advantages"],
+        clamp_eps_lower=CLIP.eps_lower,
+        clamp_eps_upper=CLIP.eps_upper,
+        kl_beta=CLIP.kl_beta,
+        entropy_weight=CLIP.entropy_weight,
+        inference_logprobs=None if bound is None else data["rollout"],
+        is_truncation_coef=None if bound == math.inf else bound,
+        **place,
+    )
+    (expected[0] * data["mask"]).sum().backward()
+    assert len(mine) == len(expected)
+    for name, a, b in zip(mine._fields, mine, expected, strict=True):
+        assert a.shape == b.shape, name
+        torch.testing.assert_close(a * data["mask"], b * data["mask"], rtol=1e-12, atol=1e-13, msg=name)
+    assert current.grad is not None
+    torch.testing.assert_close(gradient, current.grad, rtol=1e-11, atol=1e-13)
+
+
+def test_contract_of_the_drop_in_functions() -> None:
+    """Our signature is the recorded one with loss_mask behind it; the returned names are those of the record."""
+    recorded = CONTRACT["calculate_grpo_loss"]
+    mine = list(inspect.signature(megatron_rl.calculate_grpo_loss).parameters)
+    assert mine == [*recorded["parameters"], "loss_mask"]
+    assert list(GrpoTerms._fields) == recorded["returns"]
+    owned = {flag for _, flag in megatron_rl.OWNED.values()}
+    assert owned <= set(CONTRACT["arguments"]["flags"])
+
+
+def test_contract_is_still_megatron_s() -> None:
+    for name in ("calculate_grpo_loss", "get_logprobs"):
+        node = _function(CONTRACT[name]["file"], name)
+        found = [argument.arg for argument in node.args.args]
+        assert found == CONTRACT[name]["parameters"], f"Megatron-LM changed the parameters of {name}: {found}"
+    step = _function("train_rl.py", "forward_step")
+    calls = [node for node in ast.walk(step) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    keywords = [k.arg for node in calls if ast.unparse(node.func) == "calculate_grpo_loss" for k in node.keywords]
+    recorded = CONTRACT["forward_step_call"]["keywords"]
+    assert [name for name in keywords if name != "loss_mask"] == recorded, f"train_rl.py now passes {keywords}"
+    arguments = _source(CONTRACT["arguments"]["file"])
+    missing = [flag for flag in CONTRACT["arguments"]["flags"] if f"'{flag}'" not in arguments]
+    assert not missing, f"Megatron-LM has no {', '.join(missing)} any more"
+
+
+# Layouts --------------------------------------------------------------------------------------------------------------
+
+
+def test_bin_lengths_reach_to_the_next_sequence() -> None:
+    assert bin_lengths(STARTS, LENGTHS, WIDTH) == (6, 5, 6)
+    assert bin_lengths([], [], 5) == (5,)
+    assert bin_lengths([0, 5], [5, 4], 8) == (5, 3)
+
+
+@pytest.mark.parametrize(
+    ("starts", "lengths", "message"),
+    [([0, 4], [9, 2], "sequence 0 of the bin has 9 tokens"), ([3, 1], [1, 1], "must ascend from 0")],
+)
+def test_bins_that_overlap_are_refused(starts: list[int], lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bin_lengths(starts, lengths, 12)
+
+
+def test_an_empty_bin_is_a_zero_loss_on_the_graph() -> None:
+    data = random_tensors((1, 8), 0)
+    data["mask"].zero_()
+    config = make_config(use_tis=True, tis={"level": "sequence"}, rs={"veto_threshold": 0.1})
+    terms, gradient, statistics = run_loss(config, data, {"seq_starts": [], "seq_lengths": []})
+    assert terms.loss.requires_grad and not terms.loss.any() and not gradient.any()
+    assert statistics.metrics()["rollout_corr/sequences"] == 0
+
+
+def test_one_advantage_a_sequence() -> None:
+    data, place = rows()
+    data["advantages"] = data["advantages"][:2]
+    with pytest.raises(ValueError, match="advantages has 2 values for 3 sequences"):
+        run_loss(make_config(), data, place)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_nothing_under_the_mask_leaks(layout: str, algorithm: str) -> None:
+    config = make_config(**ALGORITHMS[algorithm], rs={"criteria": ["sequence_sum:ratio:9"]})
+    data, place = LAYOUTS[layout]()
+    clean, gradient, _ = run_loss(config, data, place)
+    for name, garbage in (("old", math.nan), ("rollout", math.inf), ("current", -math.inf), ("ref", math.nan)):
+        data[name] = torch.where(data["mask"] == 0, garbage, data[name])
+    dirty, dirty_gradient, _ = run_loss(config, data, place)
+    for a, b in zip(clean, dirty, strict=True):
+        assert torch.equal(a * data["mask"], torch.nan_to_num(b * data["mask"], nan=7.0))
+    assert torch.equal(gradient, dirty_gradient)
+
+
+def test_full_metrics_count_positions_in_the_response() -> None:
+    """The first trained token is position 0 wherever the prompt ends: all fall in the first bucket."""
+    data, place = rows()
+    data["mask"][:, :4] = 0.0
+    _, _, statistics = run_loss(make_config(metrics="full"), data, place)
+    buckets = {name for name in statistics.metrics() if "log_ratio_by_position" in name}
+    assert len(buckets) == 1
+
+
+# Traps ----------------------------------------------------------------------------------------------------------------
+
+
+def test_slots_that_the_engine_did_not_report() -> None:
+    """A bin has 0.0 there, rows π_old: both are ratio 1, and a sequence's product is that of what was reported."""
+    config = make_config(use_tis=True, tis={"level": "sequence", "upper_bound": 50.0})
+    data, place = one_bin()
+    filled = {**data, "rollout": data["rollout"].clone()}
+    place_of = int(data["mask"][0, :5].nonzero()[0])
+    data["old"][0, place_of] = filled["old"][0, place_of] = -4.0
+    data["rollout"][0, place_of], filled["rollout"][0, place_of] = 0.0, -4.0
+    (a, gradient_a, _), (b, gradient_b, _) = run_loss(config, data, place), run_loss(config, filled, place)
+    assert torch.equal(a.loss, b.loss) and torch.equal(gradient_a, gradient_b)
+    poisoned, _, _ = run_loss(config, {**data, "rollout": data["rollout"].clone().fill_(-1.0)}, place)
+    assert not torch.equal(a.loss, poisoned.loss)
+
+
+def test_a_sequence_of_which_nothing_was_reported_is_an_error() -> None:
+    """Its log-probs are missing: ratio 1 for all of it would hide that."""
+    config = make_config(use_tis=True)
+    data, place = one_bin()
+    start, length = STARTS[1], LENGTHS[1]
+    data["rollout"][0, start : start + length - 1] = 0.0
+    trained = int(data["mask"][0, start : start + length - 1].sum())
+    statistics = run_loss(config, data, place)[2]
+    assert trained > 0
+    assert statistics.sum_of("invalid_nan") == trained
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position"):
+        statistics.metrics()
+
+
+def test_unreported_slots_can_be_counted_and_dropped() -> None:
+    config = make_config(use_tis=True, rollout_log_prob_policy="drop-token")
+    data, place = one_bin()
+    data["mask"][0, 1], data["rollout"][0, 1] = 1.0, 0.0
+    terms, _, statistics = run_loss(config, data, place)
+    assert statistics.metrics()["rollout_corr/invalid_nan"] == 1
+    kept = terms.loss[0, 1] - CLIP.kl_beta * terms.kl_term[0, 1] + CLIP.entropy_weight * terms.entropy_term[0, 1]
+    assert float(kept.detach().abs()) < 1e-12
+
+
+def test_half_precision_is_widened() -> None:
+    data, place = rows(torch.bfloat16)
+    terms, gradient, _ = run_loss(make_config(use_tis=True), data, place)
+    assert {value.dtype for value in terms} == {torch.float32, torch.bool}
+    assert gradient.dtype == torch.bfloat16
+    wide, _, _ = run_loss(make_config(use_tis=True), {k: v.float() for k, v in data.items()}, place)
+    assert torch.equal(terms.loss, wide.loss)
+
+
+def test_no_host_sync_in_rows() -> None:
+    data, place = rows(torch.float32)
+    config = make_config(use_tis=True, tis={"level": "sequence"}, rs={"criteria": ["sequence_mean:ratio:1.1"]})
+    run_loss(config, data, place)  # constants are made once
+    with OperationCounter() as counter:
+        run_loss(config, data, place)
+    assert counter.syncs == []
+
+
+# Without a loss mask --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_token_level_needs_no_mask(algorithm: str) -> None:
+    config = megatron_rl.without_mask(make_config(**ALGORITHMS[algorithm]))
+    for layout in LAYOUTS.values():
+        data, place = layout()
+        (masked, gradient, _), (bare, bare_gradient, _) = (
+            run_loss(config, data, place),
+            run_loss(config, data, place, False),
+        )
+        torch.testing.assert_close(bare.loss * data["mask"], masked.loss * data["mask"], rtol=0, atol=0)
+        assert torch.equal(gradient, bare_gradient)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"use_tis": True, "tis": {"level": "sequence"}}, "level sequence"),
+        ({"use_tis": True, "tis": {"batch_normalize": True}}, "batch normalisation"),
+        ({"rs": {"criteria": ["sequence_max:k2:0.5"]}}, "criterion sequence_max_k2"),
+        ({"rs": {"veto_threshold": 1e-4}}, "the veto"),
+        ({"rollout_log_prob_policy": "drop-sequence"}, "drop-sequence"),
+    ],
+)
+def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"only single tokens can be judged: .*{named}.*patch apply --host megatron"):
+        megatron_rl.without_mask(make_config(**settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"metrics": "full"}, "--mismatch-metrics full"),
+        ({"report_dir": "runs"}, "--mismatch-report-dir"),
+        ({"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True}, "--mismatch-dry-run"),
+    ],
+)
+def test_what_would_not_be_measured_is_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=rf"nothing can be measured: {named}.*patch apply --host megatron"):
+        megatron_rl.without_mask(make_config(**settings))

@@ -1,0 +1,177 @@
+"""Megatron-LM RL under the launcher: a strict parser, its provider of extra arguments, and two replaced functions."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from mismatch_plugin.hooks import megatron_rl
+from mismatch_plugin.hooks.base import Plan
+from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.launch.__main__ import prepare
+from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
+
+_ON = "--rl-inference-logprobs-is-correction"
+
+
+def _plan(folder: Path, line: str, patched: bool = False) -> Plan:
+    return prepare([str(megatron_tree(folder / "tree", patched)), *line.split()])[3]
+
+
+def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
+    done = launch(megatron_tree(tmp_path / "tree"), "--use-tis --tis-upper-bound 3 --grpo-clamp-eps-upper 0.28")
+    assert done.given is not None, done.errors
+    assert done.given["functions"] == ["mismatch_plugin.hooks.megatron_rl.adapter"] * 2
+    args = Namespace(**done.given["args"])
+    assert (args.rl_inference_logprobs_is_correction, args.model_provider) == (True, "gpt")
+    config = megatron_rl.settings(args)
+    assert (config.algorithm, config.tis.upper_bound, config.ppo.eps_clip_high) == (2, 3.0, 0.28)
+    assert "--tis-upper-bound" not in done.given["argv"]  # its parser stops at what it does not know
+    for part in (
+        "algorithm 2",
+        "Megatron's own",
+        "no loss mask without the patch",
+        f"added to the command line: {_ON}",
+    ):
+        assert part in done.printed
+
+
+def test_a_patched_tree_has_every_level(tmp_path: Path) -> None:
+    line = "--use-rollout-log-probs --use-tis --tis-level sequence --rs-veto-threshold 1e-4 --bf16"
+    done = launch(megatron_tree(tmp_path / "tree", patched=True), line)
+    assert done.given is not None, done.errors
+    config = megatron_rl.settings(Namespace(**done.given["args"]))
+    assert (config.algorithm, config.tis.level, config.rs.veto_threshold) == (3, "sequence", 1e-4)
+    assert "half precision" in done.printed
+    assert "no loss mask" not in done.printed
+
+
+def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
+    script = megatron_tree(tmp_path / "tree", patched=True)
+    line = f"{_ON} --use-tis --tis-level geometric --tis-mode clip"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert '"tis_level": "geometric"' in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--use-tis --tis-level sequence", "only single tokens can be judged: level sequence. Apply the patch"),
+        ("--rs-veto-threshold 1e-4", "only single tokens can be judged: the veto"),
+        (
+            "--mismatch-preset disabled --mismatch-metrics full --mismatch-report-dir runs",
+            "nothing can be measured: --mismatch-metrics full, --mismatch-report-dir. Apply the patch "
+            ".mismatch-plugin patch apply --host megatron-lm",
+        ),
+        ("--use-tis --mismatch-report-dir runs", "nothing can be measured: --mismatch-report-dir. Apply the patch"),
+        ("--use-tis --mismatch-metrics basic", "nothing can be measured: --mismatch-metrics basic. Apply the patch"),
+        ("--use-tis --mismatch-dry-run", "nothing can be measured: --mismatch-dry-run. Apply the patch"),
+        ("--mismatch-preset disabled", "nothing can be measured: these settings correct nothing .algorithm 0, no rej"),
+        ("--mismatch-eps-clip-low 0.01", "these settings correct nothing .algorithm 0, no rejection.. Apply the patch"),
+        (
+            f"{_ON} --use-rollout-log-probs",
+            f"{_ON} weighs the loss .algorithm 2., but .* choose algorithm 1: add --use-t",
+        ),
+        (
+            "--rl-importance-sampling-truncation-coef 2 --rs-criterion token:k2:0.5",
+            "--rl-importance-sampling-truncation-coef weighs the loss .algorithm 2., but .* algorithm 0",
+        ),
+        ("--use-tis --no-rl-inference-logprobs-is-correction", "keeps the inference log-probs from the loss"),
+        ("--use-tis --mismatch-eps-clip-low 0.2", "eps_clip_low 0.2 contradicts --grpo-clamp-eps-lower 0.01"),
+        ("--use-tis --mismatch-denominator accepted", "denominator accepted is not Megatron-LM RL's"),
+    ],
+)
+def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _plan(tmp_path, line)
+
+
+@pytest.mark.parametrize(
+    "line", ["--use-tis", "--use-tis --mismatch-metrics off", "--rs-criterion token:k2:0.5", "--use-rollout-log-probs"]
+)
+def test_what_corrects_single_tokens_needs_no_patch(line: str, tmp_path: Path) -> None:
+    assert "no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
+
+
+@pytest.mark.parametrize("more", ["", " --mismatch-metrics full --mismatch-report-dir runs"])
+def test_a_patched_tree_measures_without_a_correction(more: str, tmp_path: Path) -> None:
+    """The preset sets nothing, and Megatron's own flag, which hands the log-probs over, is algorithm 2 by itself."""
+    line = f"--mismatch-preset disabled{more}"
+    assert "algorithm 0: PPO" in _plan(tmp_path / "planned", line, patched=True).lines
+    done = launch(megatron_tree(tmp_path / "launched", patched=True), line)
+    assert done.given is not None, done.errors
+    assert megatron_rl.settings(Namespace(**done.given["args"])).algorithm == 0
+    alone = run(megatron_tree(tmp_path / "alone", patched=True), f"{_ON} {line}")
+    assert alone.given is not None, alone.errors
+    assert megatron_rl.settings(Namespace(**alone.given["args"])).algorithm == 0
+
+
+def test_megatron_s_own_correction_flags_stay_where_they_agree(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, f"--use-tis {_ON} --rl-importance-sampling-truncation-coef 4")
+    assert plan.added == ()
+    assert "weights: token level, truncate, at most 4" in plan.lines
+
+
+def test_another_megatron_is_refused_before_training(tmp_path: Path) -> None:
+    script = megatron_tree(tmp_path / "tree", parameters=", sequence_mask=None")
+    with pytest.raises(
+        ValueError, match=r"calculate_grpo_loss is not the one .*\(sequence_mask differs\): use Megatron-LM"
+    ):
+        prepare([str(script), "--use-tis"])
+
+
+def test_without_our_flags_nothing_is_replaced(tmp_path: Path) -> None:
+    done = launch(megatron_tree(tmp_path / "tree"), "--grpo-kl-beta 0")
+    assert done.given is not None, done.errors
+    assert done.given["functions"] == ["megatron.rl.rl_utils"] * 2
+    assert "mismatch_settings" not in done.given["args"]
+
+
+# Megatron's own parser ------------------------------------------------------------------------------------------------
+
+_READ = """
+import json, sys, typing
+import typing_extensions
+typing.override = typing_extensions.override  # for Pythons older than 3.12
+from megatron.training.arguments import parse_args
+from mismatch_plugin.hooks.megatron_rl import extra_args_provider, settings
+from mismatch_plugin.launch.command_line import read_command_line
+from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+seen = []
+def provider(parser):
+    seen.extend(parser._option_string_actions.items())
+    return extra_args_provider()(parser)
+args = parse_args(provider)
+for flag, _ in seen:
+    read_command_line(["--use-tis", flag], TABLE)  # raises where one is taken for a misspelling
+flags = {flag: action.default for flag, action in seen if flag in TABLE}
+config = settings(args)
+print("READ " + json.dumps({"flags": flags, "algorithm": config.algorithm, "level": config.tis.level}))
+"""
+
+
+def test_megatron_s_own_parser_takes_our_flags() -> None:
+    """The strict parser of the real tree, with our group added by the provider; its defaults are the recorded ones."""
+    root = os.environ.get("MISMATCH_HOST_SRC")
+    if root is None or not Path(root, "Megatron-LM", "megatron", "training").is_dir():
+        pytest.skip("NOT RUN (host source absent)")
+    environment = {**os.environ, "PYTHONPATH": f"{Path(root, 'Megatron-LM')}:{ROOT}"}
+    line = f"{_ON} --use-rollout-log-probs --use-tis --tis-level sequence --rs-criterion sequence_max:k2:0.5"
+    command = [sys.executable, "-W", "ignore", "-c", _READ, *line.split()]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    marked = [row for row in done.stdout.splitlines() if row.startswith("READ ")]
+    assert marked, done.stderr
+    read = json.loads(marked[0].removeprefix("READ "))
+    assert (read["algorithm"], read["level"]) == (3, "sequence")
+    missing = set(TABLE) - set(read["flags"])
+    assert not missing, f"Megatron-LM no longer declares {', '.join(sorted(missing))}"
+    for flag, recorded in TABLE.items():
+        assert read["flags"][flag] == recorded["default"], f"Megatron-LM's default of {flag} changed"

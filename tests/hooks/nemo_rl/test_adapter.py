@@ -1,0 +1,339 @@
+"""The loss object for NeMo-RL, on hand-made data, against policy_loss; with a checkout, against NeMo-RL's own loss."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import re
+import sys
+import warnings
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with_mismatch_loss
+from tests.hooks.contracts import nemo_rl as contract
+
+NO_KL: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
+# Prompt, response, padding; a tool's output inside the first row; the third row is no valid sample.
+TOKEN_MASK = torch.tensor(
+    [[0, 0, 1, 1, 0, 1, 1, 0], [0, 1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 1, 0, 0]]
+)
+SAMPLE_MASK = torch.tensor([1, 1, 0, 1])
+MASK = TOKEN_MASK * SAMPLE_MASK.unsqueeze(1)
+BLOCKS: dict[str, dict[str, Any]] = {
+    "0": {"rs": {"criteria": ["sequence_mean:k3:0.04"]}},
+    "1": {"use_rollout_log_probs": True, "rs": {"criteria": ["token:k2:0.1"]}},
+    "2 sequence clip": {"use_tis": True, "tis": {"level": "sequence", "mode": "clip", "upper_bound": 1.2}},
+    "2 geometric mask": {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.03}},
+    "3 token": {"use_tis": True, "use_rollout_log_probs": True, "tis": {"upper_bound": 1.1}},
+    "3 sequence": {
+        "use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}, "rs": {"veto_threshold": 0.7},
+    },
+}  # fmt: skip
+
+
+def build(block: dict[str, Any] | None = None, **host: Any) -> MismatchLoss:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MismatchWarning)
+        return MismatchLoss({**host, "mismatch": block or {}})
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs [4, 7] of a model and NeMo-RL's batch [4, 8]; the first column is never read."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(TOKEN_MASK.shape, generator=generator, dtype=torch.float64)
+
+    generation = -noise(1.0).abs() - 0.05
+    previous = (generation + noise(0.3)).clamp(max=-0.01)
+    current = (previous + noise(0.3)).clamp(max=-0.01)
+    data = {
+        "token_mask": TOKEN_MASK, "sample_mask": SAMPLE_MASK, "advantages": noise(1.0), "prev_logprobs": previous,
+        "generation_logprobs": generation, "reference_policy_logprobs": current + noise(0.3),
+    }  # fmt: skip
+    return current[:, 1:], data
+
+
+def call(loss: Any, log_probs: torch.Tensor, data: dict[str, Any], toks: float, seqs: float) -> tuple[Any, Any, Any]:
+    """(loss, gradient, metrics), called as NeMo-RL calls it."""
+    log_probs = log_probs.clone().requires_grad_()
+    value, metrics = loss(
+        data=data,
+        global_valid_seqs=torch.tensor(seqs),
+        global_valid_toks=torch.tensor(toks),
+        **{contract.LOSS_INPUT: log_probs},
+    )
+    value.backward()
+    assert log_probs.grad is not None
+    return value.detach(), log_probs.grad, metrics
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("token_level", [True, False])
+def test_equals_policy_loss(name: str, token_level: bool) -> None:
+    loss = build(BLOCKS[name], **NO_KL, token_level_loss=token_level, ratio_clip_max=0.28)
+    log_probs, data = batch()
+    toks, seqs = 31.0, 7.0  # of the whole step, which holds more than this batch
+    value, gradient, metrics = call(loss, log_probs, data, toks, seqs)
+
+    rows = log_probs.clone().requires_grad_()
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=list(data["generation_logprobs"][:, 1:]),
+        old_log_probs=list(data["prev_logprobs"][:, 1:]),
+        loss_masks=list(MASK[:, 1:]),
+        advantages=list(data["advantages"][:, 1:]),
+    )
+    result = mp.policy_loss(rows.flatten(), packed, loss.config)
+    expected = result.loss_sum / (toks if token_level else seqs)
+    expected.backward()
+    assert rows.grad is not None and rows.grad.abs().sum() > 0
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(gradient, rows.grad, rtol=1e-7, atol=1e-12)
+    assert metrics["loss"] == float(value) and metrics["num_valid_samples"] == 3.0
+    if loss.config.rejects:
+        assert 0 < result.correction.keep.sum() < MASK.sum()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_metrics_and_losses_add_up_to_those_of_the_whole_step(name: str) -> None:
+    """One call on all rows against one call a row, as NeMo-RL's sequence packing makes them."""
+    loss = build(BLOCKS[name], **NO_KL)
+    log_probs, data = batch(1)
+    toks, seqs = float(MASK.sum()), float(SAMPLE_MASK.sum())
+    whole, gradient, metrics = call(loss, log_probs, data, toks, seqs)
+    parts = [
+        call(loss, log_probs[i : i + 1], {key: value[i : i + 1] for key, value in data.items()}, toks, seqs)
+        for i in range(4)
+    ]
+    torch.testing.assert_close(sum(part[0] for part in parts), whole, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
+    for key, value in metrics.items():
+        assert sum(part[2].get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=list(data["generation_logprobs"][:, 1:]),
+        old_log_probs=list(data["prev_logprobs"][:, 1:]),
+        loss_masks=list(MASK[:, 1:]),
+        advantages=list(data["advantages"][:, 1:]),
+    )
+    expected = mp.policy_loss(log_probs.flatten(), packed, loss.config).statistics.metrics()
+    compared = [key for key in metrics if key in expected]
+    assert len(compared) >= 15
+    for key in compared:
+        assert metrics[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+
+
+def test_old_log_probs_are_read_only_where_they_are_needed() -> None:
+    log_probs, data = batch()
+    without = {key: value for key, value in data.items() if key != "prev_logprobs"}
+    for name in ("1", "3 token"):
+        loss = build(BLOCKS[name], **NO_KL)
+        torch.testing.assert_close(call(loss, log_probs, without, 9, 3)[:2], call(loss, log_probs, data, 9, 3)[:2])
+    with pytest.raises(ValueError, match="prev_logprobs is missing"):
+        call(build({}, **NO_KL), log_probs, without, 9, 3)
+    # NeMo-RL's placeholder: zeros that must not be read as log-probs.
+    on_policy = build({}, **NO_KL, force_on_policy_ratio=True)
+    value, gradient, _ = call(on_policy, log_probs, {**data, "prev_logprobs": torch.zeros(4, 8)}, 9.0, 3.0)
+    advantages = data["advantages"][:, 1:] * MASK[:, 1:]
+    torch.testing.assert_close(value, -advantages.sum() / 9, rtol=1e-7, atol=1e-12)
+    torch.testing.assert_close(gradient, -advantages / 9, rtol=1e-7, atol=1e-12)
+
+
+def test_a_log_prob_that_is_none_is_named() -> None:
+    log_probs, data = batch()
+    data["generation_logprobs"][1, 4] = torch.nan
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
+        call(build(BLOCKS["3 token"], **NO_KL), log_probs, data, 9, 3)
+
+
+def test_shapes_must_agree() -> None:
+    log_probs, data = batch()
+    with pytest.raises(ValueError, match=r"\(4, 6\), the token mask without its first column \(4, 7\)"):
+        call(build({}, **NO_KL), log_probs[:, 1:], data, 9, 3)
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+def test_nemo_rls_own_correction_is_understood() -> None:
+    def tis(**host: Any) -> mp.MismatchConfig:
+        return build({}, use_importance_sampling_correction=True, **host).config
+
+    def typed(kind: str, low: float | None, high: float) -> mp.MismatchConfig:
+        name = "truncated_importance_sampling"
+        return tis(**{f"{name}_type": kind, f"{name}_ratio": high, f"{name}_ratio_min": low})
+
+    assert (tis().algorithm, tis().tis.upper_bound, tis().tis.mode) == (2, float("inf"), "truncate")
+    clip = typed("tis", None, 2.0).tis
+    assert (clip.mode, clip.lower_bound, clip.upper_bound, clip.level) == ("clip", 0.0, 2.0, "token")
+    assert typed("icepop", 0.5, 5.0).tis.mode == "mask"
+    masked = typed("seq-mask-tis", 0.999, 1.002)
+    assert [(c.name, c.lower_bound, c.upper_bound) for c in masked.criteria] == [("sequence_mean_ratio", 0.999, 1.002)]
+    assert settings({"mismatch": {"preset": "pg_is"}}).algorithm == 3
+    section = SimpleNamespace(model_dump=lambda: {"ratio_clip_min": 0.1, "mismatch": {"use_rollout_log_probs": True}})
+    config = settings(SimpleNamespace(loss_fn=section))
+    assert (config.algorithm, config.ppo.eps_clip_low, config.denominator) == (1, 0.1, "original")
+
+
+@pytest.mark.parametrize(
+    ("host", "block", "sentence"),
+    [
+        ({"use_cispo": True}, {}, "use_cispo True makes another loss (CISPO): switch it off"),
+        ({"disable_ppo_ratio": True}, {}, "algorithm 3 of loss_fn.mismatch"),
+        ({"sequence_level_importance_ratios": True}, {}, "GSPO"),
+        ({"positive_example_nll_weight": 0.1}, {}, "likelihood"),
+        ({}, {"terms": {"kl_coef": 0.1}}, "reference_policy_kl_penalty"),
+        ({}, {"terms": {"entropy_coef": 0.1}}, "gets no entropy"),
+        ({}, {"aggregation": "seq-mean-token-mean"}, "token_level_loss"),
+        ({}, {"ppo": {"eps_clip_low": 0.1}}, "ppo.eps_clip_low 0.1 contradicts NeMo-RL's loss_fn, which makes it 0.2"),
+        ({}, {"rs": {"veto_threshold": 1e-4}, "denominator": "accepted"}, "Choose auto or original"),
+        ({}, {"use_tis": True, "tis": {"batch_normalize": True}}, "choose micro_batch, or no batch_normalize"),
+        ({}, {"use_tsi": True}, "did you mean use_tis"),
+        ({}, {"preset": "pg_iss"}, "did you mean pg_is"),
+        ({"use_importance_sampling_correction": True}, {"preset": "disabled"}, "has none: switch it off"),
+        ({"use_importance_sampling_correction": True}, {"use_tis": False}, "has none: switch it off"),
+        (
+            {
+                "use_importance_sampling_correction": True, "truncated_importance_sampling_type": "tis",
+                "truncated_importance_sampling_ratio": 2.0,
+            },
+            {"tis": {"upper_bound": 3.0}},
+            "tis.upper_bound 3.0 contradicts NeMo-RL's loss_fn, which makes it 2.0",
+        ),
+        (
+            {"truncated_importance_sampling_type": "tis", "truncated_importance_sampling_ratio": 2.0},
+            {"use_rollout_log_probs": True},
+            "is next to mismatch.use_rollout_log_probs",
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_contradictions_are_refused_with_what_to_change(
+    host: dict[str, Any], block: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        settings({**host, "mismatch": block})
+
+
+def test_the_block_says_what_runs() -> None:
+    host = {"mismatch": BLOCKS["3 sequence"], "use_importance_sampling_correction": True}
+    lines = "\n".join(describe(settings(host), host))
+    assert "algorithm 3: REINFORCE + IS" in lines and "force_on_policy_ratio=true skips it" in lines
+    assert "use_importance_sampling_correction has no effect" in lines
+    assert "normaliser NeMo-RL's global tokens, rejected ones included" in lines
+
+
+# Where it is put ------------------------------------------------------------------------------------------------------
+
+
+def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = SimpleNamespace(input_type="logprob", loss_type="token_level", use_fused_linear_logprobs=True)
+
+    def setup(master_config: Any, tokenizer: str) -> tuple[Any, ...]:
+        return "policy", own, tokenizer, master_config
+
+    wrapped = with_mismatch_loss(setup)
+    assert with_mismatch_loss(wrapped) is wrapped
+    config = {"loss_fn": {"mismatch": BLOCKS["1"]}}
+    policy, loss, tokenizer, returned = wrapped(config, tokenizer="tokenizer")
+    assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
+    assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
+    printed = capsys.readouterr().out
+    assert "algorithm 1: bypass PPO" in printed and "\n  host: nemo-rl " in printed
+    assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
+    with pytest.raises(ValueError, match="returned 0 losses"):
+        with_mismatch_loss(lambda master_config: ("policy",))(config)
+
+
+def test_the_loss_travels_to_the_workers() -> None:
+    loss = pickle.loads(pickle.dumps(build(BLOCKS["3 sequence"], **NO_KL)))
+    log_probs, data = batch()
+    original = build(BLOCKS["3 sequence"], **NO_KL)
+    torch.testing.assert_close(call(loss, log_probs, data, 9, 3)[:2], call(original, log_probs, data, 9, 3)[:2])
+
+
+def test_the_loss_takes_what_nemo_rl_passes() -> None:
+    assert tuple(inspect.signature(MismatchLoss.__call__).parameters) == contract.CALL
+    assert all(hasattr(build(), name) for name in contract.ATTRIBUTES)
+    assert set(contract.READ_METRICS) <= call(build({}, **NO_KL), *batch(), 9, 3)[2].keys()
+
+
+# Against NeMo-RL's source ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def source() -> Path:
+    root = Path(os.environ.get("MISMATCH_HOST_SRC", ""), "NeMo-RL")
+    if not os.environ.get("MISMATCH_HOST_SRC") or not (root / contract.LOSSES).is_file():
+        pytest.skip("NOT RUN (host source absent)")
+    return root
+
+
+def test_nemo_rls_source_is_as_recorded(source: Path) -> None:
+    assert contract.drift(source) == []
+
+
+_TIS = "truncated_importance_sampling"
+_CORRECTED = {"use_importance_sampling_correction": True}
+OWN_LOSSES: dict[str, dict[str, Any]] = {
+    "ppo": {**NO_KL, "ratio_clip_max": 0.28},
+    "dual clip": {**NO_KL, "ratio_clip_c": 1.3},
+    "on policy": {**NO_KL, "force_on_policy_ratio": True},
+    "correction": {**NO_KL, **_CORRECTED},
+    "tis": {**NO_KL, **_CORRECTED, f"{_TIS}_type": "tis", f"{_TIS}_ratio": 1.2, f"{_TIS}_ratio_min": 0.8},
+    "icepop": {**NO_KL, **_CORRECTED, f"{_TIS}_type": "icepop", f"{_TIS}_ratio": 1.3, f"{_TIS}_ratio_min": 0.8},
+    "seq-mask-tis": {
+        **NO_KL, **_CORRECTED, f"{_TIS}_type": "seq-mask-tis", f"{_TIS}_ratio": 1.05, f"{_TIS}_ratio_min": 0.95,
+    },
+    "kl k1": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"},
+    "kl k2": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k2"},
+    "kl k3": {"reference_policy_kl_penalty": 0.3},
+    "kl clamped": {
+        "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.3, "kl_output_clamp_value": 0.03,
+    },
+    "kl input clamped": {
+        "reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.2, "kl_output_clamp_value": None,
+    },
+    "kl from the rollout": {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True},
+    "kl in the reward": {"reference_policy_kl_penalty": 0.3, "use_kl_in_reward": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+@pytest.mark.parametrize("token_level", [True, False])
+def test_equals_nemo_rls_own_loss(source: Path, name: str, token_level: bool) -> None:
+    host = {**OWN_LOSSES[name], "token_level_loss": token_level}
+    oracle, loss = contract.own_loss(source, host), build({}, **host)
+    for seed in range(4):
+        log_probs, data = batch(seed)
+        theirs, mine = call(oracle, log_probs, data, 31.0, 7.0), call(loss, log_probs, data, 31.0, 7.0)
+        torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-9)
+        assert mine[2]["num_valid_samples"] == theirs[2]["num_valid_samples"]
+        if name != "on policy":
+            assert mine[2]["token_mult_prob_error"] == pytest.approx(theirs[2]["token_mult_prob_error"], rel=1e-6)
+        assert mine[2]["kl_penalty"] == pytest.approx(theirs[2]["kl_penalty"], rel=1e-6, abs=1e-9)
+
+
+def test_nemo_rls_enums(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interfaces = contract.interfaces(source)
+    for parent in ("nemo_rl", "nemo_rl.algorithms", "nemo_rl.algorithms.loss"):
+        monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
+    monkeypatch.setitem(sys.modules, interfaces.__name__, interfaces)
+    for token_level in (True, False):
+        loss = build({}, **NO_KL, token_level_loss=token_level)
+        assert loss.input_type is interfaces.LossInputType.LOGPROB
+        oracle = contract.own_loss(source, {**NO_KL, "token_level_loss": token_level})
+        assert loss.loss_type.name == oracle.loss_type.name
+        mine = {name: kind.name for name, kind in loss.metric_normalizations.items()}
+        theirs = {name: kind.name for name, kind in oracle.metric_normalizations.items()}
+        shared = mine.keys() & theirs.keys()
+        assert {"loss", "kl_penalty", "token_mult_prob_error", "num_valid_samples"} <= shared
+        assert {name: mine[name] for name in shared} == {name: theirs[name] for name in shared}
+        assert call(loss, *batch(), 9, 3)[2].keys() <= mine.keys()

@@ -1,0 +1,309 @@
+"""slime's adapter without slime: hand-made batches in its layout against `policy_loss` in one process.
+
+The host's part (reductions, scaling, its PPO loss) is a few lines from its contract; process groups are
+megatron-core's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.slime import host as slime
+from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
+from tests.distributed.launch import launch
+from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
+from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
+from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
+from tests.hooks.contracts.slime_worker import Case, Outcome, run_by_hand
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
+
+_NORMALISED = weights("sequence", "clip", batch_normalize=True)
+_REJECTED = {"rs": {"criteria": ["sequence_mean:ratio:0.85:1.12"], "veto_threshold": 0.3}}
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"changes": changes} for name, changes in product("slime").items()},
+    # A rollout of several samples has one mean; they may lie in different micro-batches.
+    "rollouts of two samples": {
+        "changes": {**hooked("slime"), **ours(2, weights("sequence", "mask"), **_REJECTED), **TERMS},
+        "shared": True,
+    },
+    "rollouts of two samples, normalised": {"changes": {**custom("slime"), **ours(2, _NORMALISED)}, "shared": True},
+    # The host skipped the old log-probs pass on an exactly on-policy step.
+    "no old log-probs": {
+        "changes": {**hooked("slime"), **ours(2, weights("geometric", "clip")), **TERMS},
+        "old": False,
+    },
+    "no old log-probs, normalised": {"changes": {**hooked("slime"), **ours(2, _NORMALISED)}, "old": False},
+    # The TIS hook alone, as a user sets it who adds one flag.
+    "no hooks around the step": {"changes": {**hooked("slime"), **ours(2, weights("token", "mask"))}, "hooks": False},
+    "KL with importance weights": {
+        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS},
+    },
+    "dry run": {"changes": {**custom("slime"), **ours(3, weights("token", "mask"), dry_run=True)}},
+    "dual clip": {"changes": {**custom("slime"), **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},
+    "metrics off": {"changes": {**hooked("slime"), **ours(2, weights("token", "clip"), metrics="off")}, "hooks": False},
+}
+
+
+def cases_of(layout: str) -> list[Case]:
+    tp, cp, _ = HAND_LAYOUTS[layout]
+    return [Case("slime", tp, cp, **case) for case in CASES.values()]
+
+
+@cache
+def by_hand(layout: str) -> list[list[list[Outcome]]]:
+    return launch(run_by_hand, cases_of(layout), HAND_LAYOUTS[layout][2])
+
+
+@pytest.mark.parametrize("layout", HAND_LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str):
+    number = list(CASES).index(name)
+    compare(by_hand(layout)[number], cases_of(layout)[number], slime, by_logits=False)
+
+
+def test_rejection_shows_in_the_host_s_own_metrics():
+    name = next(name for name in CASES if name.startswith("2 hook token truncate rejects"))
+    one = by_hand("one")[list(CASES).index(name)][0]
+    split = by_hand("cp2 dp2")[list(CASES).index(name)]
+    for step, outcome in enumerate(one):
+        assert {"tis", "tis_abs", "tis_weight", "tis_rejected"} <= outcome.report.keys()
+        assert outcome.report["tis_rejected"] > 0
+        for rank in split:
+            assert rank[step].report == pytest.approx(outcome.report, rel=1e-4, abs=1e-5)
+
+
+# A reducer of the user's own ------------------------------------------------------------------------------------------
+
+_NARROW = {"criteria": ["sequence_mean:ratio:0.97:1.03"]}
+_REDUCED: dict[str, Any] = {
+    "0": ours(0, rs=_NARROW),
+    "2, by tokens": ours(2, weights("token", "mask"), rs={"criteria": ["token:k2:0.05"]}),
+    "2, by sequences": ours(2, weights("sequence", "clip"), rs=_NARROW),
+    "2, dry run": ours(2, weights("token", "mask"), dry_run=True),
+    "2, nothing rejected": ours(2, weights("token", "clip")),
+}
+
+
+@cache
+def reduced(layout: str) -> list[list[list[Outcome]]]:
+    tp, cp, processes = HAND_LAYOUTS[layout]
+    cases = [
+        Case("slime", tp, cp, {**hooked("slime"), **changes, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN})
+        for changes in _REDUCED.values()
+    ]
+    return launch(run_by_hand, cases, processes)
+
+
+@pytest.mark.parametrize("layout", ["one", "cp2", "cp4"])
+@pytest.mark.parametrize("name", _REDUCED)
+def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str):
+    """Its count is that of accepted tokens: Σ w · PPO-clip over what is kept / how many are kept, a micro-batch."""
+    args = arguments(**hooked("slime"), **_REDUCED[name])
+    config = slime.settings(args)
+    rejected = 0
+    for step in range(STEPS):
+        log_probs = {i: samples()[i].log_probs.clone().requires_grad_() for i in step_samples(step)}
+        loss = torch.zeros(())
+        for ids in schedule(0, 1)[step]:
+            rows = {key: [samples()[i].rows[key] for i in ids] for key in samples()[0].rows}
+            packed = mp.PackedSequences.from_lists(
+                train_log_probs=rows["log_probs"],
+                rollout_log_probs=rows["rollout_log_probs"],
+                loss_masks=rows["loss_masks"],
+            )
+            correction = mp.correct(packed, config)
+            ratio = (torch.cat([log_probs[i] for i in ids]) - torch.cat(rows["log_probs"])).exp()
+            advantages = torch.cat(rows["advantages"])
+            clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
+            kept = correction.weights * correction.keep * clipped
+            loss = loss + kept.sum() / correction.keep.sum().clamp(min=1)
+            rejected += int(torch.cat(rows["loss_masks"]).sum() - correction.keep.sum())
+        (loss / len(log_probs)).backward()
+        wanted = torch.cat([log_probs[i].grad for i in step_samples(step)])  # pyright: ignore[reportArgumentType]
+        for rank in reduced(layout)[list(_REDUCED).index(name)]:
+            torch.testing.assert_close(rank[step].gradient, wanted, rtol=2e-5, atol=2e-6)
+            assert rank[step].loss == pytest.approx(float(loss.detach()) / len(log_probs), rel=2e-5)
+    assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
+
+
+def test_masks_keep_their_dtype_and_stay_as_they_came_without_a_reducer():
+    sample = samples()[0]
+    changes = {**hooked("slime"), **ours(2, weights("token", "mask"))}
+    _, (mask,), metrics = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
+    assert mask is sample.rows["loss_masks"]
+    changes["custom_pg_loss_reducer_function_path"] = ACCEPTED_MEAN
+    _, (left,), _ = call_tis(arguments(**changes), [sample.rows["rollout_log_probs"]])
+    assert left.dtype == mask.dtype
+    assert left.equal(mask - metrics["tis_rejected"].to(mask.dtype))
+    assert 0 < left.sum() < mask.sum()
+
+
+@pytest.mark.parametrize("cp", [1, 2, 3, 4])
+@pytest.mark.parametrize("padded", [None, 40])
+def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | None):
+    for total in range(2, 26):
+        for response in range(1, total):
+            for rank in range(cp):
+                ranges = owned_ranges(total, response, cp, rank, padded)
+                mine = [position for start, stop in ranges for position in range(start, stop)]
+                assert mine == owned(total, total - response, cp, rank, padded)
+
+
+def test_packing_refuses_what_does_not_cover_this_rank_s_tokens():
+    mask, short = torch.ones(5), torch.zeros(4)
+    with pytest.raises(ValueError, match=r"rollout_log_probs of sample 0 has shape \(4,\), but this rank holds 5"):
+        pack_local([mask], [7], [5], 1, 0, rollout_log_probs=[short])
+    with pytest.raises(ValueError, match=r"loss_masks of sample 0 .* must cover the whole response"):
+        pack_local([short], [7], [5], 2, 0)
+
+
+# One process, hooks called directly -----------------------------------------------------------------------------------
+
+
+def arguments(**changes: Any) -> Any:
+    from tests.hooks.contracts import slime as contract
+    from tests.hooks.contracts.slime_data import arguments as build
+
+    return build(contract.namespace(), **changes)
+
+
+def call_tis(args: Any, rollout: list[torch.Tensor] | None, masks: list[torch.Tensor] | None = None) -> Any:
+    sample = samples()[0]
+    return slime.tis_function(
+        args=args,
+        pg_loss=torch.ones(sample.response, requires_grad=True),
+        train_log_probs=[sample.rows["log_probs"]],
+        rollout_log_probs=rollout,
+        loss_masks=masks or [sample.rows["loss_masks"]],
+        total_lengths=[sample.total],
+        response_lengths=[sample.response],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _fresh_adapter(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slime, "ADAPTER", RayAdapter(slime.ADAPTER.host))
+
+
+def test_weights_without_rollout_log_probs_are_refused_once_and_clearly():
+    args = arguments(**hooked("slime"), **ours(2))
+    with pytest.raises(ValueError, match="rollout_log_probs is missing: algorithm 2"):
+        call_tis(args, None)
+    data = {"num_microbatches": [1], "micro_batch_indices": [[0]], "rollout_log_probs": None}
+    with pytest.raises(ValueError, match=r"the rollout batch has no rollout_log_probs.*return_logprob"):
+        slime.rollout_data_postprocess(args, 0, data)
+
+
+def test_a_bad_log_prob_without_hooks_makes_the_loss_nan_and_with_another_policy_not():
+    bad = samples()[0].rows["rollout_log_probs"].clone()
+    bad[int(samples()[0].rows["loss_masks"].nonzero()[0])] = math.nan
+    loss, _, _ = call_tis(arguments(**hooked("slime"), **ours(2)), [bad])
+    assert loss.isnan().all()
+    loss, _, _ = call_tis(arguments(**hooked("slime"), **ours(2, rollout_log_prob_policy="neutral")), [bad])
+    assert loss.isfinite().all()
+
+
+def test_a_host_s_inf_under_the_mask_stays_out():
+    sample = samples()[1]
+    padding = sample.rows["loss_masks"] == 0
+    assert padding.any()
+    loss = torch.where(padding, math.inf, torch.ones(sample.response)).requires_grad_()
+    weighted, masks, _ = slime.tis_function(
+        args=arguments(**hooked("slime"), **ours(2)),
+        pg_loss=loss,
+        train_log_probs=[sample.rows["log_probs"]],
+        rollout_log_probs=[torch.where(padding, -math.inf, sample.rows["rollout_log_probs"])],
+        loss_masks=[sample.rows["loss_masks"]],
+        total_lengths=[sample.total],
+        response_lengths=[sample.response],
+    )
+    assert weighted[padding].eq(0).all() and weighted.isfinite().all()
+    assert masks[0] is sample.rows["loss_masks"]
+
+
+def test_normalising_without_hooks_around_the_step_is_the_micro_batch_s_mean():
+    sample = samples()[0]
+    args = arguments(**hooked("slime"), **ours(2, _NORMALISED))
+    loss, _, _ = call_tis(args, [sample.rows["rollout_log_probs"]])
+    assert loss.sum().item() == pytest.approx(float(sample.rows["loss_masks"].sum()), rel=1e-5)  # one sequence: mean 1
+
+
+def test_normalising_over_the_step_without_its_hooks_says_which_to_set():
+    scope = weights("sequence", "clip", batch_normalize=True, batch_normalize_scope="step")
+    args = arguments(**hooked("slime"), **ours(2, scope))
+    with pytest.raises(ValueError, match=r"custom-megatron-before-train-step-hook-path mismatch_plugin\.hooks\.slime"):
+        call_tis(args, [samples()[0].rows["rollout_log_probs"]])
+
+
+def test_a_bad_log_prob_fails_the_step_and_names_its_place(tmp_path: Path):
+    from tests.hooks.contracts.slime_worker import Model
+
+    sample = samples()[0]
+    place = int(sample.rows["loss_masks"].nonzero()[1])
+    bad = sample.rows["rollout_log_probs"].clone()
+    bad[place] = 3.0
+    args, model = arguments(**hooked("slime"), **ours(2)), Model()
+    slime.before_train_step(args, 0, 0, [model], None, None)
+    loss, _, _ = call_tis(args, [bad])
+    assert loss.isfinite().all()  # the step fails as a whole, before the optimizer
+    with pytest.raises(ValueError, match=f"sequence 0, position {place} is above 0 .value 3"):
+        model.config.finalize_model_grads_func([model])
+
+
+def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path):
+    from tests.hooks.contracts.slime_worker import Model
+
+    logged = []
+    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    args = arguments(**hooked("slime"), **ours(2, report_dir=str(tmp_path)))
+    sample, model = samples()[0], Model()
+    data = {
+        "rollout_log_probs": [sample.rows["rollout_log_probs"]],
+        "num_microbatches": [1, 1, 1],
+        "micro_batch_indices": [[0]] * 3,
+    }
+    slime.rollout_data_postprocess(args, 5, data)
+    slime.before_train_step(args, 5, 2, [model], None, None)
+    masks = [sample.rows["loss_masks"]]
+    call_tis(args, data["rollout_log_probs"], masks)
+    call_tis(args, data["rollout_log_probs"], masks)  # as slime's --recompute-loss-function does in the backward pass
+    model.config.finalize_model_grads_func([model])
+    assert logged[0]["train/step"] == 5 * 3 + 2
+    assert logged[0]["train/rollout_corr/tokens"] == int(sample.rows["loss_masks"].sum())
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert line.pop("step") == 17
+    assert line == {name.removeprefix("train/"): v for name, v in logged[0].items() if name != "train/step"}
+
+
+def test_normalisation_deferred_to_the_step_s_end_is_refused_beside_other_gradients():
+    from tests.hooks.contracts.slime_worker import Model
+
+    args = arguments(**custom("slime"), **ours(3, _NORMALISED), entropy_coef=0.01)
+    with pytest.raises(ValueError, match="policy term must be their only source, but there is also: entropy"):
+        slime.before_train_step(args, 0, 0, [Model()], None, None)
+    model = Model()
+    model.config.num_moe_experts, model.config.moe_aux_loss_coeff = 4, 0.01
+    args = arguments(**custom("slime"), **ours(3, _NORMALISED))
+    with pytest.raises(ValueError, match="there is also: MoE aux loss"):
+        slime.before_train_step(args, 0, 0, [model], None, None)
+
+
+def test_a_critic_s_steps_are_left_alone():
+    from tests.hooks.contracts.slime_worker import Model
+
+    model = Model()
+    before = model.config.finalize_model_grads_func
+    slime.before_train_step(arguments(**ours(2), loss_type="value_loss"), 0, 0, [model], None, None)
+    assert model.config.finalize_model_grads_func is before

@@ -1,0 +1,388 @@
+"""What slime's and miles's arguments and ours mean together, and which mistakes are refused before training starts."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import subprocess
+import sys
+import warnings
+from argparse import Namespace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks import miles, slime
+from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from tests.hooks.contracts import miles as miles_contract
+from tests.hooks.contracts import slime as slime_contract
+from tests.hooks.contracts.slime_cases import SHIPPED, custom, hooked, ours
+from tests.hooks.contracts.slime_source import host_root
+
+HOSTS = {"slime": (slime, slime_contract), "miles": (miles, miles_contract)}
+TWICE = {"use_rollout_logprobs": True, "use_tis": True}
+
+
+def namespace(host: str = "slime", /, **changes: Any) -> Namespace:
+    return Namespace(**HOSTS[host][1].namespace(**changes))
+
+
+@pytest.fixture(params=HOSTS)
+def host(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+# A user's mistakes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hook", [True, False])
+def test_both_flags_under_policy_loss_would_count_twice(host: str, hook: bool):
+    """Typed with --loss-type policy_loss, or from YAML without the launcher, which evades the host's own assertion."""
+    adapter: Any = HOSTS[host][0]
+    args = namespace(host, **TWICE, **(hooked(host) if hook else {}))
+    sentence = rf"algorithm 3.*would count twice.*mismatch_plugin\.launch.*mismatch_plugin\.hooks\.{host}\.policy_loss"
+    for check in (adapter.init, adapter.check):
+        with pytest.raises(ValueError, match=sentence):
+            check(args)
+    if hook:
+        values: dict[str, Any] = dict.fromkeys(HOSTS[host][1].TIS_KEYWORDS)
+        with pytest.raises(ValueError, match=sentence):
+            adapter.tis_function(**{**values, "args": args})
+
+
+def test_both_flags_in_yaml_with_the_whole_loss_are_algorithm_3(host: str):
+    config = HOSTS[host][0].check(namespace(host, **TWICE, **custom(host), tis_level="sequence"))
+    assert config is not None
+    assert (config.algorithm, config.tis.level) == (3, "sequence")
+
+
+def test_the_launcher_s_settings_mean_algorithm_3_though_the_host_s_switch_is_off(host: str):
+    args = namespace(host, **custom(host), **ours(3, {"level": "sequence", "upper_bound": 4.0}))
+    assert args.use_tis is False
+    config = HOSTS[host][0].check(args)
+    assert config is not None
+    assert (config.algorithm, config.tis.upper_bound, config.tis.mode) == (3, 4.0, "truncate")
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "weights without any hook": (
+        ours(2, {"level": "sequence"}),
+        r"no hook of the plugin would run.*--custom-tis-function-path mismatch_plugin\.hooks\.slime\.tis_function",
+    ),
+    "rejection that the host never calls": (
+        {**hooked("slime"), **ours(0, rs={"veto_threshold": 1e-4}), "get_mismatch_metrics": False},
+        "add --get-mismatch-metrics",
+    ),
+    "rejection under bypass by the hook": (
+        {**hooked("slime"), **ours(1, rs={"veto_threshold": 1e-4})},
+        "compare π_θ with π_rollout, which slime's policy_loss does not pass on",
+    ),
+    "ours says bypass, the host does not": (
+        {**custom("slime"), "mismatch_settings": {"use_rollout_log_probs": True}},
+        "write --use-rollout-logprobs",
+    ),
+    "accepted": (
+        {**hooked("slime"), **ours(2, denominator="accepted")},
+        "^--mismatch-denominator accepted cannot",
+    ),
+    "clip": (
+        {**hooked("slime"), **ours(2, ppo={"eps_clip_low": 0.3})},
+        "--mismatch-eps-clip-low 0.3 contradicts slime's --eps-clip, which is 0.2",
+    ),
+    "dual clip": (
+        {**hooked("slime"), **ours(2, ppo={"dual_clip": 3.0})},
+        "--mismatch-dual-clip 3.0 contradicts slime's --eps-clip-c, which is off",
+    ),
+    "entropy": (
+        {**custom("slime"), **ours(2, terms={"entropy_coef": 0.01})},
+        "contradicts slime's --entropy-coef, which is 0.0",
+    ),
+    "KL without the host's switch": (
+        {**custom("slime"), **ours(2, terms={"kl_coef": 0.1}), "kl_loss_coef": 0.1},
+        r"contradicts slime's --kl-loss-coef \(with --use-kl-loss\), which is 0.0",
+    ),
+    "aggregation": (
+        {**custom("slime"), **ours(2, aggregation="seq-mean-token-sum")},
+        "^--mismatch-aggregation seq-mean-token-sum contradicts slime",
+    ),
+    "upper bound": (
+        {**hooked("slime"), **ours(2, {"upper_bound": 3.0}), "tis_clip": 5.0},
+        "^--tis-upper-bound 3.0 contradicts slime's --tis-clip 5",
+    ),
+    "lower bound of truncate": (
+        {**hooked("slime"), **ours(2, {"mode": "truncate"}), "tis_clip_low": 0.5},
+        "bounds no weight under --tis-mode truncate",
+    ),
+    "GSPO in the whole loss": (
+        {**custom("slime"), **ours(3), "advantage_estimator": "gspo"},
+        "gspo belongs to slime's",
+    ),
+    "OPSM in the whole loss": ({**custom("slime"), **ours(0), "use_opsm": True}, "--use-opsm belongs to slime's"),
+    "unbiased KL in the whole loss": (
+        {**custom("slime"), **ours(0), "use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
+        "--use-unbiased-kl belongs to slime's",
+    ),
+    "a reducer in the whole loss": (
+        {**custom("slime"), **ours(0), "custom_pg_loss_reducer_function_path": "my.reducer"},
+        "--custom-pg-loss-reducer-function-path belongs to slime's",
+    ),
+    "a word for a number, in YAML": ({**hooked("slime"), "use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_refused_with_what_to_change(name: str):
+    changes, sentence = MISTAKES[name]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        slime.init(namespace(**changes))
+    assert len(str(caught.value)) < 500
+
+
+def test_losses_that_are_not_ours_are_left_alone():
+    assert slime.check(namespace(**TWICE, loss_type="sft_loss")) is None
+    assert slime.check(namespace(use_rollout_logprobs=True)) == slime.settings(namespace(use_rollout_logprobs=True))
+
+
+# Reading --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_host_s_own_values_are_read(host: str):
+    changes: dict[str, Any] = {
+        "eps_clip": 0.1,
+        "eps_clip_high": 0.3,
+        "eps_clip_c": 3.0,
+        "entropy_coef": 0.02,
+        "use_kl_loss": True,
+    }
+    changes |= {"kl_loss_coef": 0.05, "kl_loss_type": "k3", "calculate_per_token_loss": True}
+    config = HOSTS[host][0].settings(namespace(host, **changes))
+    assert config.ppo == mp.PPOClip(eps_clip_low=0.1, eps_clip_high=0.3, dual_clip=3.0)
+    assert config.terms == mp.Terms(entropy_coef=0.02, kl_coef=0.05, kl_type="k3")
+    assert config.aggregation == "token-mean"
+    assert HOSTS[host][0].settings(namespace(host, eps_clip_high=None)).ppo.eps_clip_high == 0.2
+    assert HOSTS[host][0].settings(namespace(host, kl_loss_coef=0.05)).terms.kl_coef == 0.0  # no use_kl_loss
+
+
+@pytest.mark.parametrize(
+    ("clip", "tis", "wanted"),
+    [
+        ({}, {}, ("truncate", 2.0, None)),
+        ({"tis_clip": 5.0}, {}, ("truncate", 5.0, None)),
+        ({"tis_clip": 5.0, "tis_clip_low": 0.5}, {}, ("clip", 5.0, 0.5)),
+        ({"tis_clip_low": 0.5}, {"mode": "mask"}, ("mask", 2.0, 0.5)),
+        ({}, {"upper_bound": 3.0}, ("truncate", 3.0, None)),
+        ({"tis_clip": 3.0}, {"upper_bound": 3.0}, ("truncate", 3.0, None)),
+        ({"tis_clip": 3.0}, {"level": "sequence", "mode": "clip"}, ("clip", 3.0, None)),
+    ],
+)
+def test_the_host_s_tis_clip_is_the_bound_unless_ours_is_given(
+    clip: dict[str, Any], tis: dict[str, Any], wanted: tuple[str, float, float | None]
+):
+    config = slime.settings(namespace(**hooked("slime"), **ours(2, tis), **clip))
+    assert (config.tis.mode, config.tis.upper_bound, config.tis.lower_bound) == wanted
+
+
+def test_a_mis_yaml_is_read_as_slime_reads_it():
+    """rs bounds that are null are those of TIS, which our own flags would not do; `1e-4` is a string in YAML."""
+    keys: dict[str, Any] = {"tis_mode": "clip", "tis_level": "sequence", "tis_lower_bound": 0.3, "tis_upper_bound": 4.0}
+    keys |= {"tis_batch_normalize": True, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": None}
+    keys |= {"rs_upper_bound": 1.01, "rs_veto_threshold": "1e-4"}
+    config = slime.settings(namespace(**hooked("slime"), **keys, use_tis=True))
+    wanted = mp.compat.from_slime({**keys, "use_tis": True})
+    assert (config.tis, config.rs) == (wanted.tis, wanted.rs)
+    assert config.criteria[0].lower_bound == 0.3
+    assert config.rs.veto_threshold == 1e-4
+
+
+OURS_IN_YAML: dict[str, dict[str, Any]] = {
+    "metrics": {"mismatch_metrics": "full"},
+    "policy": {"rollout_log_prob_policy": "neutral"},
+    "scope": {"tis_batch_normalize_scope": "micro_batch"},
+    "several": {"mismatch_dry_run": True, "mismatch_report_dir": "out"},
+}
+
+
+@pytest.mark.parametrize("more", OURS_IN_YAML)
+@pytest.mark.parametrize("upper", [None, 4.0])
+def test_a_mis_yaml_means_the_same_next_to_our_own_keys(more: str, upper: float | None, host: str):
+    """Rejection's missing lower bound is that of TIS, 0.5; as a flag it would be 1/4."""
+    keys = {**SHIPPED, "rs_upper_bound": upper}
+    alone = HOSTS[host][0].settings(namespace(host, **hooked(host), **keys))
+    both = HOSTS[host][0].settings(namespace(host, **hooked(host), **keys, **OURS_IN_YAML[more]))
+    assert (alone.criteria[0].lower_bound, alone.criteria[0].upper_bound) == (0.5, upper or 2.0)
+    assert (both.criteria, both.rs, both.tis.lower_bound) == (alone.criteria, alone.rs, 0.5)
+    assert both != alone
+
+
+def test_a_mis_yaml_lies_over_a_preset_and_under_our_other_settings():
+    keys = {"use_tis": True, "tis_level": "sequence", "use_rs": True, "rs_upper_bound": 3.0, "rs_lower_bound": 0.25}
+    more = {"mismatch_preset": "token_icepop", "rs_criterion": ["token:k2:0.5"], "rollout_log_prob_policy": "neutral"}
+    config = slime.settings(namespace(**hooked("slime"), **keys, **more))
+    assert (config.tis.mode, config.tis.level, config.tis.upper_bound) == ("mask", "sequence", 5.0)  # the preset's 5
+    assert [criterion.name for criterion in config.criteria] == ["token_k2", "token_ratio"]
+    assert config.rollout_log_prob_policy == "neutral"
+
+
+@pytest.mark.parametrize("keys", [{}, {"tis_level": "sequence"}])
+def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict[str, Any]):
+    args = namespace(**hooked("slime"), use_tis=True, mismatch_preset="geo_rs", **keys)
+    with pytest.warns(mp.MismatchWarning, match=r"preset geo_rs is algorithm 0 \(PPO\), and .*use.tis makes it 2"):
+        assert slime.settings(args).algorithm == 2
+    assert "note: preset geo_rs is algorithm 0" in described(**vars(args))
+
+
+def test_flags_and_a_mis_yaml_that_mean_different_bounds_are_refused():
+    """Where our flags are in the parser, nobody can tell which of the values the file has set."""
+    parser = mp.add_arguments(argparse.ArgumentParser())
+    typed = {**vars(parser.parse_args([])), **SHIPPED, "rs_upper_bound": 4.0, "custom_config_path": "mis.yaml"}
+    with pytest.raises(ValueError, match="give rs_lower_bound and rs_upper_bound"):
+        slime.settings(namespace(**{**typed, **hooked("slime")}))
+    config = slime.settings(namespace(**{**typed, **hooked("slime"), "rs_lower_bound": 0.5}))
+    assert config.criteria[0].lower_bound == 0.5
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("mismatch_metric", "setting 'mismatch_metric' is unknown: did you mean mismatch_metrics"),
+        ("mismatch_colour", "setting 'mismatch_colour' is unknown"),
+        ("tis_levle", "setting 'tis_levle' is unknown: did you mean tis_level"),
+        ("rs_vetothreshold", "setting 'rs_vetothreshold' is unknown: did you mean rs_veto_threshold"),
+    ],
+)
+def test_a_misspelt_key_of_the_yaml_is_refused(key: str, message: str, host: str):
+    with pytest.raises(ValueError, match=message):
+        HOSTS[host][0].settings(namespace(host, **hooked(host), use_tis=True, **{key: "full"}))
+
+
+def test_the_shipped_mis_yaml_is_the_recorded_one():
+    file = host_root("slime") / "examples" / "train_infer_mismatch_helper" / "mis.yaml"
+    assert yaml.safe_load(file.read_text()) == SHIPPED
+
+
+def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCaptureFixture, host: str):
+    """No hook around the step: the mean weight is the micro-batch's, as in slime's own function, and that is said."""
+    adapter: Any = HOSTS[host][0]
+    args = namespace(host, **hooked(host), **SHIPPED)
+    assert adapter.check(args) is not None
+    text = described(host, **hooked(host), **SHIPPED)
+    assert "batch normalisation over: each micro-batch, unless --custom-megatron-before-train-step" in text
+    run = RayAdapter(adapter.ADAPTER.host).run
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        assert [run.factor(adapter.settings(args)) for _ in range(3)] == [None] * 3
+    (record,) = caplog.records
+    assert f"set --custom-megatron-before-train-step-hook-path mismatch_plugin.hooks.{host}" in record.getMessage()
+    step = namespace(host, **hooked(host), **SHIPPED, tis_batch_normalize_scope="step")
+    with pytest.raises(ValueError, match=r"before_train_step and --rollout-data-postprocess-path .* or choose --tis-b"):
+        run.factor(adapter.settings(step))
+
+
+def test_yaml_with_our_own_keys_is_read_as_flags():
+    keys = {
+        "use_tis": True,
+        "tis_level": "sequence",
+        "mismatch_preset": "token_icepop",
+        "rollout_log_prob_policy": "neutral",
+    }
+    config = slime.settings(namespace(**hooked("slime"), **keys))
+    assert (config.tis.mode, config.tis.level, config.rollout_log_prob_policy) == ("mask", "sequence", "neutral")
+
+
+def test_flags_registered_in_the_host_s_parser_are_read():
+    """As slime does it: a plugin's arguments first, then its own."""
+    parser = argparse.ArgumentParser()
+    reserved = {"--use-rollout-logprobs": "use_rollout_logprobs", "--use-tis": "use_tis"}
+    mp.add_arguments(parser, reserved=reserved)
+    for flag in reserved:
+        parser.add_argument(flag, action="store_true", default=False)
+    typed = parser.parse_args(["--use-rollout-log-probs", "--use-tis", "--tis-level=sequence", "--tis-upper-bound=3"])
+    args = namespace(**{**vars(typed), **custom("slime")})
+    config = slime.settings(args)
+    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (3, "sequence", 3.0)
+
+
+def test_reading_twice_gives_one_configuration_and_changed_arguments_another():
+    args = namespace(**hooked("slime"), **ours(2))
+    adapter = RayAdapter(slime.ADAPTER.host)
+    assert adapter.config(args) is adapter.config(args)
+    before = adapter.config(args)
+    args.eps_clip_high = 0.28
+    assert adapter.config(args).ppo.eps_clip_high == 0.28 != before.ppo.eps_clip_high
+
+
+# The start-up block ---------------------------------------------------------------------------------------------------
+
+
+def described(host: str = "slime", **changes: Any) -> str:
+    adapter: Any = HOSTS[host][0]
+    args = namespace(host, **changes)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MismatchWarning)
+        return "\n".join(adapter.describe(adapter.settings(args), args))
+
+
+def test_the_block_says_what_runs_and_who_divides(host: str):
+    module = f"mismatch_plugin.hooks.{host}"
+    tis = {"level": "sequence", "batch_normalize": True}
+    hooks = {
+        "custom_megatron_before_train_step_hook_path": f"{module}.before_train_step",
+        "rollout_data_postprocess_path": f"{module}.rollout_data_postprocess",
+    }
+    text = described(host, **custom(host), **ours(3, tis), **hooks)
+    assert "algorithm 3: REINFORCE + IS" in text
+    assert f"through: {module}.policy_loss" in text
+    assert f"normaliser: {host}'s, each rollout's tokens of the original masks" in text
+    assert "gradients are divided by the mean weight at its end" in text
+    assert "old log-probs pass: skipped" in text
+    assert "step metrics: none" not in text
+    text = described(host, **hooked(host), **ours(2, tis), **hooks)
+    assert ("its mean weight is known before it" in text) == (host == "slime")
+    text = described(host, **hooked(host), **ours(2, tis), calculate_per_token_loss=True)
+    assert f"through: {host}'s policy_loss with {module}.tis_function" in text
+    assert f"normaliser: {host}'s, the step's tokens of the original masks" in text
+    assert "over: each micro-batch, unless --custom-megatron-before-train-step-hook-path runs" in text
+    assert "old log-probs pass: runs" in text
+    assert "step metrics: none" in text
+
+
+def test_the_block_says_what_a_custom_reducer_gets(host: str):
+    reducer = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
+    text = described(host, **hooked(host), **ours(0, rs={"veto_threshold": 1e-4}), **reducer)
+    assert "normaliser: that of mine.reducer, which gets the masks without what is rejected" in text
+    assert "entropy and KL terms: over what is not rejected" in text
+    text = described(host, **hooked(host), **ours(2), **reducer)
+    assert "normaliser: that of mine.reducer, which gets the original masks" in text
+    assert "entropy and KL terms: over the original masks" in text
+
+
+def test_the_block_names_what_has_no_effect():
+    assert "note: ppo.eps_clip_high 0.28 changes nothing" in described(
+        **custom("slime"), **ours(3, {"level": "sequence"}), eps_clip_high=0.28
+    )
+
+
+def test_every_process_checks_and_the_first_one_speaks(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, logger="mismatch_plugin"):
+        slime.init(namespace(**hooked("slime"), **ours(2)))
+        assert "algorithm 2: decoupled PPO" in caplog.text
+        caplog.clear()
+        slime.init(namespace(**hooked("slime"), **ours(2), rank=1))
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_importing_an_adapter_imports_neither_its_host_nor_megatron(name: str):
+    heavy = ["slime", "miles", "megatron", "ray", "sglang", "transformers", "httpx"]
+    code = f"import sys, mismatch_plugin.hooks.{name}; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_hooks_are_functions_a_path_can_name():
+    adapters: tuple[ModuleType, ...] = (slime, miles)
+    for adapter in adapters:
+        for name in ("tis_function", "policy_loss", "rollout_data_postprocess", "before_train_step", "init"):
+            assert callable(getattr(adapter, name))

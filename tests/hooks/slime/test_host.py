@@ -1,0 +1,134 @@
+"""slime's adapter in slime: its own `loss_function`, from logits, with real megatron-core groups over gloo.
+
+slime is imported from $MISMATCH_HOST_SRC/slime (commit in `contracts/slime.py`), with only `ray` stubbed. Loss and
+gradients equal `policy_loss` in one process for every layout; and slime's own losses where they mean the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from mismatch_plugin.hooks import slime
+from tests.distributed.launch import launch
+from tests.hooks.contracts.slime_cases import BOUNDS, LEVELS, MODES, TERMS, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same
+from tests.hooks.contracts.slime_live import run_host
+from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
+from tests.hooks.contracts.slime_source import host_root
+from tests.hooks.contracts.slime_worker import Case, Outcome
+
+_BATCH_NORMALISED = weights("sequence", "clip", batch_normalize=True)
+CASES: dict[str, dict[str, Any]] = {
+    **{name: {"changes": changes} for name, changes in product("slime").items()},
+    "rollouts of two samples": {
+        "changes": {**custom("slime"), **ours(2, weights("sequence", "mask")), **TERMS},
+        "shared": True,
+    },
+    "no old log-probs, normalised": {"changes": {**hooked("slime"), **ours(2, _BATCH_NORMALISED)}, "old": False},
+    "contiguous context, 3": {
+        "changes": {**custom("slime"), **ours(3, weights("sequence", "truncate")), "allgather_cp": True},
+    },
+    "contiguous context, 2": {
+        "changes": {**hooked("slime"), **ours(2, weights("geometric", "mask")), "allgather_cp": True},
+    },
+    "recomputed loss": {
+        "changes": {**custom("slime"), **ours(3, weights("sequence", "clip")), "recompute_loss_function": True},
+    },
+}
+
+
+def cases_of(layout: str) -> list[Case]:
+    root, (tp, cp, _) = str(host_root("slime")), HOST_LAYOUTS[layout]
+    return [Case("slime", tp, cp, **case, root=root) for case in CASES.values()]
+
+
+@cache
+def in_slime(layout: str) -> list[list[list[Outcome]]]:
+    return launch(run_host, cases_of(layout), HOST_LAYOUTS[layout][2], timeout=120.0)
+
+
+@pytest.mark.parametrize("layout", HOST_LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_slime_s_loss_function_equals_one_process(layout: str, name: str):
+    number = list(CASES).index(name)
+    compare(in_slime(layout)[number], cases_of(layout)[number], slime, by_logits=True)
+
+
+# Against slime's own losses -------------------------------------------------------------------------------------------
+
+_MIS = "slime_mis.compute_mis_weights_with_cp"
+_OWN = "slime.backends.megatron_utils.loss"
+
+
+def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """(ours, slime's own) that mean the same. YAML's keys are plain attributes, for both."""
+    pairs: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for name, more in {
+        "PPO": {},
+        "PPO, dual clip": {"eps_clip_c": 1.05, "eps_clip": 0.1, "eps_clip_high": 0.15},
+        "PPO, top-p": {"rollout_top_p": 0.9},
+        "PPO, per token": {"calculate_per_token_loss": True},
+        **{f"PPO, {kind}": {**TERMS, "kl_loss_type": kind} for kind in ("k1", "k2", "k3", "low_var_kl")},
+    }.items():
+        pairs[name] = ({**custom("slime"), **more}, more)
+        pairs[f"bypass {name}"] = (
+            {**custom("slime"), "use_rollout_logprobs": True, **more},
+            {"use_rollout_logprobs": True, **more},
+        )
+    for name, clip in {"": {}, ", both bounds": {"tis_clip": 1.3, "tis_clip_low": 0.8}}.items():
+        own = {"use_tis": True, **clip, **TERMS}
+        pairs[f"built-in TIS{name}"] = ({**hooked("slime"), **own}, own)
+        pairs[f"built-in TIS, whole loss{name}"] = ({**custom("slime"), **own}, own)
+    icepop = {"use_tis": True, "tis_clip": 1.3, "tis_clip_low": 0.8}
+    pairs["IcePop"] = (
+        {**hooked("slime"), **icepop, "tis_mode": "mask", "mismatch_preset": None},
+        {**icepop, "custom_tis_function_path": f"{_OWN}.icepop_function"},
+    )
+    for level in LEVELS:
+        lower, upper = BOUNDS[level]
+        for mode in MODES:
+            mis = {
+                "use_tis": True,
+                "tis_level": level,
+                "tis_mode": mode,
+                "tis_lower_bound": lower,
+                "tis_upper_bound": upper,
+                "tis_batch_normalize": False,
+                "use_rs": False,
+                "rs_level": "token",
+                "rs_lower_bound": None,
+                "rs_upper_bound": None,
+                "rs_veto_threshold": None,
+            }
+            rejecting = {**mis, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.12}
+            for name, keys in {"": mis, " + rejection + veto": {**rejecting, "rs_veto_threshold": 0.3}}.items():
+                theirs = {**keys, "custom_tis_function_path": _MIS}
+                pairs[f"mis.py {level} {mode}{name}"] = ({**keys, **hooked("slime")}, theirs)
+    for mode in MODES:
+        # A reducer that counts the masks it is given, entropy and KL over the same masks.
+        name = f"mis.py token {mode} + rejection + veto"
+        own = {**pairs[name][1], **TERMS, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+        pairs[f"{name}, reducer"] = ({**own, **hooked("slime")}, own)
+    return pairs
+
+
+PAIRS = _pairs()
+
+
+@cache
+def both(layout: str) -> list[list[list[Outcome]]]:
+    root, (tp, cp, processes) = str(host_root("slime")), HOST_LAYOUTS[layout]
+    cases = [Case("slime", tp, cp, side, hooks=False, root=root) for pair in PAIRS.values() for side in pair]
+    return launch(run_host, cases, processes, timeout=120.0)
+
+
+@pytest.mark.parametrize("layout", ["one", "tp2 cp2"])
+@pytest.mark.parametrize("name", PAIRS)
+def test_slime_s_own_loss_means_the_same(layout: str, name: str):
+    number = 2 * list(PAIRS).index(name)
+    mine, theirs = both(layout)[number : number + 2]
+    # With mis.py slime averages its metrics over the masks that are left.
+    same(mine, theirs, "all" if name.startswith("mis.py") else "")

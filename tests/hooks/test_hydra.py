@@ -1,0 +1,289 @@
+"""verl and NeMo-RL under the launcher: our flags as overrides of their configuration trees."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mismatch_plugin.hooks.base import Plan
+from mismatch_plugin.hooks.hydra import put, read_overrides, text
+from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
+from mismatch_plugin.hooks.verl import config as verl_settings
+from mismatch_plugin.hooks.verl import launch as verl
+from mismatch_plugin.launch.__main__ import prepare
+from tests.hooks.contracts.launch_trees import launch
+
+_RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+_LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
+
+
+def _script(folder: Path, host: str) -> Path:
+    path = folder / "tree" / "main.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(
+        f"import sys\n\nif __name__ == '__main__':\n    print(sys.argv)\n\n\ndef unused():\n    import {host}\n"
+    )
+    return path
+
+
+def _verl(folder: Path, line: str) -> Plan:
+    return prepare([str(_script(folder, "verl.trainer")), *line.split()])[3]
+
+
+def _tree(plan: Plan) -> dict[str, Any]:
+    """What Hydra would make of the line, with the interpolation resolved."""
+    tree: dict[str, Any] = {
+        "algorithm": {"rollout_correction": {}},
+        "actor_rollout_ref": {"actor": {"clip_ratio": 0.2}},
+    }
+    for name, value in read_overrides(plan.argv).items():
+        put(tree, name, value)
+    policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
+    assert policy_loss["rollout_correction"] == "${algorithm.rollout_correction}"
+    policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
+    return tree
+
+
+# verl -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "level", "upper"),
+    [
+        ("--use-rollout-log-probs --use-tis", "token", 2.0),
+        ("--use-rollout-log-probs --use-tis --tis-upper-bound 3", "token", 3.0),
+        ("--use-rollout-log-probs --use-tis --tis-level none", "none", 2.0),
+        ("--use-tis", "token", 2.0),
+    ],
+)
+def test_a_level_that_is_not_given_is_the_default(line: str, level: str, upper: float, tmp_path: Path) -> None:
+    """verl's own REINFORCE has no weights unless a level is named; the flags mean weights."""
+    config = verl_settings.settings(_tree(_verl(tmp_path, line)))
+    assert config is not None
+    assert (config.use_tis, config.tis.level, config.tis.upper_bound) == (True, level, upper)
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm", "bypass", "loss_type"),
+    [
+        ("--rs-criterion sequence_max:k2:0.5", 0, False, "ppo_clip"),
+        ("--use-rollout-log-probs", 1, True, "ppo_clip"),
+        ("--use-tis --tis-level geometric --tis-mode clip --tis-lower-bound 0", 2, False, "ppo_clip"),
+        ("--use-rollout-log-probs --use-tis --tis-level sequence", 3, True, "reinforce"),
+        ("--mismatch-preset decoupled_geo_rs", 0, False, "ppo_clip"),
+    ],
+)
+def test_flags_become_verl_s_switches_and_our_block(
+    line: str, algorithm: int, bypass: bool, loss_type: str, tmp_path: Path
+) -> None:
+    plan = _verl(tmp_path, f"trainer.nnodes=1 {line}")
+    tree = _tree(plan)
+    correction = tree["algorithm"]["rollout_correction"]
+    assert (correction["bypass_mode"], correction["loss_type"]) == (bypass, loss_type)
+    config = verl_settings.check_tree(tree)
+    assert config is not None
+    assert config.algorithm == algorithm
+    assert f"algorithm {algorithm}" in plan.lines[0]
+    assert tree["trainer"] == {"nnodes": 1}
+    if "geometric" in line:
+        assert (config.tis.level, config.tis.mode, config.tis.lower_bound) == ("geometric", "clip", 0.0)
+
+
+def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
+    plan = _verl(tmp_path, f"{_RC}.bypass_mode=true {_RC}.loss_type=reinforce --use-rollout-log-probs --use-tis")
+    assert not any(token.startswith((f"{_RC}.bypass_mode", f"{_RC}.loss_type")) for token in plan.added)
+    assert verl_settings.check_tree(_tree(plan)) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            f"{_RC}.bypass_mode=true --use-tis",
+            "bypass_mode=true contradicts algorithm 2 of the plugin's flags, which mak",
+        ),
+        ("actor_rollout_ref.rollout.calculate_log_probs=false --use-tis", "calculate_log_probs=false contradicts"),
+        (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis is on the line next to the plugin's flags"),
+        ("--use-tis --mismatch-entropy-coef 0.1", "terms.entropy_coef is verl's to set"),
+        ("--use-tis --mismatch-eps-clip-low 0.1", "ppo.eps_clip_low 0.1 contradicts .*clip_ratio"),
+        ("--use-tis --tis-levle token", "did you mean --tis-level"),
+    ],
+)
+def test_verl_s_own_settings_win_or_stop(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _verl(tmp_path, line)
+
+
+@pytest.mark.parametrize("line", ["trainer.nnodes=1", f"{_RC}.rollout_is=token {_LOSS_MODE}=gspo"])
+def test_verl_without_our_flags_is_untouched(line: str, tmp_path: Path) -> None:
+    plan = _verl(tmp_path, line)
+    assert plan.added == () and plan.argv == tuple(line.split())
+    # Its YAML files, which Hydra reads later, may hold settings of ours.
+    assert "Settings in verl's YAML files, if any, are checked and printed when verl reads them" in plan.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm", "level"),
+    [
+        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.tis.level=geometric", 2, "geometric"),
+        (f"{_RC}={{bypass_mode:true,mismatch:{{metrics:full}}}}", 1, "token"),
+        (f"{_RC}.bypass_mode=true {_RC}.loss_type=reinforce +{_RC}.mismatch.tis.level=sequence", 3, "sequence"),
+    ],
+)
+def test_settings_on_verl_s_line_get_the_loss_that_they_need(
+    line: str, algorithm: int, level: str, tmp_path: Path
+) -> None:
+    plan = _verl(tmp_path, line)
+    assert plan.added == (f"{_LOSS_MODE}=mismatch", f"+{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}")
+    assert f"loss in the workers: the plugin's; loss_mode mismatch is algorithm {algorithm} here" in plan.lines
+    config = verl_settings.check_tree(_tree(plan))
+    assert config is not None and (config.algorithm, config.tis.level) == (algorithm, level)
+
+
+@pytest.mark.parametrize("more", ["", f" +{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}"])
+def test_the_loss_by_itself_is_described_as_what_verl_s_own_keys_make_of_it(more: str, tmp_path: Path) -> None:
+    bypass = _verl(tmp_path, f"{_RC}.bypass_mode=true {_RC}.rollout_rs=token {_LOSS_MODE}=mismatch{more}")
+    assert bypass.lines[0] == "algorithm 1: bypass PPO"
+    assert bypass.added == (() if more else (f"+{_ACTOR}.policy_loss.rollout_correction=${{{_RC}}}",))
+    assert "weights and rejection are made in the workers' loss, micro-batch by micro-batch" in bypass.lines
+    decoupled = _verl(tmp_path, f"{_RC}.rollout_is=token {_LOSS_MODE}=mismatch{more}")
+    assert decoupled.lines[0] == "algorithm 2: decoupled PPO"
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own") for line in decoupled.lines)
+    assert not any("invalid rollout log-probs" in line for line in decoupled.lines)  # verl looks at none
+
+
+def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) -> None:
+    plan = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo")
+    assert plan.added == ()
+    assert (
+        f"loss in the workers: verl's own gspo, with the driver's weights and mask; for the plugin's add "
+        f"{_LOSS_MODE}=mismatch and +{_ACTOR}.policy_loss.rollout_correction='${{{_RC}}}'"
+    ) in plan.lines
+    with pytest.raises(ValueError, match=f"needs our loss in the workers: add {_LOSS_MODE}=mismatch and"):
+        _verl(tmp_path, f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo")
+
+
+def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = SimpleNamespace(name="mismatch_plugin")
+    monkeypatch.setattr(verl, "entry_points", lambda group: [here] if group == "verl.plugins" else [])
+    verl.refuse_unregistered()
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
+    with pytest.raises(ValueError, match="VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading"):
+        verl.refuse_unregistered()
+    monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other,mismatch_plugin")
+    verl.refuse_unregistered()
+    monkeypatch.setattr(verl, "entry_points", lambda group: [])
+    with pytest.raises(ValueError, match="pip install it"):
+        verl.refuse_unregistered()
+
+
+def test_the_package_declares_the_entry_point() -> None:
+    """In its own metadata, where it is installed, or in pyproject.toml."""
+    text_of = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '[project.entry-points."verl.plugins"]\nmismatch_plugin = "mismatch_plugin.hooks.verl_plugin"' in text_of
+    found = importlib.metadata.entry_points(group="verl.plugins")
+    assert all(entry.value == "mismatch_plugin.hooks.verl_plugin" for entry in found if entry.name == "mismatch_plugin")
+
+
+# NeMo-RL --------------------------------------------------------------------------------------------------------------
+
+
+def _nemo(folder: Path, line: str, yaml: str = "loss_fn: {ratio_clip_min: 0.2}\n") -> Plan:
+    script = _script(folder, "nemo_rl.algorithms.grpo")
+    (folder / "base.yaml").write_text("loss_fn: {token_level_loss: false, ratio_clip_max: 0.3}\n")
+    (folder / "grpo.yaml").write_text(f"defaults: base.yaml\n{yaml}")
+    return prepare([str(script), "--config", str(folder / "grpo.yaml"), *line.split()])[3]
+
+
+@pytest.mark.parametrize(
+    ("line", "algorithm"),
+    [
+        ("--use-tis --tis-level sequence --tis-upper-bound 3", 2),
+        ("--use-rollout-log-probs", 1),
+        ("--use-rollout-log-probs --use-tis --tis-level geometric", 3),
+    ],
+)
+def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: Path) -> None:
+    plan = _nemo(tmp_path, f"grpo.num_prompts_per_step=8 {line}")
+    section: dict[str, Any] = {"token_level_loss": False, "ratio_clip_min": 0.2, "ratio_clip_max": 0.3}
+    for name, value in read_overrides(plan.argv).items():
+        if name.startswith("loss_fn."):
+            put(section, name.removeprefix("loss_fn."), value)
+    config = nemo_rl_settings.settings({"loss_fn": section})
+    assert (config.algorithm, config.aggregation) == (algorithm, "seq-mean-token-mean")
+    assert f"algorithm {algorithm}" in plan.lines[0]
+    assert "global sequences" in "\n".join(plan.lines)
+    if algorithm != 3:
+        assert config.ppo.eps_clip_high == 0.3
+
+
+@pytest.mark.parametrize(
+    ("line", "yaml", "message"),
+    [
+        ("--use-tis", "loss_fn: {mismatch: {use_tis: true}}\n", "is set next to the plugin's flags"),
+        ("--use-tis loss_fn.use_cispo=true", "loss_fn: {}\n", "use_cispo True makes another loss"),
+        ("--use-tis --mismatch-eps-clip-low 0.1", "loss_fn: {}\n", "eps_clip_low 0.1 contradicts NeMo-RL's loss_fn"),
+    ],
+)
+def test_nemo_rl_s_own_settings_win_or_stop(line: str, yaml: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _nemo(tmp_path, line, yaml)
+
+
+def test_a_nemo_rl_configuration_that_never_ends_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"grpo\.yaml is not valid YAML or JSON: .* an alias \(\*\) holds itself"):
+        _nemo(tmp_path, "--use-tis", "loss_fn: &a {mismatch: *a}\n")
+    script = _script(tmp_path, "nemo_rl.algorithms.grpo")
+    (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
+    (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
+    with pytest.raises(ValueError, match=r"a\.yaml is among its own defaults: take it out"):
+        prepare([str(script), "--config", str(tmp_path / "a.yaml"), "--use-tis"])
+
+
+def test_a_configuration_that_is_missing(tmp_path: Path) -> None:
+    script = _script(tmp_path, "nemo_rl")
+    with pytest.raises(ValueError, match=r"grpo_math_1B\.yaml does not exist: give --config FILE"):
+        prepare([str(script), "--use-tis"])
+
+
+def test_setup_is_wrapped_before_the_script_takes_it(tmp_path: Path) -> None:
+    """A stand-in for nemo_rl whose setup returns a loss; the script prints the loss it got."""
+    tree = tmp_path / "tree"
+    (tree / "nemo_rl" / "algorithms").mkdir(parents=True)
+    for folder in (tree / "nemo_rl", tree / "nemo_rl" / "algorithms"):
+        (folder / "__init__.py").write_text("")
+    (tree / "nemo_rl" / "algorithms" / "grpo.py").write_text(
+        "class Loss:\n    input_type = loss_type = None\n\n\ndef setup(config):\n    return ('policy', Loss())\n"
+    )
+    script = tree / "run.py"
+    script.write_text(
+        "import sys, yaml\nfrom nemo_rl.algorithms.grpo import setup\n"
+        "print(sys.argv[3:])\n"
+        "config = {'loss_fn': {'mismatch': yaml.safe_load(sys.argv[-1].split('=', 1)[1])}}\n"
+        "print('GIVEN ' + '[\"%s\"]' % type(setup(config)[1]).__name__)\n"
+    )
+    (tree / "grpo.yaml").write_text("loss_fn: {}\n")
+    done = launch(script, f"--config {tree / 'grpo.yaml'} --use-tis")
+    assert done.given == ["MismatchLoss"], done.errors
+    assert "+loss_fn.mismatch={use_tis: true}" in done.printed
+
+
+# Hydra's grammar ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", ["+a.b={c:true,d:{e:x}}", "++a.b={c: true, d: {e: x}}"])
+def test_overrides_are_read_with_and_without_spaces(token: str) -> None:
+    assert read_overrides([token, "--config-name=x", "positional"]) == {"a.b": {"c": True, "d": {"e": "x"}}}
+
+
+def test_values_are_written_as_hydra_reads_them() -> None:
+    value = {"a": True, "b": [1e-05, math.inf], "c": {"d": None, "e": "two words", "f": "it's", "g": "geometric"}}
+    written = text(value)
+    assert written == "{a: true,b: [1e-05,inf],c: {d: null,e: 'two words',f: 'it\\'s',g: geometric}}"
+    parser = pytest.importorskip("hydra.core.override_parser.overrides_parser", reason="hydra is not installed here")
+    assert parser.OverridesParser.create().parse_override(f"+x={written}").value() == value

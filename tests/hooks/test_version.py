@@ -1,0 +1,203 @@
+"""The start-up block names the host's version, and says where it is not the one that the tests ran with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mismatch_plugin import patching
+from mismatch_plugin.hooks import megatron_rl
+from mismatch_plugin.hooks.version import HostVersion, compared, find_root, read_version, recorded_version, version_line
+from mismatch_plugin.launch.__main__ import prepare
+from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
+
+HOSTS = ("slime", "miles", "megatron-lm", "nemo-rl", "verl")
+_FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
+_SHA, _OTHER = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"
+_DECLARED: dict[str, tuple[str, str]] = {
+    "slime": ("setup.py", 'from setuptools import setup\n\nsetup(\n    name="slime",\n    version="0.3.0",\n)\n'),
+    "miles": ("setup.py", "setup(name='miles', version = '0.3.0')\n"),
+    "megatron-lm": ("megatron/core/package_info.py", "MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ''\n"),
+    "nemo-rl": ("nemo_rl/package_info.py", 'MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ""\n'),
+    "verl": ("verl/version/version", "0.3.0\n"),
+}
+_INSIDE = {
+    "slime": "slime/utils",
+    "miles": "miles/utils",
+    "megatron-lm": "megatron/rl",
+    "nemo-rl": "nemo_rl/algorithms",
+    "verl": "verl/trainer",
+}
+
+
+def _tree(root: Path, host: str) -> Path:
+    file, text = _DECLARED[host]
+    (root / _INSIDE[host]).mkdir(parents=True)
+    (root / file).parent.mkdir(parents=True, exist_ok=True)
+    (root / file).write_text(text)
+    return root
+
+
+def _loose(root: Path) -> None:
+    (root / ".git" / "refs" / "heads").mkdir(parents=True)
+    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (root / ".git" / "refs" / "heads" / "main").write_text(f"{_SHA}\n")
+
+
+def _packed(root: Path) -> None:
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+    (root / ".git" / "packed-refs").write_text(f"# pack-refs\n{_OTHER} refs/heads/mainline\n{_SHA} refs/heads/main\n")
+
+
+def _detached(root: Path) -> None:
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text(f"{_SHA}\n")
+
+
+def _work_tree(root: Path) -> None:
+    home = root.parent / "home" / "worktrees" / "one"
+    home.mkdir(parents=True)
+    (root / ".git").write_text(f"gitdir: {home}\n")
+    (home / "HEAD").write_text("ref: refs/heads/side\n")
+    (home / "commondir").write_text("../..\n")
+    side = root.parent / "home" / "refs" / "heads" / "side"
+    side.parent.mkdir(parents=True)
+    side.write_text(f"{_SHA}\n")
+
+
+def _unborn(root: Path) -> None:
+    (root / ".git").mkdir()
+    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_version_that_a_tree_declares(host: str, tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", host)
+    assert find_root(host, [tmp_path, root]) == root
+    found = read_version(host, root)
+    assert (found.version, found.commit) == ("0.3.0", None)
+    assert set(found.odd_files) == ({patch.file for patch in _patches(host)})  # none of them is there
+
+
+@pytest.mark.parametrize("kind", [_loose, _packed, _detached, _work_tree])
+def test_the_commit_of_a_checkout(kind: Callable[[Path], None], tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "verl")
+    kind(root)
+    assert str(read_version("verl", root)) == f"0.3.0 at {_SHA[:10]}"
+
+
+@pytest.mark.parametrize("text", ["", "no version", "version = 3\n", "\x00"])
+def test_a_version_that_cannot_be_read_is_unknown(text: str, tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "slime")
+    (root / "setup.py").write_text(text)
+    _unborn(root)
+    assert str(read_version("slime", root)) == "of unknown version"
+
+
+def test_git_itself_says_the_same(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "verl")
+    name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null")
+    for command in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "one"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    for command in (["pack-refs", "--all"], ["worktree", "add", "-q", "-b", "two", str(tmp_path / "side")]):
+        said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
+        assert read_version("verl", root).commit == said.strip()
+        subprocess.run(["git", *command], cwd=root, check=True)
+    assert read_version("verl", tmp_path / "side").commit == read_version("verl", root).commit
+
+
+_TESTED = HostVersion("0.3.1", _SHA)
+
+
+@pytest.mark.parametrize(
+    ("found", "tested", "said"),
+    [
+        (HostVersion("0.3.1", _SHA), _TESTED, "0.3.1 at 0123456789, the tested version"),
+        (HostVersion("0.3.1", None), _TESTED, "0.3.1, the tested version"),  # installed from a wheel, files as recorded
+        (
+            HostVersion("0.3.1", _SHA, ("a.py",)),
+            _TESTED,
+            "0.3.1 at 0123456789, the tested version, with changes of its own in a.py",
+        ),
+        (
+            HostVersion("0.3.0", _OTHER, ("a.py", "b.py")),
+            _TESTED,
+            "0.3.0 at fedcba9876 is not the tested version, 0.3.1 at 0123456789; other than there: a.py, b.py. Use",
+        ),
+        # The same number by name only: the commit, or the files, are others.
+        (HostVersion("0.3.1", _OTHER), _TESTED, "0.3.1 at fedcba9876 is not the tested version, 0.3.1 at 0123456789. "),
+        (HostVersion("0.3.1", None, ("a.py",)), _TESTED, "0.3.1 is not the tested version, 0.3.1 at 0123456789; other"),
+        (HostVersion(None, None), _TESTED, "of unknown version is not the tested version"),
+        (HostVersion("0.9.1", _OTHER), HostVersion("0.9.1", None), "0.9.1 at fedcba9876, the tested version"),
+        (HostVersion("0.9.2", None), HostVersion("0.9.1", None), "0.9.2 is not the tested version, 0.9.1. Use that"),
+    ],
+)
+def test_what_is_said(found: HostVersion, tested: HostVersion, said: str) -> None:
+    line = compared(found, tested)
+    assert line.startswith(said) and ("Use that one, or look at" in line) == ("is not the tested" in line)
+
+
+def _patches(host: str) -> list[patching.Patch]:
+    return [] if host == "verl" else patching.patches_of(host, optional=True)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_tested_commit_is_that_of_the_patches(host: str) -> None:
+    assert {patch.commit for patch in _patches(host)} <= {recorded_version(host).commit}
+    manifest: dict[str, Any] = json.loads((patching.folder() / "manifest.json").read_text(encoding="utf-8"))
+    assert {entry["repository"] for entry in manifest["patches"] if entry["host"] == host} <= {
+        manifest["tested"][host]["repository"]
+    }
+
+
+@pytest.mark.parametrize("host", ["slime", "miles", "megatron-lm"])
+def test_the_launcher_s_block_says_it(host: str, tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    script = megatron_tree(tree) if host == "megatron-lm" else ray_tree(tree, host)
+    _loose(tree)
+    _, _, _, plan = prepare([str(script), "--use-tis"])
+    tested = recorded_version(host)
+    version = "0.20.0" if host == "megatron-lm" else "of unknown version"
+    assert plan.lines[-1].startswith(
+        f"host: {host} {version} at {_SHA[:10]} is not the tested version, {tested}; other"
+    )
+    _, _, _, untouched = prepare([str(script)])
+    assert not any(line.startswith("host: ") for line in untouched.lines)
+
+
+def test_the_block_of_a_patched_megatron_says_it(capsys: pytest.CaptureFixture[str]) -> None:
+    megatron_rl.start(Namespace(use_tis=True, rl_inference_logprobs_is_correction=True))
+    assert "\n  host: megatron-lm " in capsys.readouterr().out
+
+
+def test_a_host_that_is_not_here(tmp_path: Path) -> None:
+    if find_root("nemo-rl") is None:
+        said = f"host: nemo-rl is not found here; the plugin was tested with {recorded_version('nemo-rl')}"
+        assert version_line("nemo-rl", [tmp_path]) == said
+
+
+def test_no_host_is_imported(tmp_path: Path) -> None:
+    root = _tree(tmp_path / "tree", "slime")
+    (root / "slime" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    code = "from mismatch_plugin.hooks.version import version_line; print(version_line('slime'))"
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parents[2]}"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.stdout.startswith("host: slime 0.3.0 is not the tested version"), done.stderr
+
+
+@pytest.mark.parametrize("host", _FOLDERS)
+def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(host: str) -> None:
+    root = Path(os.environ.get("MISMATCH_HOST_SRC") or "", _FOLDERS[host])
+    if "MISMATCH_HOST_SRC" not in os.environ or not (root / ".git").exists():
+        pytest.skip("NOT RUN (host source absent)")
+    found, tested = read_version(host, root), recorded_version(host)
+    assert (found.version, found.commit) == (tested.version, tested.commit)

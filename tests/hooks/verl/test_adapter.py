@@ -1,0 +1,427 @@
+"""The adapter for verl without verl: its settings, its refusals, the padded layout. `make test-verl` runs it live."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import re
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from examples.benchmarks.counting import count
+from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
+from mismatch_plugin.hooks.verl.config import check_tree
+from mismatch_plugin.hooks.verl.driver import correct_rollout_batch, pack_trained
+from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
+from tests.hooks.contracts import verl as contract
+
+DEFAULTS: dict[str, Any] = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+    "bypass_mode": False,
+    "loss_type": "ppo_clip",
+}
+REINFORCE = {"bypass_mode": True, "loss_type": "reinforce"}
+MASK = torch.tensor([[1, 1, 0, 1, 0, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+
+
+def block(mismatch: dict[str, Any] | None = None, **correction: Any) -> dict[str, Any]:
+    """A rollout_correction block as verl's YAML file gives it, with ours in it."""
+    return {**DEFAULTS, **correction} | ({} if mismatch is None else {"mismatch": mismatch})
+
+
+def tree(correction: dict[str, Any], loss_mode: str = "vanilla", seen: Any = None, **rollout: Any) -> dict[str, Any]:
+    policy_loss = {"loss_mode": loss_mode} | ({} if seen is None else {"rollout_correction": seen})
+    actor = {"policy_loss": policy_loss, "clip_ratio": 0.2, "clip_ratio_c": 3.0, "loss_agg_mode": "token-mean"}
+    return {
+        "algorithm": {"rollout_correction": correction},
+        "actor_rollout_ref": {"actor": actor, "rollout": {"calculate_log_probs": True, **rollout}},
+    }
+
+
+def padded(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(scale: float) -> torch.Tensor:
+        return scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64)
+
+    rollout = -noise(1.0).abs() - 0.05
+    data = {"rollout": rollout, "current": rollout + noise(0.4), "advantages": noise(1.0)}
+    # Whatever stands under the mask must not matter.
+    return {name: value.masked_fill(MASK == 0, torch.nan) for name, value in data.items()}
+
+
+# Settings -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("correction", "algorithm", "level", "mode"),
+    [
+        (block(), 0, "token", "truncate"),
+        (block(rollout_is="sequence"), 2, "sequence", "truncate"),
+        (block(rollout_is="token", rollout_is_threshold="0.5_5.0"), 2, "token", "mask"),
+        (block(bypass_mode=True), 1, "token", "truncate"),
+        (block(**REINFORCE), 3, "none", "truncate"),
+        (block(rollout_is="sequence", **REINFORCE), 3, "sequence", "truncate"),
+        (block({"use_tis": True, "tis": {"level": "geometric", "mode": "clip"}}), 2, "geometric", "clip"),
+        (block({"tis": {"level": "geometric", "mode": "mask"}}, **REINFORCE), 3, "geometric", "mask"),
+        (block({"tis": {"mode": "clip"}}, rollout_is="sequence"), 2, "sequence", "clip"),
+        (block({"preset": "pg_is"}, **REINFORCE), 3, "sequence", "truncate"),
+        (block({"preset": "seq_mis"}), 2, "sequence", "truncate"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_verls_keys_and_ours_make_one_configuration(
+    correction: dict[str, Any], algorithm: int, level: str, mode: str
+) -> None:
+    config = settings(correction)
+    assert (config.algorithm, config.tis.level, config.tis.mode) == (algorithm, level, mode)
+
+
+def test_settings_that_verl_has_no_name_for() -> None:
+    ours = {
+        "tis": {"mode": "clip", "lower_bound": 0.3},
+        "rs": {"criteria": ["sequence_max:k2:0.5"], "veto_threshold": 1e-4},
+        "denominator": "original",
+        "rollout_log_prob_policy": "neutral",
+        "metrics": "full",
+    }
+    config = settings(block(ours, rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="0.5_2.0"))
+    assert (config.tis.lower, config.tis.upper, config.rs.veto_threshold) == (0.3, 2.0, 1e-4)
+    assert [criterion.name for criterion in config.criteria] == ["token_ratio", "sequence_max_k2"]  # verl's and ours
+    assert (config.denominator, config.rollout_log_prob_policy, config.metrics) == ("original", "neutral", "full")
+
+
+def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
+    driver = settings(block(rollout_is="token", rollout_is_batch_normalize=True))
+    worker = settings(block(rollout_is="sequence", rollout_is_batch_normalize=True, **REINFORCE))
+    assert (driver.tis.batch_normalize_scope, worker.tis.batch_normalize_scope) == ("rollout_batch", "micro_batch")
+
+
+@pytest.mark.parametrize(
+    ("correction", "sentence"),
+    [
+        (block({"tis": {"level": "sequence"}}, rollout_is="token"), "contradicts algorithm.rollout_correction.rollout"),
+        (block({"tis": {"mode": "clip"}}, rollout_is="token", rollout_is_threshold="0.5_5"), "rollout_is_threshold"),
+        (block({"use_tis": False}, rollout_is="token"), "rollout_is, which makes it True"),
+        (block({"use_rollout_log_probs": True}), "set algorithm.rollout_correction.bypass_mode=True"),
+        (block({"use_tis": True}, bypass_mode=True), "loss_type=reinforce"),
+        (block({"tis": {"mode": "clip"}}), "add use_tis"),
+        (block({"terms": {"entropy_coef": 0.1}}), "entropy_coeff"),
+        (block({"terms": {"kl_coef": 0.1}}), "kl_loss_coef"),
+        (block({"aggregation": "seq-mean-token-mean"}), "loss_agg_mode"),
+        (block({"report_dir": "runs"}), "trainer.logger"),
+        (block({"tis": {"moed": "clip"}}), "did you mean tis.mode"),
+        (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
+        (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
+        (block({"preset": "token_is"}, bypass_mode=True), "bypass_mode=false"),
+        (block({"preset": "token_is"}, rollout_is="token"), "is next to mismatch.preset token_is"),
+        (block({"preset": "token_iss"}), "did you mean token_is"),
+        (
+            block({"tis": {"batch_normalize_scope": "step"}}, rollout_is="token", rollout_is_batch_normalize=True),
+            "rollout_batch or auto",
+        ),
+        (
+            block(
+                {"tis": {"batch_normalize_scope": "rollout_batch"}}, rollout_is="token",
+                rollout_is_batch_normalize=True, **REINFORCE,
+            ),
+            "micro_batch or auto",
+        ),
+        (block({"denominator": "accepted", "rs": {"veto_threshold": 1e-4}}, **REINFORCE), "choose auto or original"),
+        (block({"ppo": {"eps_clip_low": 0.1}}, **REINFORCE), "changes nothing in algorithm 3"),
+        (block(rollout_is="tokens"), "did you mean token"),
+        (block("clip"), "not a mapping of settings"),  # pyright: ignore[reportArgumentType]
+    ],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_contradictions_are_refused_with_what_to_change(correction: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        settings(correction)
+
+
+def test_clip_bounds_are_the_actors_and_ours_may_not_differ() -> None:
+    correction = block({"ppo": {"eps_clip_high": 0.28}}, bypass_mode=True)
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 4.0}
+    config = settings({**actor, "policy_loss": {"rollout_correction": correction}})
+    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (0.2, 0.28, 4.0)
+    with pytest.raises(
+        ValueError, match=r"ppo.eps_clip_high 0.28 contradicts actor_rollout_ref.actor.clip_ratio\* 0.3"
+    ):
+        settings({**actor, "clip_ratio_high": 0.3, "policy_loss": {"rollout_correction": correction}})
+
+
+def test_a_mistake_is_found_before_training_starts() -> None:
+    ours = block({"metrics": "basic"}, **REINFORCE)
+    config = check_tree(tree(ours, "mismatch", ours))
+    assert config is not None and config.algorithm == 3
+    assert check_tree(tree(block(**REINFORCE))) is None  # nothing of ours: verl's own affair
+    for wrong, sentence in (
+        (tree(ours), "loss_mode=mismatch and +actor_rollout_ref.actor.policy_loss.rollout_correction="),
+        (tree(ours, "mismatch"), "is not algorithm.rollout_correction: add +actor_rollout_ref"),
+        (tree(ours, "mismatch", block()), "is not algorithm.rollout_correction"),
+        (tree(ours, "mismatch", ours, calculate_log_probs=False), "calculate_log_probs=true"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            check_tree(wrong)
+
+
+def test_the_block_says_what_runs() -> None:
+    bypass = tree(block({"metrics": "basic"}, **REINFORCE))
+    assert "old log-probs pass: skipped" in describe(settings(bypass), bypass)
+    decoupled = tree(
+        block({"denominator": "original"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
+    )
+    lines = describe(settings(decoupled), decoupled)
+    assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
+    assert "weights and rejection are made on the driver, over the rollout batch" in lines
+    # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
+    own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
+    reference = "+actor_rollout_ref.actor.policy_loss.rollout_correction='${algorithm.rollout_correction}'"
+    (said,) = [line for line in lines if line.startswith(own)]
+    assert said.endswith(f"policy_loss.loss_mode=mismatch and {reference}")
+    ours = block(rollout_is="token")
+    lines = describe(settings(ours), tree(ours, "mismatch", ours))
+    assert "loss in the workers: the plugin's; loss_mode mismatch is algorithm 2 here" in lines
+    assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("ours", "threshold", "said"),
+    [
+        ({"metrics": "basic"}, "0.5_5.0", "rollout_batch, accepted units only (verl's own: all, the rejected as 0)"),
+        (None, "0.5_5.0", "rollout_batch, the rejected as 0"),  # verl's own function makes the weights
+        ({"metrics": "basic"}, 5.0, "rollout_batch"),
+    ],
+)
+def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: Any, said: str) -> None:
+    correction = block(ours, rollout_is="token", rollout_is_threshold=threshold, rollout_is_batch_normalize=True)
+    lines = describe(settings(correction), tree(correction, "mismatch", correction))
+    assert f"batch normalisation over: {said}" in lines
+
+
+# The loss and the driver ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [1, 3])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
+def test_bypass_losses_equal_policy_loss(algorithm: int, level: str, mode: str) -> None:
+    """Padded rows with masks inside them against policy_loss on lists of the same tokens, loss and gradient."""
+    rejection = {"rs": {"criteria": ["token:k2:0.05"], "veto_threshold": 0.3}}
+    if algorithm == 1:
+        correction = block({**rejection, "ppo": {"eps_clip_low": 0.1}}, bypass_mode=True)
+    else:
+        tis = {"level": level, "mode": mode, "upper_bound": 1.1}
+        correction = block({**rejection, "tis": tis, "denominator": "original"}, **REINFORCE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mp.MismatchWarning)
+        config = settings(correction)
+    data = padded()
+    log_prob = data["current"].clone().requires_grad_()
+    losses, mask, metrics = token_loss(data["rollout"], log_prob, data["advantages"], MASK.bool(), config)
+    (losses * mask).sum().backward()
+
+    rows = [row.clone().requires_grad_() for row in data["current"]]
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK), advantages=list(data["advantages"])
+    )
+    result = mp.policy_loss(torch.cat(rows), packed, config)
+    result.loss_sum.backward()
+    torch.testing.assert_close((losses * mask).sum(), result.loss_sum, rtol=1e-12, atol=1e-12)
+    gradient = torch.stack([row.grad for row in rows if row.grad is not None])
+    assert log_prob.grad is not None and gradient.abs().sum() > 0
+    torch.testing.assert_close(log_prob.grad, gradient, rtol=1e-12, atol=1e-12)
+    assert mask.sum() == result.denominator
+    assert 0 < result.correction.keep.sum() < MASK.sum()
+    assert metrics["rollout_corr/accepted_token_fraction"] == float(result.correction.keep.sum() / MASK.sum())
+    assert not [name for name in metrics if name.endswith(("_max", "_min"))]  # verl would average them
+
+
+def test_decoupled_without_weights_from_the_driver_is_refused() -> None:
+    data = padded()
+    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
+    with pytest.raises(ValueError, match="calculate_log_probs=true"):
+        token_loss(*arguments, settings(block(rollout_is="token")))
+    losses, _, _ = token_loss(*arguments, settings(block(rollout_is="token")), torch.zeros(MASK.shape))
+    assert not losses.any()
+
+
+def test_a_log_prob_that_is_none_stops_the_loss_or_is_neutral() -> None:
+    data = padded()
+    data["rollout"][1, 3] = torch.nan
+    arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3"):
+        token_loss(*arguments, settings(block(bypass_mode=True)))
+    config = settings(block({"rollout_log_prob_policy": "neutral"}, bypass_mode=True))
+    losses, mask, metrics = token_loss(*arguments, config)
+    assert losses[1, 3] == -data["advantages"][1, 3] and mask[1, 3] == 1  # ratio 1
+    assert metrics["rollout_corr/invalid_nan"] == 1
+
+
+@pytest.mark.parametrize("denominator", ["auto", "original"])
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_a_training_log_prob_that_is_not_finite_is_dropped_without_a_trace(denominator: str) -> None:
+    data = padded()
+    data["current"][1, 3] = -torch.inf
+    log_prob = data["current"].requires_grad_()
+    ours = {"rollout_log_prob_policy": "drop-token", "denominator": denominator}
+    config = settings(block(ours, rollout_is="token", **REINFORCE))
+    losses, mask, metrics = token_loss(data["rollout"], log_prob, data["advantages"], MASK.bool(), config)
+    (gradient,) = torch.autograd.grad((losses * mask).sum(), log_prob)
+    assert torch.isfinite(losses).all() and torch.isfinite(gradient).all() and gradient[1, 3] == 0
+    assert metrics["rollout_corr/invalid_train_not_finite"] == 1 and mask[1, 3] == (denominator == "original")
+
+
+def test_verls_default_clip_bounds_give_no_note_in_reinforce() -> None:
+    actor = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = settings({**actor, "policy_loss": {"rollout_correction": block(rollout_is="sequence", **REINFORCE)}})
+    assert config.algorithm == 3
+
+
+def rollout_batch(data: dict[str, torch.Tensor]) -> Any:
+    batch = {"old_log_probs": data["current"], "rollout_log_probs": data["rollout"], "response_mask": MASK.clone()}
+    return SimpleNamespace(batch=batch)
+
+
+def test_the_driver_writes_weights_and_mask() -> None:
+    data = padded(1)
+    ours = {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.1}}
+    config = settings(block(ours))
+    batch, metrics = correct_rollout_batch(rollout_batch(data), config)
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=list(data["current"]), rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK)
+    )
+    correction = mp.correct(packed, config)
+    keep = correction.keep.view(MASK.shape)
+    assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()
+    assert torch.equal(batch.batch["rollout_is_weights"], (correction.weights * correction.keep).view(MASK.shape))
+    assert metrics == correction.statistics.metrics()
+
+
+def wide_batch(rows: int) -> Any:
+    """Rows of 30 of which about two thirds train, some of them not at all; what is padded is NaN."""
+    generator = torch.Generator().manual_seed(rows)
+    lengths = torch.randint(0, 31, (rows, 1), generator=generator)
+    mask = ((torch.arange(30) < lengths) & (torch.rand(rows, 30, generator=generator) < 0.9)).long()
+    rollout = -torch.rand(rows, 30, generator=generator, dtype=torch.float64).masked_fill(mask == 0, torch.nan)
+    old = (rollout + 0.3 * torch.randn(rows, 30, generator=generator, dtype=torch.float64)).clamp(max=0.0)
+    return SimpleNamespace(batch={"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask})
+
+
+_ON_THE_DRIVER: list[dict[str, Any]] = [
+    block({"metrics": "off"}),
+    block({"metrics": "basic"}, rollout_is="sequence", rollout_is_batch_normalize=True),
+    block({"use_tis": True, "tis": {"mode": "mask"}, "metrics": "full"}),
+    block({"rs": {"criteria": ["sequence_mean:ratio:0.95:1.05"], "veto_threshold": 0.3}, "denominator": "original"}),
+]
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_packs_real_tokens_only_and_gives_what_padded_rows_give(ours: dict[str, Any]) -> None:
+    batch, config = wide_batch(16), settings(ours)
+    data, mask = dict(batch.batch), batch.batch["response_mask"].clone()
+    packed, places = pack_trained(data)
+    assert packed.loss_mask.numel() == int(mask.sum()) < 0.6 * mask.numel() and bool(packed.loss_mask.all())
+    assert torch.equal(places, mask.flatten().nonzero().squeeze(1)) and packed.lengths == tuple(mask.sum(1).tolist())
+    rows = mp.PackedSequences.from_padded(
+        rollout_log_probs=data["rollout_log_probs"], old_log_probs=data["old_log_probs"], loss_masks=mask
+    )
+    expected = mp.correct(rows, config)
+    _, metrics = correct_rollout_batch(batch, config)
+    assert metrics == pytest.approx(expected.statistics.metrics(), rel=1e-12, abs=1e-12)
+    keep = expected.keep.view(mask.shape)
+    stays = config.denominator == "original" or not config.rejects
+    assert torch.equal(batch.batch["response_mask"], mask if stays else keep.long())
+    if "rollout_is_weights" in batch.batch:
+        weights = (expected.weights * expected.keep).view(mask.shape)
+        torch.testing.assert_close(batch.batch["rollout_is_weights"], weights, rtol=1e-12, atol=0)
+    assert ("rollout_is_weights" in batch.batch) == (config.weighted or config.denominator == "original")
+
+
+@pytest.mark.parametrize("ours", _ON_THE_DRIVER)
+def test_the_driver_syncs_at_most_once(ours: dict[str, Any]) -> None:
+    config = settings(ours)
+    correct_rollout_batch(wide_batch(4), config)  # constants are made once
+    few, many = (count(partial(correct_rollout_batch, wide_batch(rows), config)) for rows in (4, 64))
+    assert len(few.syncs) <= 1 and few.syncs == many.syncs and few.kernels == many.kernels
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"rollout_log_probs": torch.zeros(4, 5)}, "rollout_log_probs has shape (4, 5), response_mask (4, 6)"),
+        ({"response_mask": MASK * 2}, "response_mask of row 1 holds values other than 0 and 1"),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused_on_the_driver(change: dict[str, Any], sentence: str) -> None:
+    batch = rollout_batch(padded())
+    batch.batch |= change
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        correct_rollout_batch(batch, settings(block({"metrics": "basic"})))
+
+
+def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
+    data = padded()
+    data["rollout"][1, 3] = torch.nan
+    with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
+        correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
+
+
+def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK) and not batch.batch["rollout_is_weights"].any()
+    assert metrics["rollout_corr/all_rejected"] == 1.0
+
+
+def test_a_dry_run_changes_nothing_on_the_driver() -> None:
+    config = settings(block({"rs": {"criteria": ["token:k2:1e-12"]}, "dry_run": True}))
+    batch, metrics = correct_rollout_batch(rollout_batch(padded()), config)
+    assert torch.equal(batch.batch["response_mask"], MASK) and "rollout_is_weights" not in batch.batch
+    assert metrics["rollout_corr/rollout_rs_token_k2_masked_fraction"] == 1.0
+
+
+# What is recorded of verl ---------------------------------------------------------------------------------------------
+
+
+def test_the_loss_takes_what_verl_passes() -> None:
+    assert tuple(inspect.signature(mismatch_loss).parameters) == contract.LOSS_KEYWORDS
+
+
+def test_every_key_of_verls_block_is_understood() -> None:
+    fields = contract.FIELDS["verl/trainer/config/algorithm.py", "RolloutCorrectionConfig"]
+    assert set(fields) == set(DEFAULTS)
+    assert settings({name: DEFAULTS[name] for name in fields}).algorithm == 0
+
+
+def test_a_verl_that_cannot_be_registered_with_is_said_aloud(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """verl itself swallows what its entry points raise."""
+    monkeypatch.setitem(sys.modules, "verl", None)
+    with pytest.raises(ModuleNotFoundError, match="verl"):
+        importlib.import_module("mismatch_plugin.hooks.verl_plugin")
+    assert "loss_mode mismatch will be unknown" in caplog.text
+
+
+def test_verls_source_is_as_recorded() -> None:
+    sources = os.environ.get("MISMATCH_HOST_SRC")
+    root = Path(sources or "", "verl")
+    if not sources or not (root / "verl" / "__init__.py").is_file():
+        pytest.skip("NOT RUN (host source absent)")
+    assert contract.drift(root) == []

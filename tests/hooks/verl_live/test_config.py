@@ -1,0 +1,184 @@
+# pyright: reportMissingImports=false
+"""From the command line of verl's trainer to the worker's loss, through verl's own Hydra files and converters."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from batches import MASK, batch, loss_and_gradient
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+from verl.trainer.ppo import rollout_corr_helper
+from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass, validate_config
+from verl.workers.utils.losses import ppo_loss
+
+from mismatch_plugin.hooks.verl import mismatch_loss, register, settings
+from mismatch_plugin.hooks.verl.config import check_tree
+
+RC = "algorithm.rollout_correction"
+OURS = f"+{RC}.mismatch"
+LOSS = (
+    "actor_rollout_ref.actor.policy_loss.loss_mode=mismatch",
+    f"+actor_rollout_ref.actor.policy_loss.rollout_correction=${{{RC}}}",
+)
+REINFORCE = (
+    f"{RC}.bypass_mode=true",
+    f"{RC}.loss_type=reinforce",
+    f"{OURS}.tis.level=geometric",
+    f"{OURS}.tis.mode=clip",
+    f"{OURS}.tis.upper_bound=1.05",
+    f"{OURS}.rs.veto_threshold=1e-4",
+    f"{OURS}.rs.criteria=['sequence_max:k2:0.5']",
+)
+
+
+def tree(*overrides: str, name: str = "ppo_trainer") -> Any:
+    """verl's configuration as its command line composes it."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.origin is not None
+    with initialize_config_dir(str(Path(spec.origin).parent / "trainer" / "config"), version_base=None):
+        # The smallest set that verl's own validation asks for.
+        sizes = ("actor.ppo_micro_batch_size_per_gpu=1", "rollout.log_prob_micro_batch_size_per_gpu=1")
+        return compose(name, [*overrides, *(f"actor_rollout_ref.{size}" for size in sizes)])
+
+
+def worker(config: Any) -> Any:
+    """The actor's configuration as verl's worker makes it: resolved by the task runner, then instantiated."""
+    OmegaConf.resolve(config)
+    return omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+
+
+@pytest.mark.parametrize("name", ["ppo_trainer", "ppo_megatron_trainer"])
+def test_every_setting_reaches_the_worker(name: str) -> None:
+    config = tree(*REINFORCE, *LOSS, "actor_rollout_ref.actor.clip_ratio_high=0.28", name=name)
+    chosen = settings(worker(config))
+    assert chosen == settings(config) == check_tree(config)
+    assert chosen.algorithm == 3 and chosen.tis.level == "geometric" and chosen.tis.mode == "clip"
+    assert chosen.tis.upper_bound == 1.05 and chosen.rs.veto_threshold == 1e-4
+    assert [criterion.name for criterion in chosen.criteria] == ["sequence_max_k2"]
+
+
+def test_clip_bounds_are_the_actors() -> None:
+    actor = "actor_rollout_ref.actor"
+    overrides = (f"{actor}.clip_ratio_low=0.1", f"{actor}.clip_ratio_high=0.28", f"{actor}.clip_ratio_c=4.0")
+    clip = settings(worker(tree(f"{RC}.bypass_mode=true", *LOSS, *overrides))).ppo
+    assert (clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip) == (0.1, 0.28, 4.0)
+
+
+def test_workers_without_the_block_are_refused_although_verl_runs_them_as_something_else() -> None:
+    """verl's dataclass default stands there, whatever the driver does."""
+    config = tree(*REINFORCE, LOSS[0])
+    with pytest.raises(
+        ValueError, match=r"rollout_correction is not algorithm.rollout_correction: add \+actor_rollout"
+    ):
+        check_tree(config)
+    with pytest.raises(ValueError, match="the workers do not see"):
+        settings(worker(config))
+
+
+def test_verls_validation_prints_the_block_and_stops_on_a_contradiction(capsys: pytest.CaptureFixture[str]) -> None:
+    def validate(*overrides: str) -> None:
+        validate_config(config=tree(*overrides), use_reference_policy=False, use_critic=False)
+
+    validate(*REINFORCE, *LOSS)
+    printed = capsys.readouterr().out
+    assert "algorithm 3: REINFORCE + IS" in printed and "old log-probs pass: skipped" in printed
+    assert "\n  host: verl 0.9.1, the tested version\n" in printed
+    validate()
+    assert "mismatch_plugin" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"tis\.level token contradicts algorithm\.rollout_correction\.rollout_is"):
+        validate(f"{RC}.rollout_is=sequence", f"{OURS}.use_tis=true", f"{OURS}.tis.level=token")
+    with pytest.raises(ValueError, match="calculate_log_probs"):
+        validate(*REINFORCE, *LOSS, "actor_rollout_ref.rollout.calculate_log_probs=false")
+    with pytest.raises(ValueError, match="loss_mode=mismatch"):
+        validate(*REINFORCE)
+
+
+def test_verls_ppo_loss_calls_it() -> None:
+    """The worker's real ppo_loss, on the nested tensors that it gets, against the loss called directly."""
+    config = worker(tree(*REINFORCE, *LOSS))
+    data = batch(0, spread=0.02)
+    lengths = (MASK.flip(1).cumsum(1) > 0).sum(1)
+
+    def nested(rows: torch.Tensor) -> torch.Tensor:
+        parts = [row[:length] for row, length in zip(rows, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+    prompts = torch.nested.as_nested_tensor([torch.zeros(2)] * len(lengths), layout=torch.jagged)
+    fields = {
+        "prompts": prompts, "responses": nested(data["advantages"]), "response_mask": nested(data["response_mask"]),
+        "old_log_probs": nested(data["rollout_log_probs"]), "advantages": nested(data["advantages"]),
+    }  # fmt: skip
+    inputs = TensorDict(fields, batch_size=len(lengths))
+    tu.assign_non_tensor(inputs, dp_size=1, batch_num_tokens=None, global_batch_size=None)
+    # A model's log-probs: one for each token, the response's shifted by one to the left.
+    rows = [
+        torch.cat([torch.zeros(1), row[:n], torch.zeros(1)]) for row, n in zip(data["log_prob"], lengths, strict=True)
+    ]
+    log_probs = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    loss, metrics = ppo_loss(config, {"log_probs": log_probs}, inputs)
+    expected, _, mine = loss_and_gradient(
+        mismatch_loss, data, old_log_prob=data["rollout_log_probs"], loss_agg_mode="token-mean", config=config
+    )
+    assert float(loss) == pytest.approx(expected, rel=1e-6)
+    assert metrics["rollout_corr/kl"].aggregate() == pytest.approx(mine["rollout_corr/kl"])
+
+
+def test_verls_bypass_loss_is_ours_with_our_block_only() -> None:
+    loss, data = get_policy_loss_fn("bypass_mode"), batch(1, spread=0.02)
+    arguments = {"old_log_prob": data["rollout_log_probs"], "loss_agg_mode": "token-mean", "rollout_is_weights": None}
+    ours = worker(tree(*REINFORCE, *LOSS))
+    assert loss_and_gradient(loss, data, config=ours, **arguments)[0] == pytest.approx(
+        loss_and_gradient(mismatch_loss, data, config=ours, **arguments)[0], rel=1e-12
+    )
+    theirs = worker(tree(f"{RC}.bypass_mode=true", LOSS[1]))
+    assert "rollout_corr/accepted_token_fraction" not in loss_and_gradient(loss, data, config=theirs, **arguments)[2]
+
+
+def test_registering_twice_wraps_once() -> None:
+    before = (get_policy_loss_fn("bypass_mode"), rollout_corr_helper.compute_rollout_correction_and_add_to_batch)
+    register()
+    after = (get_policy_loss_fn("bypass_mode"), rollout_corr_helper.compute_rollout_correction_and_add_to_batch)
+    assert before == after
+
+
+def test_the_entry_point_loads_on_import_verl() -> None:
+    assert [point.value for point in entry_points(group="verl.plugins")] == ["mismatch_plugin.hooks.verl_plugin"]
+    code = (
+        "import verl, sys;"
+        "from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY as losses;"
+        "from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch as driver;"
+        "from verl.utils.config import validate_config as validate;"
+        "print('mismatch' in losses, *(hasattr(one, 'mismatch_plugin_wraps') for one in (driver, validate)))"
+    )
+
+    def run(policy: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            capture_output=True, text=True, check=False, env={"PATH": "", "VERL_USE_EXTERNAL_PLUGINS": policy},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.strip().splitlines()[-1]
+
+    assert run("auto") == "True True True"
+    assert run("none") == "False False False"
+
+
+def test_the_installed_source_is_as_recorded() -> None:
+    # By its path: verl's wheel brings a package of its own by the name of tests.
+    facts = importlib.util.spec_from_file_location("facts", Path(__file__).parents[1] / "contracts" / "verl.py")
+    verl = importlib.util.find_spec("verl")
+    assert facts is not None and facts.loader is not None and verl is not None and verl.origin is not None
+    contract = importlib.util.module_from_spec(facts)
+    facts.loader.exec_module(contract)
+    assert contract.drift(Path(verl.origin).parents[1]) == []

@@ -1,0 +1,153 @@
+"""What a run writes: steps that are numbered, appended and readable, by any number of writers on any disk."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+from argparse import Namespace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.slime.step import StepRun
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.report import log
+from mismatch_plugin.report.data import read_run_folder
+from mismatch_plugin.report.log import log_step, read_steps, write_step
+
+CONFIG = mp.MismatchConfig()
+
+
+def numbers(folder: Path) -> list[float]:
+    return [step["step"] for step in read_steps(folder)]
+
+
+def test_steps_are_numbered_where_none_is_given(tmp_path: Path) -> None:
+    for _ in range(2):
+        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+    write_step(tmp_path, CONFIG, {"step": 7, "rollout_corr/kl": 0.1})
+    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+    assert numbers(tmp_path) == [1, 2, 7, 8]
+    assert list(json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])) == ["step", "rollout_corr/kl"]
+
+
+@pytest.mark.parametrize(
+    ("before", "step"),
+    [
+        ('{"step": 4}\n{"step": 5, "metrics": {"a": 1}', 5),  # a kill cut the last line
+        ('{"step": 4}\n\n  \n', 5),
+        ('{"a": 1}\n{"a": 2}\n', 3),  # of a version that wrote none
+        ('{"a": 1}\n{"a": 2}\n{"a": {"b": 1}', 3),
+        ('{"step": 3.0}\n', 4),
+        ('{"step": 12}\n{"step": ' + "[" * 100_000 + "\n", 13),
+        ('{"step": 2}\n' + '{"step": 3, "x": "' + "y" * 200_000 + '"}\n', 4),  # longer than what is read at once
+        ("", 1),
+    ],
+)
+def test_numbers_go_on_after_what_is_in_the_file(tmp_path: Path, before: str, step: int) -> None:
+    (tmp_path / "metrics.jsonl").write_text(before)
+    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["step"] == step
+
+
+def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"metric loss is a Tensor, not a number: give float\(value\)"):
+        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1, "loss": torch.tensor(1.0)})  # type: ignore[dict-item]
+    write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+    assert numbers(tmp_path) == [1]  # nothing of the refused step is there
+
+
+def _write(folder: Path, ready: object, count: int) -> None:
+    ready.wait()  # type: ignore[attr-defined]
+    for _ in range(count):
+        write_step(folder, CONFIG, {"rollout_corr/kl": 0.1})
+
+
+def test_writers_that_meet_on_a_fresh_folder_all_write(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    ready = context.Barrier(4)
+    writers = [context.Process(target=_write, args=(tmp_path / "run", ready, 5)) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert [writer.exitcode for writer in writers] == [0] * 4
+    assert len(numbers(tmp_path / "run")) == 20
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "settings.json"]
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """A disk on which nothing can be opened for writing as long as the list holds True."""
+    full, real = [True], Path.open
+
+    def opened(self: Path, mode: str = "r", *args: object, **kwargs: object) -> object:
+        if full[0] and set(mode) & set("wa"):
+            raise OSError(28, "No space left on device", str(self))
+        return real(self, mode, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(log, "_warned", set())
+    return full
+
+
+def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(
+    tmp_path: Path, full_disk: list[bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        for _ in range(3):
+            log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+    (record,) = caplog.records
+    assert f"training goes on (said once for {tmp_path})" in record.message and "No space left" in record.message
+    full_disk[0] = False
+    log_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})  # it is tried again at every step
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_loop_of_ones_own_is_told_at_once(tmp_path: Path, full_disk: list[bool]) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+
+
+def test_a_hook_goes_on_where_the_folder_is_a_file_or_of_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    write_step(tmp_path / "run", mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        for folder in ("file", "run"):
+            log_step(tmp_path / folder, CONFIG, {"rollout_corr/kl": 0.1})
+    assert len(caplog.records) == 2 and "run with" in caplog.records[1].message
+    assert numbers(tmp_path / "run") == [1]
+
+
+def test_slime_asks_before_its_first_step(tmp_path: Path) -> None:
+    write_step(tmp_path, mp.preset("seq_is"), {"rollout_corr/kl": 0.1})
+    run = StepRun("slime", lambda args, metrics: None)
+    config = CONFIG.model_copy(update={"report_dir": str(tmp_path)})
+    with pytest.raises(ValueError, match="holds steps of a run with use_tis True, now False: give this run another"):
+        run.begin(Namespace(), config, ParallelGroups(), 0, 0, SimpleNamespace())
+
+
+def test_a_settings_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "settings.json")
+    with pytest.raises(ValueError, match=r"settings\.json is a pipe, not a regular file"):
+        write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
+
+
+def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
+    """Lines with and without a step: what an older version wrote has none."""
+    folder = tmp_path / "cluster" / "0" / "seed0"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n{"rollout_corr/kl": 0.2}\n')
+    write_step(folder, CONFIG, {"rollout_corr/kl": 0.3})
+    (folder / "done.json").write_text("{}")
+    found = read_run_folder(tmp_path)
+    run = found.runs["cluster", "0", 0]
+    assert run.steps.tolist() == [1, 2, 3] and run.column("rollout_corr/kl").tolist() == [0.1, 0.2, 0.3]
+    assert [sentence for sentence in found.missing if "run.json" not in sentence] == []

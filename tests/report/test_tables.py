@@ -1,0 +1,169 @@
+"""Tables hold what the code holds, say it in both renderings, and the worked example is computed."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import warnings
+
+import pytest
+import torch
+from rich.console import Console
+
+from ci.tables import TABLES, algorithms_table, config_table, health_table, metrics_table
+from mismatch_plugin import MismatchConfig, add_arguments, preset
+from mismatch_plugin.config import ALGORITHM_NAMES
+from mismatch_plugin.config.fields import leaf_fields
+from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.core.health import all_rules
+from mismatch_plugin.core.metrics.registry import METRICS
+from mismatch_plugin.explain import LEVELS, MODES, PADDING, REJECTED, example_batch, explain_table
+from mismatch_plugin.report.presets import PRESET_NAMES, as_flags, preset_table, presets_table, quiet_preset
+from mismatch_plugin.report.table import Table
+
+EXAMPLE = explain_table()
+BY_LABEL = {row[0]: row[1:] for row in EXAMPLE.rows}
+
+
+def _rich(table: Table, width: int = 400) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table.to_rich())
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_markdown_escapes_bars_and_quotes_code():
+    table = Table("t", ("name", "text"), (("a, b", "|x| [y]"), ("–", "")), code=frozenset({"name"}), notes=("n",))
+    assert table.to_markdown() == "| name | text |\n| --- | --- |\n| `a`, `b` | \\|x\\| [y] |\n| – |  |\n\n- n\n"
+
+
+def test_rich_leaves_brackets_alone():
+    assert "|x| [bold]" in _rich(Table("t", ("text",), (("|x| [bold]",),)))
+
+
+def test_row_of_wrong_width_is_refused():
+    with pytest.raises(ValueError, match="2 cells for 1 columns"):
+        Table("t", ("a",), (("1", "2"),))
+
+
+def test_unknown_code_column_is_refused():
+    with pytest.raises(ValueError, match="no column is called b"):
+        Table("t", ("a",), (("1",),), code=frozenset({"b"}))
+
+
+def test_only_picks_columns_in_order():
+    table = Table("t", ("a", "b", "c"), (("1", "2", "3"),), code=frozenset({"a"}))
+    assert table.only("c", "a") == Table("t", ("c", "a"), (("3", "1"),), code=frozenset({"a"}))
+
+
+@pytest.mark.parametrize("name", [*TABLES, "example"])
+def test_both_renderings_hold_every_cell(name: str):
+    table = EXAMPLE if name == "example" else TABLES[name]()
+    assert table.rows
+    markdown, rich = table.to_markdown(), _rich(table, width=4000)
+    for row in table.rows:
+        for cell in row:
+            for part in cell.split(", "):
+                assert part in rich
+                assert part.replace("|", "\\|") in markdown
+
+
+def test_settings_hold_every_field_and_every_flag():
+    table = config_table()
+    assert [name for name in table.column("field") if name != "–"] == [f.path for f in leaf_fields(MismatchConfig)]
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    flags = {flag for cell in table.column("flag") for flag in cell.split(", ")} - {"–"}
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    assert flags == {flag for action in shown for flag in action.option_strings}
+
+
+def test_every_setting_has_a_meaning():
+    assert all(config_table().column("meaning"))
+
+
+def test_metrics_hold_every_declaration():
+    assert metrics_table().column("metric") == [metric.name for metric in METRICS]
+
+
+def test_presets_hold_every_name():
+    names = [name for cell in presets_table().column(PRESET_NAMES) for name in cell.split(", ")]
+    assert names == [name for entry in PRESETS for name in (entry.name, *entry.aliases)]
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in PRESETS])
+def test_flags_of_a_preset_give_the_preset(name: str):
+    config = quiet_preset(name)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert MismatchConfig.from_args(parser.parse_args(as_flags(config))) == config
+
+
+def test_preset_table_shows_the_presets_own_values():
+    config = preset("decoupled_seq_is", threshold=3.0)
+    table = preset_table("decoupled_seq_is")
+    values = dict(zip(table.column("field"), table.column("value"), strict=True))
+    assert set(values) == {field.path for field in leaf_fields(MismatchConfig)}
+    assert values["tis.level"] == f"{config.tis.level} *"
+    assert values["denominator"] == "auto"
+
+
+def test_preset_table_refuses_an_unknown_name():
+    with pytest.raises(ValueError, match="no_such_preset"):
+        preset_table("no_such_preset")
+
+
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+@pytest.mark.parametrize("number", range(4))
+def test_algorithm_rows_follow_the_flags(number: int):
+    row = dict(zip(algorithms_table().headers, algorithms_table().rows[number], strict=True))
+    flags = {"use_rollout_log_probs": "--use-rollout-log-probs", "use_tis": "--use-tis"}
+    config = MismatchConfig.model_validate({field: row[flag] == "yes" for field, flag in flags.items()})
+    assert config.algorithm == number == int(row["#"])
+    assert row["algorithm"] == ALGORITHM_NAMES[number]
+
+
+def test_health_has_one_finding_a_row():
+    names = health_table().column("metric")
+    assert len(names) == len(set(names)) == len(all_rules())
+
+
+def test_example_by_hand():
+    # A: 0.5/0.4, (masked), 0.6/0.5, 1 · B: 0.6/0.2, 0.6/0.4 · C: 0.2/0.5, 0.4/0.5; bounds 0.5 and 2.
+    assert BY_LABEL["token: ratio"] == ("1.25", PADDING, "1.2", "1", "3", "1.5", "0.4", "0.8")
+    assert BY_LABEL["token: truncate"] == ("1.25", PADDING, "1.2", "1", "2", "1.5", "0.4", "0.8")
+    assert BY_LABEL["token: clip"] == ("1.25", PADDING, "1.2", "1", "2", "1.5", "0.5", "0.8")
+    assert BY_LABEL["token: mask"] == ("1.25", PADDING, "1.2", "1", "0 ✗", "1.5", "0 ✗", "0.8")
+    # Products 1.5, 4.5, 0.32.
+    assert BY_LABEL["sequence: ratio"] == ("1.5", PADDING, "1.5", "1.5", "4.5", "4.5", "0.32", "0.32")
+    assert BY_LABEL["sequence: clip"][4:] == ("2", "2", "0.5", "0.5")
+    # 1.5^(1/3) = 1.14, 4.5^(1/2) = 2.12, 0.32^(1/2) = 0.566.
+    assert BY_LABEL["geometric: mask"] == ("1.14", PADDING, "1.14", "1.14", "0 ✗", "0 ✗", "0.566", "0.566")
+    # Sequence weights 1.5, 2, 0.32 have mean 1.2733.
+    assert BY_LABEL["sequence: normalised"][3:] == ("1.18", "1.57", "1.57", "0.251", "0.251")
+    # Only B has a geometric mean outside; only C has a token below 0.45. Weights stay.
+    assert BY_LABEL["token: with criterion"][3:] == ("1", "2 ✗", "1.5 ✗", "0.4", "0.8")
+    assert BY_LABEL["token: with veto"][3:] == ("1", "2", "1.5", "0.4 ✗", "0.8 ✗")
+
+
+def test_example_covers_every_mode_and_level():
+    assert {f"{level}: {mode}" for level in LEVELS for mode in MODES} <= set(BY_LABEL)
+
+
+def test_example_stays_away_from_its_bounds():
+    # A ratio on a bound would be judged by rounding.
+    packed = example_batch()
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
+    log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
+    for row, mask in zip(packed.unpack(log_ratio), packed.unpack(packed.loss_mask), strict=True):
+        for value in (*row, row.sum(), row.sum() / mask.sum()):
+            assert all(abs(value.exp() - bound) > 0.01 for bound in (0.5, 2.0, 0.45))
+
+
+def test_example_can_be_narrowed():
+    table = explain_table(["mask"], ["sequence"])
+    assert [row[0] for row in table.rows] == ["π_rollout", "π_train", "sequence: ratio", "sequence: mask"]
+    assert any(REJECTED in note for note in table.notes)
+    assert not any("clip" in note or "geometric" in note for note in table.notes)
