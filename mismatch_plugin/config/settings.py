@@ -287,6 +287,23 @@ class Settings(Section):
         return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
 
     @property
+    def normalizes_step(self) -> bool:
+        """True where weights are divided by their mean over the optimizer step, whatever its micro-batches."""
+        tis = self.tis
+        return self.weighted and tis.batch_normalize and not self.dry_run and tis.batch_normalize_scope != "micro_batch"
+
+    @property
+    def changes_denominator(self) -> bool:
+        """True where rejection changes what the loss is divided by."""
+        return self.rejects and not self.dry_run and self.denominator != "original"
+
+    @property
+    def other_terms(self) -> list[str]:
+        """The sources of gradient next to the policy term, by name."""
+        terms = {"an entropy term": self.terms.entropy_coef, "a KL term": self.terms.kl_coef}
+        return [name for name, coefficient in terms.items() if coefficient]
+
+    @property
     def uses_rollout_values(self) -> bool:
         """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, or in what is rejected.
 

@@ -21,6 +21,18 @@ from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, setting
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
+def deferred_with(others: Sequence[str], fix: str = "") -> str:
+    """Why a mean weight that is known at the step's end only cannot be had next to other sources of gradient; "" where
+    there are none. fix: the host's own way to switch them off."""
+    if not others:
+        return ""
+    return (
+        f"batch normalisation over the step divides all gradients by the mean weight at its end, so the policy term "
+        f"must be their only source, but there is also: {'; '.join(others)}. Choose --tis-batch-normalize-scope "
+        f"micro_batch, or switch them off{fix}."
+    )
+
+
 @dataclass(frozen=True)
 class StepTotals:
     """Sums over the whole step, known before it runs (0-d float64 tensors).
@@ -53,8 +65,6 @@ class Step:
         self.failure: str | None = None
         self.agreed = False
         """True where the ranks were compared before the step, so that `finish` need not."""
-        normalizes = config.weighted and config.tis.batch_normalize and not config.dry_run
-        self.step_scope = normalizes and config.tis.batch_normalize_scope in ("auto", "step")
 
     def start(self, micro_batches: Sequence[PackedSequences], **loop: object) -> None:
         """Compare what the ranks bring to the step: on every rank of every pipeline stage, before all else.
@@ -108,7 +118,7 @@ class Step:
         accepted = "kept@tokens" if by_token else "kept_any@sequences"
         names = ["one@tokens", original, accepted]
         values = [statistics.sum_of(name) for name in names]
-        if self.step_scope:
+        if self.config.normalizes_step:
             measure = "tokens" if self.config.tis.level == "token" else "sequences"
             values += [statistics.sum_of(f"{row}@{measure}") for row in ("weight_unit", "units")]
         else:
@@ -118,12 +128,12 @@ class Step:
     @property
     def defers_factor(self) -> bool:
         """True where the step's weight mean is known only after it, so that gradients are divided by it at the end."""
-        return self.step_scope and (self.totals is None or self.totals.batch_factor is None)
+        return self.config.normalizes_step and (self.totals is None or self.totals.batch_factor is None)
 
     def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
         """`policy_loss` of one micro-batch, its statistics merged into the step's."""
         factor: Tensor | float | None = None
-        if self.step_scope:
+        if self.config.normalizes_step:
             factor = 1.0
             if self.totals is not None and self.totals.batch_factor is not None:
                 factor = self.totals.batch_factor

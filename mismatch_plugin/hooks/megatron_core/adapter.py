@@ -27,7 +27,7 @@ from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_beside_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
-from mismatch_plugin.parallel.step import Step, StepTotals, end_step
+from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, refuse_other_settings
 
 
@@ -86,8 +86,8 @@ class MegatronLoss:
     @property
     def needs_totals(self) -> bool:
         """True where `start` must see the step's data: sums over it are needed before the first backward pass."""
-        known_weights = _normalizes_step(self.config) and not self.config.use_rollout_log_probs
-        own_terms = bool(_own_terms(self.config)) and _changes_count(self.config)
+        known_weights = self.config.normalizes_step and not self.config.use_rollout_log_probs
+        own_terms = bool(self.config.other_terms) and self.config.changes_denominator
         return not self.per_token or bool(self.extra_losses) or known_weights or own_terms
 
     def start(self, batches: Sequence[MegatronBatch | PackedSequences]) -> None:
@@ -113,10 +113,10 @@ class MegatronLoss:
 
     def _refusal(self, step: Step, totals: StepTotals) -> str:
         """Why the step's data cannot be exact with these settings, or ""."""
-        others = _own_terms(self.config) + self.extra_losses
+        others = self.config.other_terms + self.extra_losses
         if step.defers_factor and others:
-            return _DEFERRED_WITH.format("; ".join(others))
-        if totals.accepted is None and _changes_count(self.config):
+            return deferred_with(others)
+        if totals.accepted is None and self.config.changes_denominator:
             return (
                 "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
                 "the step: pass it, or choose --mismatch-denominator original."
@@ -198,7 +198,7 @@ class MegatronLoss:
         if totals is None:
             return result.loss_sum if terms is None else result.loss_sum + terms
         # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
-        accepted = _changes_count(self.config) and totals.accepted is not None
+        accepted = self.config.changes_denominator and totals.accepted is not None
         divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
         if not self.per_token:
             unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
@@ -237,17 +237,6 @@ class MegatronLoss:
         return metrics
 
 
-_DEFERRED_WITH = (
-    "batch normalisation over the step divides all gradients by the mean weight at its end, so the policy term must be "
-    "their only source, but there is also: {}. Choose --tis-batch-normalize-scope micro_batch, or switch them off."
-)
-
-
-def _own_terms(config: MismatchConfig) -> list[str]:
-    terms = {"an entropy term": config.terms.entropy_coef, "a KL term": config.terms.kl_coef}
-    return [name for name, coefficient in terms.items() if coefficient]
-
-
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
     """Settings that this loop cannot make exact."""
     Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
@@ -256,26 +245,15 @@ def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
             "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained tokens, "
             "which may be none: switch calculate_per_token_loss on, or MTP off."
         )
-    others = _own_terms(config) + extra
-    if _normalizes_step(config) and config.use_rollout_log_probs and others:
-        raise ValueError(_DEFERRED_WITH.format("; ".join(others)))
-    if config.use_rollout_log_probs and _changes_count(config) and (others or not per_token):
+    others = config.other_terms + extra
+    if config.normalizes_step and config.use_rollout_log_probs and others:
+        raise ValueError(deferred_with(others))
+    if config.use_rollout_log_probs and config.changes_denominator and (others or not per_token):
         reason = "; ".join(others) if others else "calculate_per_token_loss is off"
         raise ValueError(
             f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
             f"it ({reason}): choose --mismatch-denominator original."
         )
-
-
-def _changes_count(config: MismatchConfig) -> bool:
-    """True where rejection changes what the loss is divided by."""
-    return config.rejects and not config.dry_run and config.denominator != "original"
-
-
-def _normalizes_step(config: MismatchConfig) -> bool:
-    tis = config.tis
-    applied = config.weighted and tis.batch_normalize and not config.dry_run
-    return applied and tis.batch_normalize_scope != "micro_batch"
 
 
 def _packed(batch: MegatronBatch | PackedSequences) -> PackedSequences:

@@ -14,7 +14,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.step import Step
+from mismatch_plugin.parallel.step import Step, deferred_with
 from mismatch_plugin.report.log import log_step
 
 logger = logging.getLogger("mismatch_plugin")
@@ -31,14 +31,9 @@ class StepEnd(MegatronLoss):
     def __init__(self, config: MismatchConfig, model_config: Any, groups: ParallelGroups, args: Any) -> None:
         super().__init__(config, model_config, groups)
         self.args = args
-        others = [*extra_losses(model_config)]
-        others += ["a KL term"] * bool(config.terms.kl_coef) + ["an entropy term"] * bool(config.terms.entropy_coef)
-        if Step(config, groups).defers_factor and others:
-            raise ValueError(
-                "batch normalisation over the step divides all gradients by the mean weight at its end, so the policy "
-                f"term must be their only source, but there is also: {'; '.join(others)}. Choose "
-                "--tis-batch-normalize-scope micro_batch, or switch them off (--grpo-kl-beta 0)."
-            )
+        others = config.other_terms + extra_losses(model_config)
+        if config.normalizes_step and others:
+            raise ValueError(deferred_with(others, " (--grpo-kl-beta 0)"))
 
     def add(self, statistics: Statistics) -> None:
         """Merge a micro-batch's statistics into the step's. No collective, no sync.
@@ -52,7 +47,7 @@ class StepEnd(MegatronLoss):
     @property
     def batch_factor(self) -> float | None:
         """1 where the step's factor is applied at its end, None where there is none or each micro-batch has its own."""
-        return 1.0 if Step(self.config, self.groups).step_scope else None
+        return 1.0 if self.config.normalizes_step else None
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, then as in `MegatronLoss`; on the last stage the metrics are logged."""

@@ -16,7 +16,6 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.slime.adapter import Host, RayAdapter, Reduce
 from mismatch_plugin.hooks.slime.config import check_arguments, describe_settings, read_settings
-from mismatch_plugin.hooks.slime.step import normalizes_step
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -88,7 +87,7 @@ def before_train_step(
     only after that.
     """
     config = check_arguments(args, "miles")
-    if config is not None and normalizes_step(config) and _parallel_state().indep_dp.size > 1:
+    if config is not None and config.normalizes_step and _parallel_state().indep_dp.size > 1:
         raise ValueError(
             "batch normalisation over the step cannot be had with independent data-parallel replicas: choose "
             "--tis-batch-normalize-scope micro_batch."

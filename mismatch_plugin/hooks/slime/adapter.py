@@ -24,7 +24,7 @@ from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_entry, describe_settings, read_settings
-from mismatch_plugin.hooks.slime.step import StepRun, logger, normalizes_step
+from mismatch_plugin.hooks.slime.step import StepRun, logger
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -202,7 +202,7 @@ class RayAdapter:
             sequences = tuple(len(batch) for batch in batches)
             try:
                 _refuse_missing(config, held)
-                if normalizes_step(config) and not config.use_rollout_log_probs:
+                if config.normalizes_step and not config.use_rollout_log_probs:
                     data = self._pack_steps(args, rollout_data, counts, batches)
             except ValueError as error:  # on all ranks together
                 failure = str(error)

@@ -18,16 +18,10 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.step import Step, end_step
+from mismatch_plugin.parallel.step import Step, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, refuse_other_settings
 
 logger = logging.getLogger("mismatch_plugin")
-
-
-def normalizes_step(config: MismatchConfig) -> bool:
-    """True where weights are divided by their mean over the optimizer step."""
-    tis = config.tis
-    return config.weighted and tis.batch_normalize and not config.dry_run and tis.batch_normalize_scope != "micro_batch"
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,19 +106,12 @@ class StepRun:
         step.agreed = self._agreed
         if not self._agreed:
             groups.agree(StepKind(settings_of(config)))
-        others = [
-            name for name, value in (("entropy", config.terms.entropy_coef), ("KL", config.terms.kl_coef)) if value
-        ]
-        others += extra_losses(model_config)
-        if normalizes_step(config) and others:
+        refusal = deferred_with(config.other_terms + extra_losses(model_config))
+        if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
             deferred = torch.full((1,), float(step.defers_factor), device=device)
             if groups.from_last_stage(deferred).item():
-                raise ValueError(
-                    f"batch normalisation over the step divides all gradients by the mean weight at its end, so the "
-                    f"policy term must be their only source, but there is also: {', '.join(others)}. Choose "
-                    f"--tis-batch-normalize-scope micro_batch, or switch them off."
-                )
+                raise ValueError(refusal)
         number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
         self._begun, self._seen = _Begun(args, config, groups, number), []
         self.step = step if groups.is_last_stage else None
@@ -137,7 +124,7 @@ class StepRun:
 
         None, the mean of the micro-batch alone, where that is the widest there is: scope auto without a step's hooks.
         """
-        if not normalizes_step(config):
+        if not config.normalizes_step:
             return None
         if self.step is None:
             module = f"mismatch_plugin.hooks.{self.host}"

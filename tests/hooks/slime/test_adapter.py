@@ -287,7 +287,7 @@ def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_st
     assert line == {name.removeprefix("train/"): v for name, v in logged[0].items() if name != "train/step"}
 
 
-def test_normalisation_deferred_to_the_step_s_end_is_refused_beside_other_gradients():
+def test_normalisation_deferred_to_the_step_s_end_is_refused_next_to_other_gradients():
     from tests.hooks.contracts.slime_worker import Model
 
     args = arguments(**custom("slime"), **ours(3, _NORMALISED), entropy_coef=0.01)
