@@ -291,7 +291,7 @@ def test_normalisation_deferred_to_the_step_s_end_is_refused_next_to_other_gradi
     from tests.hooks.contracts.slime_worker import Model
 
     args = arguments(**custom("slime"), **ours(3, _NORMALISED), entropy_coef=0.01)
-    with pytest.raises(ValueError, match="policy term must be their only source, but there is also: entropy"):
+    with pytest.raises(ValueError, match="policy term must be their only source, but there is also: an entropy term"):
         slime.before_train_step(args, 0, 0, [Model()], None, None)
     model = Model()
     model.config.num_moe_experts, model.config.moe_aux_loss_coeff = 4, 0.01
