@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import bounded_exp
+from mismatch_plugin.core.segments import bounded_exp
 
 
 def outside_bounds(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 
@@ -80,7 +81,7 @@ class Statistics:
         """
         if not (self.config.weighted and self.config.tis.batch_normalize):
             return self.sums.new_ones(())
-        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        measure = units_of(self.config).measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
     def metrics(self) -> dict[str, float]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.megatron_rl.loss import (
     WITHOUT_MASK,
     Clip,
@@ -275,7 +276,7 @@ def without_mask(config: MismatchConfig) -> MismatchConfig:
 
 def _sums_tokens(config: MismatchConfig) -> bool:
     """True where log-ratios are added up over a sequence, so that rounding adds up too."""
-    weights = config.weighted and config.tis.level == "sequence"
+    weights = config.weighted and units_of(config).multiplies
     return weights or any(c.aggregate == "sequence_sum" for c in config.criteria)
 
 

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.levels import segment_sum, spread
 from mismatch_plugin.core.loss import sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import segment_sum, spread
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.limits import SAFETY_BOUND
 
 WITHOUT_MASK = (
@@ -55,11 +56,11 @@ class Clip:
 def needs_mask(config: MismatchConfig) -> list[str]:
     """The settings that judge whole sequences, or count tokens, and so need to know which tokens train."""
     found = []
-    if config.weighted and config.tis.level != "token":
+    if config.weighted and not units_of(config).per_token:
         found.append(f"level {config.tis.level}")
     if config.weighted and config.tis.batch_normalize:
         found.append("batch normalisation")
-    found += [f"criterion {c.name}" for c in config.criteria if c.aggregate != "token"]
+    found += [f"criterion {c.name}" for c in config.criteria if not c.judges_tokens]
     if config.rs.veto_threshold is not None:
         found.append("the veto")
     if config.rollout_log_prob_policy == "drop-sequence":
