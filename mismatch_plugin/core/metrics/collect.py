@@ -49,7 +49,7 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         yield from _token_criteria(stage)
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
-    yield Column("k3", bounded.neg_().add_(ratio))
+    yield Column("k3", torch.sub(ratio, bounded, out=bounded))
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
     if stage.units.per_token:
