@@ -29,8 +29,13 @@ PROBABILITY_FLOOR = 1e-6
 def token_statistic(statistic: str, log_ratio_T: Tensor, train_T: Tensor, rollout_T: Tensor) -> Tensor:
     """A criterion's statistic at each token, zero where the log-ratio was masked to zero.
 
-    With l = log π_train − log π_rollout: ratio, k1 = l · k2 = l²/2 · k3 = e^l − 1 − l (l clamped to ±20) ·
-    tv = |π_train − π_rollout| · binary_kl = KL(Bern(π_rollout) ‖ Bern(π_train)) · binary_kl_reverse the other way.
+    With l = log π_train − log π_rollout:
+    ratio, k1: l
+    k2: l²/2
+    k3: e^l − 1 − l, l clamped to ±20
+    tv: |π_train − π_rollout|
+    binary_kl: KL(Bern(π_rollout) ‖ Bern(π_train))
+    binary_kl_reverse: KL(Bern(π_train) ‖ Bern(π_rollout))
     log_ratio_T, train_T, rollout_T: [T]; train and rollout must be equal wherever l was masked. Host syncs: none.
     """
     if statistic in ("ratio", "k1"):

@@ -61,10 +61,6 @@ class Statistics:
         """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
         return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
 
-    def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
-        """This state with further 0-d sums appended."""
-        return self.with_vector(tuple(extra), torch.stack([value.detach().double() for value in extra.values()]))
-
     def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
         """This state with further sums appended: a float64 vector of as many elements as there are names."""
         sums, names = torch.cat([self.sums, values]), (*self.sum_names, *names)
