@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from mismatch_plugin import patching
 from mismatch_plugin.hooks import megatron_rl
-from mismatch_plugin.hooks.version import HostVersion, compared, find_root, read_version, recorded_version, version_line
+from mismatch_plugin.hooks.base import find_host
+from mismatch_plugin.hooks.version import (
+    HOSTS,
+    HostVersion,
+    compared,
+    find_root,
+    manifest,
+    megatron_core_version,
+    read_version,
+    recorded_version,
+    refuse_old_megatron,
+    version_line,
+)
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
+from tests.hooks.contracts.launch_trees import megatron_core, megatron_tree, ray_tree
 
-HOSTS = ("slime", "miles", "megatron-lm", "nemo-rl", "verl")
 _FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
 _SHA, _OTHER = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"
 _DECLARED: dict[str, tuple[str, str]] = {
@@ -29,18 +38,11 @@ _DECLARED: dict[str, tuple[str, str]] = {
     "nemo-rl": ("nemo_rl/package_info.py", 'MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ""\n'),
     "verl": ("verl/version/version", "0.3.0\n"),
 }
-_INSIDE = {
-    "slime": "slime/utils",
-    "miles": "miles/utils",
-    "megatron-lm": "megatron/rl",
-    "nemo-rl": "nemo_rl/algorithms",
-    "verl": "verl/trainer",
-}
 
 
 def _tree(root: Path, host: str) -> Path:
     file, text = _DECLARED[host]
-    (root / _INSIDE[host]).mkdir(parents=True)
+    (root / find_host(host).inside).mkdir(parents=True)
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
     return root
@@ -138,6 +140,7 @@ _TESTED = HostVersion("0.3.1", _SHA)
         (HostVersion("0.3.1", None, ("a.py",)), _TESTED, "0.3.1 is not the tested version, 0.3.1 at 0123456789; other"),
         (HostVersion(None, None), _TESTED, "of unknown version is not the tested version"),
         (HostVersion("0.9.1", _OTHER), HostVersion("0.9.1", None), "0.9.1 at fedcba9876, the tested version"),
+        (HostVersion("1.0", None), HostVersion(None, None), "1.0; no version of it is recorded as tested"),
         (HostVersion("0.9.2", None), HostVersion("0.9.1", None), "0.9.2 is not the tested version, 0.9.1. Use that"),
     ],
 )
@@ -153,9 +156,9 @@ def _patches(host: str) -> list[patching.Patch]:
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_tested_commit_is_that_of_the_patches(host: str) -> None:
     assert {patch.commit for patch in _patches(host)} <= {recorded_version(host).commit}
-    manifest: dict[str, Any] = json.loads((patching.folder() / "manifest.json").read_text(encoding="utf-8"))
-    assert {entry["repository"] for entry in manifest["patches"] if entry["host"] == host} <= {
-        manifest["tested"][host]["repository"]
+    recorded = manifest()
+    assert {entry["repository"] for entry in recorded["patches"] if entry["host"] == host} <= {
+        recorded["tested"][host]["repository"]
     }
 
 
@@ -201,3 +204,20 @@ def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(host: str) ->
         pytest.skip("NOT RUN (host source absent)")
     found, tested = read_version(host, root), recorded_version(host)
     assert (found.version, found.commit) == (tested.version, tested.commit)
+
+
+# Megatron's version ---------------------------------------------------------------------------------------------------
+
+
+def test_the_megatron_core_that_will_be_imported_is_that_of_the_script_s_folder(tmp_path: Path) -> None:
+    megatron_core(tmp_path, (0, 12))
+    assert megatron_core_version([tmp_path]) == "0.12.0"
+    refuse_old_megatron()  # the tests run with a megatron-core that is new enough, or with none
+
+
+@pytest.mark.parametrize("version", [(0, 12), (0, 15)])
+def test_an_old_megatron_is_refused_before_the_script_runs(version: tuple[int, int], tmp_path: Path) -> None:
+    script = ray_tree(tmp_path / "tree", "slime", megatron=version)
+    with pytest.raises(ValueError, match=rf"megatron-core {version[0]}\.{version[1]}\.0 is too old: .* 0\.16 or newer"):
+        prepare([str(script), "--use-tis"])
+    assert prepare([str(script)])[3].added == ()  # nothing of ours, nothing to refuse
