@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, refuse_old_megatron
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
 from mismatch_plugin.hooks.megatron_rl.loss import WITHOUT_MASK
+from mismatch_plugin.hooks.version import refuse_old_megatron
 
 _CORRECTION, _NO_CORRECTION = "--rl-inference-logprobs-is-correction", "--no-rl-inference-logprobs-is-correction"
 _COEFFICIENT = "--rl-importance-sampling-truncation-coef"
@@ -101,4 +102,14 @@ def _refuse_other_loss(folders: list[Path]) -> None:
         )
 
 
-HOST = Host("megatron-lm", ("megatron.rl",), frozenset(TABLE), plan)
+HOST = Host(
+    name="megatron-lm",
+    packages=("megatron.rl",),
+    plan=plan,
+    reads=(("megatron.inference.utils", "add_inference_args"),),
+    flags=frozenset(TABLE),
+    trainer="train_rl.py",
+    inside="megatron/rl",
+    version_file="megatron/core/package_info.py",
+    distribution="megatron-core",
+)

@@ -1,8 +1,5 @@
-"""slime under the launcher: see `ray_megatron`."""
+"""slime under the launcher: see `hooks.slime.launch_plan`."""
 
-from functools import partial
+from mismatch_plugin.hooks.slime.launch_plan import declared
 
-from mismatch_plugin.hooks.base import Host
-from mismatch_plugin.hooks.slime.launch_plan import FLAGS, plan
-
-HOST = Host("slime", ("slime",), FLAGS, partial(plan, "slime"))
+HOST = declared("slime")

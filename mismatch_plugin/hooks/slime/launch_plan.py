@@ -5,16 +5,17 @@ from __future__ import annotations
 from argparse import Namespace
 from base64 import b64decode
 from collections.abc import Mapping
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import parse_yaml
-from mismatch_plugin.hooks.base import Given, Plan, peek, refuse_old_megatron, settled
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled
 from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import MIS_KEYS, refuse_unknown_settings
+from mismatch_plugin.hooks.version import refuse_old_megatron
 
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 _PATH: dict[str, Any] = {"type": str, "default": None}
@@ -96,20 +97,26 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         hooks.check(namespace)
         check_actors()
 
-    read: list[bool] = []
-
     def install() -> None:
         arguments: Any = import_module(f"{host}.utils.arguments")
-        parse_args = arguments.parse_args
+        arguments.parse_args = settled(arguments.parse_args, settle)
 
-        @wraps(parse_args)
-        def reading(*args: Any, **kwargs: Any) -> Namespace:
-            read.append(True)
-            return parse_args(*args, **kwargs)
+    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle)
 
-        arguments.parse_args = settled(reading, settle)
 
-    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle, read=lambda: bool(read))
+def declared(host: str, hands_on: str = "") -> Host:
+    """slime or miles, which differ in their names. hands_on: how miles's scripts take arguments for the trainer."""
+    return Host(
+        name=host,
+        packages=(host,),
+        plan=partial(plan, host),
+        reads=((f"{host}.utils.arguments", "parse_args"),),
+        flags=FLAGS,
+        starters=(f"{host}.utils.external_utils.command_utils",),
+        hands_on=f"among the arguments that the script hands on{hands_on}",
+        inside=f"{host}/utils",
+        version_file="setup.py",
+    )
 
 
 def _settings(host: str, given: Given, args: Namespace, file: Mapping[str, Any]) -> MismatchConfig:

@@ -18,7 +18,6 @@ from mismatch_plugin.hooks.base import Plan, find_host
 from mismatch_plugin.hooks.slime.launch_plan import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.launch.starters import refuse_starter
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
@@ -364,10 +363,10 @@ def test_ray_imports_the_package_on_a_real_node() -> None:
 def test_miles_s_scripts_are_refused_and_its_trainers_are_not() -> None:
     root = host_root("miles")
     for script in sorted(root.glob("scripts/run_*.py")):
-        with pytest.raises(ValueError, match=r"trains nothing itself.*\(.*execute_train.*--host miles"):
-            refuse_starter("miles", script)
+        with pytest.raises(ValueError, match=r"it imports miles.*command_utils.*--host miles.*--extra-args"):
+            prepare([str(script), "--use-tis"])
     for script in (root / "train.py", root / "train_async.py", host_root("slime") / "train.py"):
-        refuse_starter(script.parent.name, script)
+        assert prepare([str(script), "--use-tis"])[1].name == script.parent.name
 
 
 # The hosts' own parsers -----------------------------------------------------------------------------------------------
