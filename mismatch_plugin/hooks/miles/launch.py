@@ -3,6 +3,6 @@
 from functools import partial
 
 from mismatch_plugin.hooks.base import Host
-from mismatch_plugin.hooks.slime.launch_plan import FLAGS, plan
+from mismatch_plugin.hooks.slime.launch import FLAGS, plan
 
 HOST = Host("miles", ("miles",), FLAGS, partial(plan, "miles"))

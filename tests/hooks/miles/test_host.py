@@ -7,16 +7,13 @@ logits, packed and padded, out of $MISMATCH_HOST_SRC/miles with only `ray` stubb
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from mismatch_plugin.hooks.miles import host as miles
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.host import _groups as megatron_groups
+from mismatch_plugin.hooks import miles, slime
 from tests.distributed.launch import launch
 from tests.hooks.contracts import miles as contract
 from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
@@ -109,8 +106,7 @@ def run_padded(case: Case) -> list[float]:
 
     parallel_state.initialize_model_parallel(context_parallel_size=case.cp)
     rank = parallel_state.get_context_parallel_rank()
-    adapter = RayAdapter(replace(miles.ADAPTER.host, groups=megatron_groups))
-    miles.ADAPTER = adapter
+    miles.ADAPTER.groups = slime.ADAPTER.find_groups()
     held = [owned(sample.total, sample.prompt, case.cp, rank, case.changes["padded"]) for sample in samples()]
     pg_loss = torch.ones(sum(map(len, held)), requires_grad=True)
     loss, _, _ = miles.tis_function(
@@ -149,7 +145,7 @@ def test_padded_batches_are_cut_where_miles_cuts_them(cp: int):
 
 
 def test_missing_log_probs_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(miles, "ADAPTER", RayAdapter(replace(miles.ADAPTER.host, groups=megatron_groups)))
+    monkeypatch.setattr(miles.ADAPTER, "groups", slime.ADAPTER.find_groups(), raising=False)
     args = arguments(contract.namespace(), **hooked("miles"), **ours(2))
     values: dict[str, Any] = dict.fromkeys(contract.TIS_KEYWORDS)
     values |= {"args": args, "pg_loss": torch.ones(2), "loss_masks": [torch.ones(2)]}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from argparse import Namespace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.slime import host as slime
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
+from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
@@ -162,11 +163,11 @@ def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | No
 
 
 def test_packing_refuses_what_does_not_cover_this_rank_s_tokens():
-    mask, short = torch.ones(5), torch.zeros(4)
+    batch = {"loss_masks": [torch.ones(5)], "total_lengths": [7], "response_lengths": [5]}
     with pytest.raises(ValueError, match=r"rollout_log_probs of sample 0 has shape \(4,\), but this rank holds 5"):
-        pack_local([mask], [7], [5], 1, 0, rollout_log_probs=[short])
+        pack_local(Namespace(), batch, ParallelGroups(), rollout_log_probs=[torch.zeros(4)])
     with pytest.raises(ValueError, match=r"loss_masks of sample 0 .* must cover the whole response"):
-        pack_local([short], [7], [5], 2, 0)
+        pack_local(Namespace(), batch | {"loss_masks": [torch.zeros(4)]}, ParallelGroups())
 
 
 # One process, hooks called directly -----------------------------------------------------------------------------------
@@ -193,8 +194,8 @@ def call_tis(args: Any, rollout: list[torch.Tensor] | None, masks: list[torch.Te
 
 
 @pytest.fixture(autouse=True)
-def _fresh_adapter(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slime, "ADAPTER", RayAdapter(slime.ADAPTER.host))
+def _fresh_adapter():
+    slime.ADAPTER.__init__()
 
 
 def test_weights_without_rollout_log_probs_are_refused_once_and_clearly():

@@ -16,7 +16,6 @@ import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_cases import SHIPPED, custom, hooked, ours
@@ -270,7 +269,7 @@ def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCap
     assert adapter.check(args) is not None
     text = described(host, **hooked(host), **SHIPPED)
     assert "batch normalisation over: each micro-batch, unless --custom-megatron-before-train-step" in text
-    run = RayAdapter(adapter.ADAPTER.host).run
+    run = type(adapter.ADAPTER)().run
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
         assert [run.factor(adapter.settings(args)) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -306,7 +305,7 @@ def test_flags_registered_in_the_host_s_parser_are_read():
 
 def test_reading_twice_gives_one_configuration_and_changed_arguments_another():
     args = namespace(**hooked("slime"), **ours(2))
-    adapter = RayAdapter(slime.ADAPTER.host)
+    adapter = type(slime.ADAPTER)()
     assert adapter.config(args) is adapter.config(args)
     before = adapter.config(args)
     args.eps_clip_high = 0.28

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mismatch_plugin.hooks import miles, slime
-from mismatch_plugin.hooks.slime.config import TIS_CLIP, TIS_CLIP_LOW
+from mismatch_plugin.hooks.slime.config import ARGUMENTS
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts import slime_source as source
@@ -65,8 +65,8 @@ def test_host_s_defaults_are_still_those_recorded(host: str, adapter: ModuleType
 
 
 def test_recorded_tis_bounds_are_those_the_settings_know():
-    assert slime_contract.DEFAULTS["--tis-clip"] == TIS_CLIP
-    assert slime_contract.DEFAULTS["--tis-clip-low"] == TIS_CLIP_LOW
+    assert slime_contract.DEFAULTS["--tis-clip"] == ARGUMENTS["tis_clip"][1]
+    assert slime_contract.DEFAULTS["--tis-clip-low"] == ARGUMENTS["tis_clip_low"][1]
 
 
 def test_miles_still_keeps_the_groups_so():

@@ -15,7 +15,7 @@ import yaml
 from mismatch_plugin.hooks import ray_actors
 from mismatch_plugin.hooks import slime as slime_hooks
 from mismatch_plugin.hooks.base import Plan, find_host
-from mismatch_plugin.hooks.slime.launch_plan import TABLE
+from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.launch.starters import refuse_starter
@@ -280,7 +280,7 @@ def test_a_yaml_that_is_missing(tmp_path: Path) -> None:
         ),
         (
             "--use-rollout-log-probs --rs-criterion token:k2:0.5 --loss-type policy_loss",
-            "contradicts algorithm 1 .* neither rejection nor metrics could run",
+            "contradicts algorithm 1 .* compare π_θ with π_rollout, which .*policy_loss does not pass on",
         ),
         ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss"),
         ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
