@@ -44,8 +44,8 @@ def pack_local(
 
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
-    tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. They are
-        detached.
+    tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
+        detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
     """
     masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
@@ -72,7 +72,8 @@ def pack_local(
                     f"the {responses[sample]} response tokens (rank {rank} of {size} in context parallelism)."
                 )
         if values:
-            fields[name] = torch.cat(list(values)).detach()
+            joined = torch.cat(list(values))
+            fields[name] = joined if name == "entropy" else joined.detach()
     mask = torch.cat([mask[start:stop] for mask, parts in zip(masks, ranges, strict=True) for start, stop in parts])
     if size > 1:
         positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]

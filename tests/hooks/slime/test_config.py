@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -56,14 +55,6 @@ def test_both_flags_in_yaml_with_the_whole_loss_are_algorithm_3(host: str):
     config = HOSTS[host][0].check(namespace(host, **TWICE, **custom(host), tis_level="sequence"))
     assert config is not None
     assert (config.algorithm, config.tis.level) == (3, "sequence")
-
-
-def test_the_launcher_s_settings_mean_algorithm_3_though_the_host_s_switch_is_off(host: str):
-    args = namespace(host, **custom(host), **ours(3, {"level": "sequence", "upper_bound": 4.0}))
-    assert args.use_tis is False
-    config = HOSTS[host][0].check(args)
-    assert config is not None
-    assert (config.algorithm, config.tis.upper_bound, config.tis.mode) == (3, 4.0, "truncate")
 
 
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
@@ -279,17 +270,6 @@ def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCap
         run.factor(adapter.settings(step))
 
 
-def test_yaml_with_our_own_keys_is_read_as_flags():
-    keys = {
-        "use_tis": True,
-        "tis_level": "sequence",
-        "mismatch_preset": "token_icepop",
-        "rollout_log_prob_policy": "neutral",
-    }
-    config = slime.settings(namespace(**hooked("slime"), **keys))
-    assert (config.tis.mode, config.tis.level, config.rollout_log_prob_policy) == ("mask", "sequence", "neutral")
-
-
 def test_flags_registered_in_the_host_s_parser_are_read():
     """As slime does it: a plugin's arguments first, then its own."""
     parser = argparse.ArgumentParser()
@@ -378,10 +358,3 @@ def test_importing_an_adapter_imports_neither_its_host_nor_megatron(name: str):
     code = f"import sys, mismatch_plugin.hooks.{name}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_hooks_are_functions_a_path_can_name():
-    adapters: tuple[ModuleType, ...] = (slime, miles)
-    for adapter in adapters:
-        for name in ("tis_function", "policy_loss", "rollout_data_postprocess", "before_train_step", "init"):
-            assert callable(getattr(adapter, name))
