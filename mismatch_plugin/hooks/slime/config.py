@@ -55,6 +55,7 @@ _NEEDS_OUR_LOSS = {
     3: "{host}'s policy_loss clips π_θ/π_rollout already, so that the importance weight would count twice",
 }
 """Algorithm → why the host's own loss with our weights cannot be it."""
+_BEFORE_STEP = f"--{HOOKS['before_train_step'].replace('_', '-')} runs mismatch_plugin.hooks.{{host}}.before_train_step"
 _LAUNCHER = "`python -m mismatch_plugin.launch`"
 
 
@@ -111,10 +112,10 @@ def refuse_unknown_settings(names: Iterable[str]) -> None:
     """Raise ValueError for a misspelt key of ours in the host's YAML, every key of which becomes an argument."""
     known = (*destinations(), "tis_clip", "tis_clip_low", "mismatch_settings")  # the host's own, and the launcher's
     for name in names:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-        ours = name.startswith("mismatch_") or (near and name.startswith(("tis_", "rs_", "rollout_log_prob")))
-        if ours and name not in known:
-            raise unknown("setting", name, known if near else ())
+        if name not in known and name.startswith(("mismatch_", "tis_", "rs_", "rollout_log_prob")):
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+            if near or name.startswith("mismatch_"):
+                raise unknown("setting", name, known if near else ())
 
 
 def _given(args: Namespace) -> dict[str, Any]:
@@ -290,28 +291,27 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     custom = value(args, "loss_type") == "custom_loss"
     hook, reducer = (None, None) if custom else (value(args, HOOKS["tis_function"]), value(args, _REDUCER))
     through = hook_path(host, "policy_loss") if custom else f"{host}'s policy_loss" + (f" with {hook}" if hook else "")
-    changed = reducer and config.rejects  # the host knows one set of masks
+    masks = "the original masks"
     if reducer:
-        masks = "the masks without what is rejected" if changed else "the original masks"
-        normaliser = f"that of {reducer}, which gets {masks}"
+        changed = "the masks without what is rejected" if config.rejects else masks
+        normaliser = f"that of {reducer}, which gets {changed}"
+    elif config.aggregation == "token-mean":
+        normaliser = f"{host}'s, the step's tokens of {masks}; what is rejected stays in it"
     else:
-        per_rollout = "each rollout's tokens of the original masks, then the step's rollouts"
-        tokens = "the step's tokens of the original masks" if config.aggregation == "token-mean" else per_rollout
-        normaliser = f"{host}'s, {tokens}; what is rejected stays in it"
+        normaliser = (
+            f"{host}'s, each rollout's tokens of {masks}, then the step's rollouts; what is rejected stays in it"
+        )
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss:")]  # the host's
-    lines += [
-        f"through: {through}",
-        f"normaliser: {normaliser}",
-        f"entropy and KL terms: over {'what is not rejected' if changed else 'the original masks'}",
-    ]
+    lines += [f"through: {through}", f"normaliser: {normaliser}"]
+    # The host knows one set of masks.
+    lines.append(f"entropy and KL terms: over {'what is not rejected' if reducer and config.rejects else masks}")
     if config.weighted and config.tis.batch_normalize:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
-    needed = _step_hook(host)
     if not runs(args, host, "before_train_step"):
         lines.append(
             f"step metrics: none, and an invalid rollout log-prob turns the loss into NaN instead of an error, unless "
-            f"{needed}"
+            f"{_BEFORE_STEP.format(host=host)}"
         )
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", MismatchWarning)
@@ -320,17 +320,13 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     return lines + [f"note: {note}" for note in notes]
 
 
-def _step_hook(host: str) -> str:
-    return f"--custom-megatron-before-train-step-hook-path runs {hook_path(host, 'before_train_step')}"
-
-
 def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
     scope = config.tis.batch_normalize_scope
     if scope == "micro_batch":
         return "each micro-batch"
     if not runs(args, host, "before_train_step"):
         where = "each micro-batch," if scope == "auto" else "the optimizer step; the first one is refused"
-        return f"{where} unless {_step_hook(host)}"
+        return f"{where} unless {_BEFORE_STEP.format(host=host)}"
     if not config.use_rollout_log_probs and host == "slime" and runs(args, host, "rollout_data_postprocess"):
         return "the optimizer step (its mean weight is known before it)"
     return "the optimizer step (gradients are divided by the mean weight at its end)"
@@ -342,8 +338,5 @@ def _old_pass(args: Namespace, config: MismatchConfig, custom: bool) -> str:
         return "skipped (--skip-actor-forward-only)"
     if config.use_rollout_log_probs:
         return "runs, for --get-mismatch-metrics alone: leave that out to skip it" if metrics else "skipped"
-    return (
-        "runs"
-        if custom or metrics
-        else "runs, where the host does not reuse the loss's own on a single step per rollout"
-    )
+    reused = "" if custom or metrics else ", where the host does not reuse the loss's own on a single step per rollout"
+    return f"runs{reused}"

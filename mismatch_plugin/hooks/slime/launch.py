@@ -51,11 +51,12 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
     file = _read_config(args)
     refuse_unknown_settings(file)
     vars(args).update(file)
-    ours = {name for name in file if name.startswith("mismatch_") or name in {*destinations()} - ARGUMENTS.keys()}
+    flags = set(destinations()) - ARGUMENTS.keys()
+    ours = [name for name in sorted(file) if name in flags or name.startswith("mismatch_")]
     if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
         return Plan.untouched(host, given)
     refuse_old_megatron([] if script is None else [script.parent])
-    config = _settings(host, given, args, sorted(ours))
+    config = _settings(host, given, args, ours)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
@@ -107,7 +108,8 @@ def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> M
     config = read_settings(args, host)
     if in_file:
         args.mismatch_settings = config.model_dump(mode="json", exclude_unset=True)
-    args.mismatch_settings |= {"use_tis": config.use_tis, "use_rollout_log_probs": config.use_rollout_log_probs}
+    switches = {"use_tis": config.use_tis, "use_rollout_log_probs": config.use_rollout_log_probs}
+    args.mismatch_settings = {**args.mismatch_settings, **switches}
     return config
 
 

@@ -152,10 +152,9 @@ def expected(args: Namespace, config: mp.MismatchConfig, step: int, old: bool = 
             divisor = sum(max(1, tokens[i]) for i in ids)
         loss = loss + (result.loss_sum + sum(result.terms.values())) / divisor
     loss.backward()
-    gradients = [
-        torch.cat([_gradient(x) for x in leaves]) for leaves in (logits.values(), (x for x, _ in found.values()))
-    ]
-    return Expected(float(loss.detach()), *gradients, statistics.metrics())
+    by_logits = torch.cat([_gradient(leaf) for leaf in logits.values()])
+    by_log_probs = torch.cat([_gradient(log_probs) for log_probs, _ in found.values()])
+    return Expected(float(loss.detach()), by_logits, by_log_probs, statistics.metrics())
 
 
 def _gradient(leaf: Tensor) -> Tensor:
