@@ -7,12 +7,13 @@ libraries in `log_prob_backends`.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_plugin.config.settings import LogProbBackend as Backend
 from mismatch_plugin.parallel.log_prob_backends import megatron_log_probs, transformer_engine_log_probs
 from mismatch_plugin.parallel.log_prob_torch import (
     Layout,
@@ -22,7 +23,8 @@ from mismatch_plugin.parallel.log_prob_torch import (
 )
 
 Entropy = Literal["none", "detached", "grad"]
-Backend = Literal["auto", "torch", "triton", "megatron", "transformer_engine"]
+BORROWED: dict[str, Any] = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
+"""Backends that are another library's cross entropy: log-probs alone, out of place, over even and unpadded shards."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,8 +82,9 @@ def vocab_parallel_log_probs(
             gradient and a few floats a target, two blocks are all the memory taken (one more with rows, one more with a
             mask). Backend "triton" has no blocks and takes no such memory.
         backend: "auto" is "triton" where Triton can be imported and the logits are on CUDA and not float64, else
-            "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and "transformer_engine" (its
-            `parallel_cross_entropy`) give log-probs only. Each refuses what it cannot do.
+            "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and "transformer-engine" (its
+            `parallel_cross_entropy`) give log-probs only. Each refuses what it cannot do. `--mismatch-log-prob-backend`
+            has the same names.
 
     Sums, results and everything per row are float32 (float64 for float64 logits); the gradient has the logits' dtype.
     Collectives: one all-gather of 4 floats a target in the forward, none in the backward. Host syncs: none.
@@ -92,7 +95,7 @@ def vocab_parallel_log_probs(
     """
     tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     _check_choice("entropy", entropy, get_args(Entropy))
-    _check_choice("backend", backend, get_args(Backend))
+    backend = checked_backend(backend)
     _check_tensors(logits, targets, rows)
     temperature = _checked_temperature(temperature, targets)
     start, columns = _shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
@@ -102,7 +105,7 @@ def vocab_parallel_log_probs(
     if block_rows is not None and block_rows < 1:
         raise ValueError(f"block_rows={block_rows} must be at least 1: leave it out for the default.")
 
-    if backend in ("megatron", "transformer_engine"):
+    if backend in BORROWED:
         refused = {
             f"entropy={entropy!r}": entropy != "none",
             "a sampling_mask": sampling_mask is not None,
@@ -114,8 +117,7 @@ def vocab_parallel_log_probs(
         for what, asked in refused.items():
             if asked:
                 raise ValueError(f"backend={backend!r} cannot do {what}: use backend='torch'.")
-        compute = megatron_log_probs if backend == "megatron" else transformer_engine_log_probs
-        return LogProbs(compute(logits, targets, rows, temperature, tp_group), None)
+        return LogProbs(BORROWED[backend](logits, targets, rows, temperature, tp_group), None)
 
     function = choose_function(logits, backend)
     layout = Layout(
@@ -127,6 +129,13 @@ def vocab_parallel_log_probs(
         block_rows=block_rows or default_block_rows(logits),
     )
     return LogProbs(*function.apply(logits, targets, rows, temperature, sampling_mask, layout))
+
+
+def checked_backend(backend: str) -> Backend:
+    """One of `Backend`, of which `transformer_engine` is an older spelling. Raises ValueError for any other."""
+    name = str(backend).replace("_", "-")
+    _check_choice("backend", name, get_args(Backend))
+    return cast(Backend, name)
 
 
 def choose_function(logits: Tensor, backend: str) -> type[torch.autograd.Function]:

@@ -164,7 +164,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"entropy": True}, "entropy=True is unknown: choose one of none, detached, grad"),
     (
         {"backend": "liger"},
-        "backend='liger' is unknown: choose one of auto, torch, triton, megatron, transformer_engine",
+        "backend='liger' is unknown: choose one of auto, torch, triton, megatron, transformer-engine",
     ),
     ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
     ({"vocab_size": V + 1}, "vocab_size=65 is more than the 64 columns there are"),
