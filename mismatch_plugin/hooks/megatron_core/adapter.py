@@ -68,7 +68,7 @@ class MegatronLoss:
         self.entropy: Entropy = "detached" if config.metrics == "full" else "none"
         if config.terms.entropy_coef:
             self.entropy = "grad"
-        self.backend = _backend(config, backend, self.entropy)
+        self.backend: Backend = _backend(config, backend, self.entropy)
         self.inplace_gradient = inplace_gradient
         self.per_token = bool(model_config.calculate_per_token_loss)
         self.extra_losses = extra_losses(model_config)
