@@ -74,14 +74,8 @@ def test_equals_dense_in_float64(rows: int, columns: int, block_rows: int | None
     assert_same(result, dense(logits, targets, 0.7), logits, upstream)
 
 
-def test_float32_equals_log_softmax():
-    logits, targets, upstream = make(64, 3001, torch.float32)
-    result = vocab_parallel_log_probs(logits, targets, entropy="grad")
-    assert_same(result, dense(logits, targets), logits, upstream.float(), tolerance=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_accumulates_in_float32(dtype: torch.dtype):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_are_float32(dtype: torch.dtype):
     """Sums over 3001 columns in bf16 would be off by 1e-2. The gradient is rounded once, to the dtype of the logits."""
     logits, targets, upstream = make(64, 3001, dtype)
     result = vocab_parallel_log_probs(logits, targets, entropy="grad", temperature=1.3)
@@ -92,8 +86,8 @@ def test_half_precision_accumulates_in_float32(dtype: torch.dtype):
     assert_close(result.entropy, expected.entropy, rtol=1e-6, atol=2e-6)
     actual = gradient(result, logits, upstream.float())
     assert actual.dtype == dtype
-    expected_gradient = gradient(expected, exact, upstream.float())
-    assert_close(actual.float(), expected_gradient, rtol=torch.finfo(dtype).eps, atol=2e-6)
+    rounding = 0.0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    assert_close(actual.float(), gradient(expected, exact, upstream.float()), rtol=rounding, atol=2e-6)
 
 
 def test_temperature_per_token():
@@ -144,15 +138,6 @@ def test_only_one_output_is_used():
         assert mine is not None and theirs is not None
         ours = torch.autograd.grad((mine * upstream).sum(), logits, retain_graph=True)[0]
         assert_close(ours, torch.autograd.grad((theirs * upstream).sum(), logits, retain_graph=True)[0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_not_changed(dtype: torch.dtype):
-    logits, targets, upstream = make(dtype=dtype)
-    before, version = logits.detach().clone(), logits._version
-    result = vocab_parallel_log_probs(logits, targets, entropy="grad", block_rows=2)
-    gradient(result, logits, upstream)
-    assert torch.equal(before, logits) and logits._version == version
 
 
 # 3 padding, ignored targets, picked rows -----------------------------------------------------------------------------

@@ -130,20 +130,14 @@ class MegatronLoss:
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
         batch = next(data_iterator)
+        inputs, loss_func = (batch.tokens, batch.position_ids, None), partial(self.loss_func, batch)
         if not self.mtp_layers or not self.groups.is_last_stage:
-            output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
-            return output, partial(self.loss_func, batch)
+            return model(*inputs, packed_seq_params=batch.packed_seq_params), loss_func
         totals = self._started().totals
         scale = _over(totals.fed, totals.tokens) if totals is not None else batch.packed.loss_mask.new_ones(())
+        labels = mtp_arguments(batch, scale)
         with logits_beside_labels(model, self.mtp_layers):
-            output = model(
-                batch.tokens,
-                batch.position_ids,
-                None,
-                packed_seq_params=batch.padded_seq_params,
-                **mtp_arguments(batch, scale),
-            )
-        return output, partial(self.loss_func, batch)
+            return model(*inputs, packed_seq_params=batch.padded_seq_params, **labels), loss_func
 
     def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
         """megatron's loss_func from vocab-parallel logits [b, s, V/tp]; see `from_log_probs` for what it returns.
@@ -201,8 +195,8 @@ class MegatronLoss:
         if totals is None:
             return result.loss_sum if terms is None else result.loss_sum + terms
         # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
-        accepted = self.config.changes_denominator and totals.accepted is not None
-        divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
+        accepted = totals.accepted if self.config.changes_denominator else None
+        divisor = totals.original if accepted is None else accepted
         if not self.per_token:
             unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
         elif self.extra_losses:

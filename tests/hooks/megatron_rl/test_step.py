@@ -16,6 +16,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
 from mismatch_plugin.hooks.megatron_rl import step as megatron_rl_step
+from mismatch_plugin.hooks.megatron_rl.launch import TABLE
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows, run_loss
@@ -26,12 +27,8 @@ from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows
 def _args(line: str = "", **given: Any) -> Namespace:
     """Arguments as train_rl.py parses them, with our flags through its extra-args provider."""
     parser = ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01)
-    parser.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)
-    parser.add_argument("--grpo-kl-beta", type=float, default=0.001)
-    parser.add_argument("--grpo-entropy-term-weight", type=float, default=0.0)
-    parser.add_argument("--rl-inference-logprobs-is-correction", action="store_true")
-    parser.add_argument("--rl-importance-sampling-truncation-coef", type=float, default=None)
+    for flag, options in TABLE.items():
+        parser.add_argument(flag, **options)
     args = megatron_rl.extra_args_provider(lambda p: p)(parser).parse_args(line.split())
     for name, value in given.items():
         setattr(args, name, value)
@@ -84,16 +81,8 @@ def test_inference_log_probs_that_megatron_keeps_back_are_asked_for(line: str) -
 def test_the_start_block_says_whose_denominator_it_is() -> None:
     config = megatron_rl.settings(_args(f"{_ON} --use-tis --tis-level sequence"))
     text = "\n".join(megatron_rl.describe(config, Namespace(bf16=True, rl_use_sequence_packing=True), masked=False))
-    for part in (
-        "algorithm 2",
-        "sequence level",
-        "Megatron's own",
-        "each micro-batch",
-        "half precision",
-        "0.0",
-        "no l",
-    ):
-        assert part in text
+    parts = ("algorithm 2", "sequence level", "Megatron's own", "each micro-batch", "half precision", "0.0", "no l")
+    assert [part for part in parts if part not in text] == []
 
 
 # The step's end -------------------------------------------------------------------------------------------------------
