@@ -355,6 +355,8 @@ class Settings(Section):
         invalid = self.rollout_log_prob_policy
         if self.leaves_out_invalid:
             invalid = "counted and left out of the metrics (nothing else reads them)"
+        if self.log_prob_backend != "auto":
+            lines.append(f"log-probs from logits: {self.log_prob_backend}")
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         return "\n".join(lines)

@@ -45,11 +45,13 @@ def gradient(result: LogProbs, logits: Tensor, upstream: Tensor, entropy_scale: 
     return torch.autograd.grad(loss, logits)[0]
 
 
-def assert_same(actual: LogProbs, expected: LogProbs, logits: Tensor, upstream: Tensor, tolerance: float = 1e-12):
-    assert_close(actual.log_probs, expected.log_probs, rtol=tolerance, atol=tolerance)
-    assert actual.entropy is not None and expected.entropy is not None
-    assert_close(actual.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
-    assert_close(gradient(actual, logits, upstream), gradient(expected, logits, upstream), rtol=0, atol=tolerance)
+def assert_same(actual: LogProbs, expected: LogProbs, logits: Tensor, upstream: Tensor) -> Tensor:
+    """Values and gradient to 1e-12; returns the gradient."""
+    for one, other in zip(actual, expected, strict=True):
+        assert_close(one, other, rtol=1e-12, atol=1e-12)
+    found = gradient(actual, logits, upstream)
+    assert_close(found, gradient(expected, logits, upstream), rtol=0, atol=1e-12)
+    return found
 
 
 # 1 values ------------------------------------------------------------------------------------------------------------
@@ -226,11 +228,7 @@ def test_sampling_mask_renormalises_over_the_kept_ids(ragged: bool, temperature:
         logits, targets, sampling_mask=mask, temperature=temperature, entropy="grad", block_rows=3
     )
     expected = dense(logits, targets, temperature, kept)
-    assert_close(result.log_probs, expected.log_probs, rtol=1e-12, atol=1e-12)
-    assert_close(result.entropy, expected.entropy, rtol=1e-12, atol=1e-12)
-    actual = gradient(result, logits, upstream)
-    assert_close(actual, gradient(expected, logits, upstream), rtol=0, atol=1e-12)
-    assert torch.count_nonzero(actual[~kept]) == 0
+    assert torch.count_nonzero(assert_same(result, expected, logits, upstream)[~kept]) == 0
 
 
 def test_sampling_mask_that_keeps_the_target_only():

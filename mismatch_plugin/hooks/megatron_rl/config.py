@@ -52,9 +52,9 @@ def settings(args: Namespace) -> MismatchConfig:
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
     asked = dotted_fields_set(given)
-    for path in asked & _FIXED.keys():
-        value, allowed = value_and_default(config, path)[0], _FIXED[path]
-        if value not in allowed:
+    for path, allowed in _FIXED.items():
+        value = value_and_default(config, path)[0]
+        if path in asked and value not in allowed:
             raise ValueError(
                 f"{path} {value} is not Megatron-LM RL's: its loss_func adds up tokens and divides by the trained ones "
                 f"({path} {allowed[0]}). Leave it out."

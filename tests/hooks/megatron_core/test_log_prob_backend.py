@@ -57,6 +57,11 @@ def test_the_default_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for(hook_of(config_of("--use-tis")), monkeypatch) == "auto"
 
 
+def test_the_start_block_names_a_backend_that_was_chosen() -> None:
+    assert "log-probs from logits: triton" in config_of(f"{FLAG} triton").describe()
+    assert "log-probs from logits" not in mp.MismatchConfig().describe()
+
+
 def test_the_argument_s_older_spelling_is_the_same_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = hook_of(config_of(f"{FLAG} transformer-engine"), backend="transformer_engine")
     assert asked_for(hook, monkeypatch) == "transformer-engine"
