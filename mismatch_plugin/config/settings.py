@@ -23,6 +23,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
 MetricsLevel = Literal["off", "basic", "full"]
+LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 
@@ -268,6 +269,13 @@ class Settings(Section):
         "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
         flag="--mismatch-report-dir",
     )
+    log_prob_backend: LogProbBackend = described(
+        "auto",
+        "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two give "
+        "no entropy); auto = triton where it can run, else torch. Only where the plugin computes them (megatron-core)",
+        flag="--mismatch-log-prob-backend",
+        source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
+    )
 
     @property
     def algorithm(self) -> int:
@@ -347,6 +355,8 @@ class Settings(Section):
         invalid = self.rollout_log_prob_policy
         if self.leaves_out_invalid:
             invalid = "counted and left out of the metrics (nothing else reads them)"
+        if self.log_prob_backend != "auto":
+            lines.append(f"log-probs from logits: {self.log_prob_backend}")
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         return "\n".join(lines)

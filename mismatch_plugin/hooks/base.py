@@ -146,6 +146,19 @@ def settled(parse: Callable[..., Namespace], settle: Callable[[Namespace], None]
     return parse_and_settle
 
 
+def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfig:
+    """The configuration, on a host that computes log-probs before our loss.
+
+    Raises: ValueError for settings of how they are computed.
+    """
+    if config.log_prob_backend != "auto":
+        raise ValueError(
+            f"--mismatch-log-prob-backend {config.log_prob_backend} has no effect on {host}, which computes log-probs "
+            f"itself: leave it out."
+        )
+    return config
+
+
 def stop(message: str) -> NoReturn:
     """End the program with one sentence, before training starts."""
     print(f"mismatch_plugin: {message}", file=sys.stderr)

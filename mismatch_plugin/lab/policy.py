@@ -20,7 +20,7 @@ from mismatch_plugin.lab.parameters import gather_parameters, load_parameters
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import get_task
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 
 
 def model_settings(settings: LabSettings) -> lab.ModelSettings:
@@ -70,9 +70,11 @@ class Policy:
         )
         self.groups = ParallelGroups.from_megatron()
         self.device = next(self.model[0].parameters()).device
+        self.backend: Backend = "auto"
 
     def hook(self, config: MismatchConfig) -> MegatronLoss:
         """The corrected loss on this policy. Call it once: it wraps the model's `finalize_model_grads_func`."""
+        self.backend = config.log_prob_backend  # for old log-probs, too
         return MegatronLoss(
             config,
             self.model[0].config,
@@ -126,6 +128,7 @@ class Policy:
             temperature=self.settings.temperature,
             vocab_size=self.task.vocab,
             rows=batch.rows,
+            backend=self.backend,
         ).log_probs
         count = torch.tensor(batch.targets.numel(), device=log_probs.device)
         return -log_probs.sum(), count, {"log_probs": log_probs.detach()}

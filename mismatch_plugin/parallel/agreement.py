@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -52,10 +52,13 @@ class StepKind:
 
         d is an integer below 2^48 that differs, all but surely, where the values do; −inf where it is not known.
         """
-        values: list[Hashable] = [tuple(sorted((key, repr(value)) for key, value in _leaves(self.settings)))]
-        values += [self.fields, self.micro_batches, self.sequences]
-        pairs = [(_UNKNOWN, _UNKNOWN) if value is None else (_digest(value), -_digest(value)) for value in values]
-        return [float(bool(self.failure)), *(part for pair in pairs for part in pair)]
+        settings = sorted((key, repr(value)) for key, value in _leaves(self.settings))
+        found = [float(bool(self.failure))]
+        for value in (settings, self.fields, self.micro_batches, self.sequences):
+            digest = hashlib.blake2b(repr(value).encode(), digest_size=6).digest()
+            d = float(int.from_bytes(digest, "big"))
+            found += [_UNKNOWN, _UNKNOWN] if value is None else [d, -d]
+        return found
 
 
 def settings_of(config: MismatchConfig, **loop: object) -> dict[str, Any]:
@@ -79,78 +82,73 @@ def step_kind(
     if not has_loss:
         return StepKind(settings, micro_batches=count)
     held = [tuple(name for name in _OPTIONAL if getattr(packed, name) is not None) for packed in micro_batches]
-    failure = ""
+    sequences = tuple(len(packed.lengths) for packed in micro_batches)
+    return StepKind(settings, ("loss_mask", *held[0]), count, sequences, _failure(config, micro_batches[0], held))
+
+
+def _failure(config: MismatchConfig, first: PackedSequences, held: Sequence[tuple[str, ...]]) -> str:
+    """Why micro-batches that hold these fields cannot be one step, or ""."""
     for number, names in enumerate(held):
         if names != held[0]:
             (odd, *_) = sorted(set(names) ^ set(held[0]))
             has, lacks = (number, 0) if odd in names else (0, number)
-            failure = f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
-            break
-    else:
-        try:
-            refuse_missing(micro_batches[0].replace(invalid=()), config)
-        except ValueError as error:
-            failure = str(error)
-    sequences = tuple(len(packed.lengths) for packed in micro_batches)
-    return StepKind(settings, ("loss_mask", *held[0]), count, sequences, failure)
+            return f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
+    try:
+        refuse_missing(first.replace(invalid=()), config)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def difference(replicas: Replicas) -> str:
     """The sentence that names ranks and what they differ in; "" where nothing differs."""
-    ranks = {rank: kind for _, replica in sorted(replicas.items()) for rank, kind in sorted(replica.items())}
-    alone = len(ranks) == 1
+    ranks = {rank: kind for replica in replicas.values() for rank, kind in replica.items()}
     for rank, kind in sorted(ranks.items()):
         if kind.failure:
-            return kind.failure if alone else f"on rank {rank}: {kind.failure}"
-    idle = [rank for rank, kind in ranks.items() if kind.fields == ()]
+            return kind.failure if len(ranks) == 1 else f"on rank {rank}: {kind.failure}"
+    idle = [rank for rank, kind in sorted(ranks.items()) if kind.fields == ()]
     if 0 < len(idle) < len(ranks):
         return f"{_names(idle)} ran no micro-batch in this step, other ranks did. Give every rank at least one."
-    return _settings_differ(ranks) or _fields_differ(ranks) or _replicas_differ(replicas)
-
-
-def _settings_differ(ranks: Mapping[int, StepKind]) -> str:
     leaves = {rank: dict(_leaves(kind.settings)) for rank, kind in ranks.items()}
     for key in dict.fromkeys(key for mine in leaves.values() for key in mine):
-        held = _holders({rank: repr(mine[key]) if key in mine else "nothing" for rank, mine in leaves.items()})
-        if len(held) > 1:
-            who = ", ".join(f"{_names(some)} {_has(some)} {key} = {value}" for value, some in held.items())
+        values = {rank: repr(mine[key]) if key in mine else "nothing" for rank, mine in leaves.items()}
+        if who := _who(values, f"{key} = "):
             return f"the ranks of this step have different settings: {who}. Give every rank the same configuration."
+    if what := _other_fields({rank: kind.fields for rank, kind in sorted(ranks.items()) if kind.fields is not None}):
+        return f"the ranks of this step hold different data: {what}. {SAME_FIELDS}"
+    for _, replica in sorted(replicas.items()):
+        counts = {rank: kind.micro_batches for rank, kind in replica.items() if kind.micro_batches}
+        if who := _who({rank: _and(count) for rank, count in counts.items()}):
+            return f"ranks that share sequences have different numbers of micro-batches: {who}. {_SHARED}"
+        sequences = {rank: kind.sequences for rank, kind in replica.items() if kind.sequences is not None}
+        for number, column in enumerate(zip(*sequences.values(), strict=True)):
+            if who := _who(dict(zip(sequences, column, strict=True))):
+                what = f"numbers of sequences in micro-batch {number}"
+                return f"ranks that share sequences have different {what}: {who}. {_SHARED}"
     return ""
 
 
-def _fields_differ(ranks: Mapping[int, StepKind]) -> str:
-    known = {rank: kind.fields for rank, kind in ranks.items() if kind.fields is not None}
-    held = _holders(known)
-    if len(held) < 2:
+def _other_fields(known: Mapping[int, tuple[str, ...]]) -> str:
+    """ "rank 0 has entropy, rank 1 does not"; "" where all have the same."""
+    if len(set(known.values())) < 2:
         return ""
     parts = []
-    for name in dict.fromkeys(name for names in held for name in names):
+    for name in dict.fromkeys(name for names in known.values() for name in names):
         has = [rank for rank, names in known.items() if name in names]
         lacks = [rank for rank in known if rank not in has]
         if lacks:
             parts.append(f"{_names(has)} {_has(has)} {name}, {_names(lacks)} {'does' if len(lacks) == 1 else 'do'} not")
-    what = "; ".join(parts[:_NAMED]) or "the same fields come in another order"
-    return f"the ranks of this step hold different data: {what}. {SAME_FIELDS}"
+    return "; ".join(parts[:_NAMED]) or "the same fields come in another order"
 
 
-def _replicas_differ(replicas: Replicas) -> str:
-    for _, replica in sorted(replicas.items()):
-        counts = _holders({rank: kind.micro_batches for rank, kind in replica.items() if kind.micro_batches})
-        if len(counts) > 1:
-            who = ", ".join(f"{_names(some)} {_has(some)} {_and(value)}" for value, some in counts.items())
-            return f"ranks that share sequences have different numbers of micro-batches: {who}. {_SHARED}"
-        sequences = {rank: kind.sequences for rank, kind in replica.items() if kind.sequences is not None}
-        if len(set(sequences.values())) < 2:
-            continue
-        for number, column in enumerate(zip(*sequences.values(), strict=True)):
-            held = _holders(dict(zip(sequences, column, strict=True)))
-            if len(held) > 1:
-                who = ", ".join(f"{_names(some)} {_has(some)} {value}" for value, some in held.items())
-                return (
-                    f"ranks that share sequences have different numbers of sequences in micro-batch {number}: {who}. "
-                    f"{_SHARED}"
-                )
-    return ""
+def _who(values: Mapping[int, Any], name: str = "") -> str:
+    """ "rank 0 has 2, ranks 1 and 3 have 4" from what each rank has; "" where all have the same."""
+    held: dict[Any, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        held.setdefault(value, []).append(rank)
+    if len(held) < 2:
+        return ""
+    return ", ".join(f"{_names(ranks)} {_has(ranks)} {name}{value}" for value, ranks in held.items())
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -162,24 +160,10 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str
             yield prefix + str(key), value
 
 
-def _digest(value: Hashable) -> float:
-    return float(int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=6).digest(), "big"))
-
-
-def _holders(values: Mapping[int, Any]) -> dict[Any, list[int]]:
-    """{value: ranks that have it}, in the order of the ranks."""
-    held: dict[Any, list[int]] = {}
-    for rank, value in sorted(values.items()):
-        held.setdefault(value, []).append(rank)
-    return held
-
-
 def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
     if len(ranks) > _NAMED:
         return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
-    return f"ranks {_and(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {_and(ranks)}"
 
 
 def _has(ranks: Sequence[int]) -> str:

@@ -64,10 +64,10 @@ def transformer_engine_log_probs(
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy  # pyright: ignore
     except Exception as error:  # without its CUDA part the package raises RuntimeError, OSError and others at import
         raise RuntimeError(
-            f"backend='transformer_engine' cannot be imported ({error}): install its CUDA part or use backend='torch'."
+            f"backend='transformer-engine' cannot be imported ({error}): install its CUDA part or use backend='torch'."
         ) from error
     if logits_TV.dtype == torch.float16:
-        raise ValueError("backend='transformer_engine' cannot do torch.float16 logits: use backend='torch'.")
+        raise ValueError("backend='transformer-engine' cannot do torch.float16 logits: use backend='torch'.")
     ignored_R = targets_R < 0
     copy_RV = _prepared_copy(logits_TV, ignored_R, rows_R, temperature)
     targets = torch.where(ignored_R, _TE_IGNORE, targets_R).to(torch.int64)

@@ -7,12 +7,13 @@ libraries in `log_prob_backends`.
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_plugin.config.settings import LogProbBackend as Backend
 from mismatch_plugin.parallel.log_prob_backends import megatron_log_probs, transformer_engine_log_probs
 from mismatch_plugin.parallel.log_prob_torch import (
     Layout,
@@ -22,7 +23,8 @@ from mismatch_plugin.parallel.log_prob_torch import (
 )
 
 Entropy = Literal["none", "detached", "grad"]
-Backend = Literal["auto", "torch", "triton", "megatron", "transformer_engine"]
+BORROWED = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
+"""Backends that are another library's cross entropy: log-probs alone, out of place, over even and unpadded shards."""
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,8 +82,9 @@ def vocab_parallel_log_probs(
             gradient and a few floats a target, two blocks are all the memory taken (one more with rows, one more with a
             mask). Backend "triton" has no blocks and takes no such memory.
         backend: "auto" is "triton" where Triton can be imported and the logits are on CUDA and not float64, else
-            "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and "transformer_engine" (its
-            `parallel_cross_entropy`) give log-probs only. Each refuses what it cannot do.
+            "torch". "megatron" (megatron-core's `vocab_parallel_cross_entropy`) and "transformer-engine" (its
+            `parallel_cross_entropy`) give log-probs only. Each refuses what it cannot do. `--mismatch-log-prob-backend`
+            has the same names.
 
     Sums, results and everything per row are float32 (float64 for float64 logits); the gradient has the logits' dtype.
     Collectives: one all-gather of 4 floats a target in the forward, none in the backward. Host syncs: none.
@@ -92,9 +95,13 @@ def vocab_parallel_log_probs(
     """
     tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
     _check_choice("entropy", entropy, get_args(Entropy))
-    _check_choice("backend", backend, get_args(Backend))
+    backend = checked_backend(backend)
     _check_tensors(logits, targets, rows)
     temperature = _checked_temperature(temperature, targets)
+    ids = sampling_mask.token_ids if isinstance(sampling_mask, RaggedSamplingMask) else sampling_mask
+    for name, tensor in {"targets": targets, "rows": rows, "temperature": temperature, "sampling_mask": ids}.items():
+        if isinstance(tensor, Tensor) and tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}: move it there.")
     start, columns = _shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
     _check_sampling_mask(sampling_mask, logits, targets)
     if inplace_gradient and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
@@ -102,7 +109,7 @@ def vocab_parallel_log_probs(
     if block_rows is not None and block_rows < 1:
         raise ValueError(f"block_rows={block_rows} must be at least 1: leave it out for the default.")
 
-    if backend in ("megatron", "transformer_engine"):
+    if backend in BORROWED:
         refused = {
             f"entropy={entropy!r}": entropy != "none",
             "a sampling_mask": sampling_mask is not None,
@@ -114,8 +121,7 @@ def vocab_parallel_log_probs(
         for what, asked in refused.items():
             if asked:
                 raise ValueError(f"backend={backend!r} cannot do {what}: use backend='torch'.")
-        compute = megatron_log_probs if backend == "megatron" else transformer_engine_log_probs
-        return LogProbs(compute(logits, targets, rows, temperature, tp_group), None)
+        return LogProbs(BORROWED[backend](logits, targets, rows, temperature, tp_group), None)
 
     function = choose_function(logits, backend)
     layout = Layout(
@@ -127,6 +133,13 @@ def vocab_parallel_log_probs(
         block_rows=block_rows or default_block_rows(logits),
     )
     return LogProbs(*function.apply(logits, targets, rows, temperature, sampling_mask, layout))
+
+
+def checked_backend(backend: str) -> Backend:
+    """One of `Backend`, of which `transformer_engine` is an older spelling. Raises ValueError for any other."""
+    name = str(backend).replace("_", "-")
+    _check_choice("backend", name, get_args(Backend))
+    return cast(Backend, name)
 
 
 def choose_function(logits: Tensor, backend: str) -> type[torch.autograd.Function]:
@@ -163,22 +176,15 @@ def _check_tensors(logits: Tensor, targets: Tensor, rows: Tensor | None) -> None
         raise ValueError(f"targets is {targets.dtype}: hand in int64 or int32 token ids.")
     if targets.ndim != 1:
         raise ValueError(f"targets has shape {list(targets.shape)}, one dimension is needed: flatten it as the logits.")
-    if targets.device != logits.device:
-        raise ValueError(f"targets is on {targets.device}, logits on {logits.device}: move the targets there.")
-    if rows is None:
-        if targets.shape[0] != logits.shape[0]:
-            raise ValueError(
-                f"targets has {targets.shape[0]} ids for {logits.shape[0]} rows of logits: give one for each, or pass "
-                "rows."
-            )
-        return
-    if rows.dtype != torch.int64 or rows.shape != targets.shape:
+    if rows is None and len(targets) != len(logits):
         raise ValueError(
-            f"rows is {rows.dtype} {list(rows.shape)}: one int64 index for each of the {targets.shape[0]} targets is "
+            f"targets has {len(targets)} ids for {len(logits)} rows of logits: give one for each, or pass rows."
+        )
+    if rows is not None and (rows.dtype != torch.int64 or rows.shape != targets.shape):
+        raise ValueError(
+            f"rows is {rows.dtype} {list(rows.shape)}: one int64 index for each of the {len(targets)} targets is "
             "needed."
         )
-    if rows.device != logits.device:
-        raise ValueError(f"rows is on {rows.device}, logits on {logits.device}: move the rows there.")
 
 
 def _checked_temperature(temperature: float | Tensor, targets: Tensor) -> float | Tensor:
@@ -195,8 +201,6 @@ def _checked_temperature(temperature: float | Tensor, targets: Tensor) -> float 
             f"temperature is {temperature.dtype} {list(temperature.shape)}: pass a float, or one float for each of the "
             f"{targets.shape[0]} targets."
         )
-    if temperature.device != targets.device:
-        raise ValueError(f"temperature is on {temperature.device}, targets on {targets.device}: move it there.")
     return temperature
 
 
@@ -222,37 +226,33 @@ def _shard(width: int, vocab_size: int | None, vocab_start: int | None, tp_rank:
 def _check_sampling_mask(mask: Tensor | RaggedSamplingMask | None, logits: Tensor, targets: Tensor) -> None:
     if mask is None:
         return
-    values = mask.token_ids if isinstance(mask, RaggedSamplingMask) else mask
-    if values.device != logits.device:
-        raise ValueError(f"sampling_mask is on {values.device}, logits on {logits.device}: move it there.")
     if isinstance(mask, Tensor):
-        shape = [targets.shape[0], logits.shape[1]]
+        shape = [len(targets), logits.shape[1]]
         if mask.dtype != torch.bool or list(mask.shape) != shape:
             raise ValueError(
                 f"sampling_mask is {mask.dtype} {list(mask.shape)}: bool {shape} is needed, or ragged ids."
             )
         return
-    if mask.token_ids.dtype not in (torch.int64, torch.int32) or mask.token_ids.ndim != 1:
+    ids, offsets = mask.token_ids, mask.offsets
+    if ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 1:
+        raise ValueError(f"sampling_mask.token_ids is {ids.dtype} {list(ids.shape)}: flat int64 or int32 is needed.")
+    if offsets.device.type != "cpu" or offsets.dtype != torch.int64:
         raise ValueError(
-            f"sampling_mask.token_ids is {mask.token_ids.dtype} {list(mask.token_ids.shape)}: flat int64 or int32 is "
-            "needed."
+            f"sampling_mask.offsets is {offsets.dtype} on {offsets.device}: keep it int64 on the CPU, where reading it "
+            "is no host sync."
         )
-    if mask.offsets.device.type != "cpu" or mask.offsets.dtype != torch.int64:
+    if offsets.shape != (len(targets) + 1,):
         raise ValueError(
-            f"sampling_mask.offsets is {mask.offsets.dtype} on {mask.offsets.device}: keep it int64 on the CPU, "
-            "where reading it is no host sync."
+            f"sampling_mask.offsets has shape {list(offsets.shape)}: [{len(targets) + 1}] is needed, one more than "
+            "there are targets."
         )
-    if mask.offsets.shape != (targets.shape[0] + 1,):
+    first, last = offsets[:1].tolist()[0], offsets[-1:].tolist()[0]
+    if first != 0 or last != len(ids):
         raise ValueError(
-            f"sampling_mask.offsets has shape {list(mask.offsets.shape)}: [{targets.shape[0] + 1}] is needed, one more "
-            "than there are targets."
+            f"sampling_mask.offsets runs from {first} to {last}: it must run from 0 to the {len(ids)} token_ids there "
+            "are."
         )
-    first, last, ids = mask.offsets[:1].tolist()[0], mask.offsets[-1:].tolist()[0], mask.token_ids.shape[0]
-    if first != 0 or last != ids:
-        raise ValueError(
-            f"sampling_mask.offsets runs from {first} to {last}: it must run from 0 to the {ids} token_ids there are."
-        )
-    if len(targets) and mask.offsets.diff().amin().reshape(1).tolist()[0] < 0:
-        i = int(mask.offsets.diff().argmin())
-        pair = mask.offsets[i : i + 2].tolist()
-        raise ValueError(f"sampling_mask.offsets falls from {pair[0]} to {pair[1]} at target {i}: it must ascend.")
+    if len(targets) and offsets.diff().amin().reshape(1).tolist()[0] < 0:
+        i = int(offsets.diff().argmin())
+        before, after = offsets[i : i + 2].tolist()
+        raise ValueError(f"sampling_mask.offsets falls from {before} to {after} at target {i}: it must ascend.")

@@ -106,40 +106,42 @@ class Step:
         return self.totals
 
     def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
+        """[5] float64 of this rank: tokens, original and accepted units, sum and number of the weights to average."""
         by_token = self.config.aggregation == "token-mean"
         if not known or not self.config.uses_rollout_values:  # nothing is weighed, all is accepted
             tokens_N = self.groups.sum(segment_sum(packed.loss_mask.double(), packed.offsets))
-            counts = float(self.groups.counts_sequences)
-            tokens, original = tokens_N.sum() * counts, (tokens_N > 0).sum() * counts
-            original = tokens if by_token else original
-            return torch.stack([tokens, original, original, tokens.new_zeros(()), tokens.new_zeros(())]).double()
+            tokens, sequences = tokens_N.sum(), (tokens_N > 0).sum()
+            original = tokens if by_token else sequences
+            sums = torch.stack([tokens, original, original, 0 * tokens, 0 * tokens]).double()
+            return sums * float(self.groups.counts_sequences)
         # What data preparation found on one rank is raised at the step's end on all of them.
         statistics = correct(packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0).statistics
-        original = "one@tokens" if by_token else "one@sequences"
-        accepted = "kept@tokens" if by_token else "kept_any@sequences"
-        names = ["one@tokens", original, accepted]
-        values = [statistics.sum_of(name) for name in names]
+        names = ["one@tokens", "one@tokens", "kept@tokens"]
+        if not by_token:
+            names[1:] = ["one@sequences", "kept_any@sequences"]
         if self.config.normalizes_step:
             measure = units_of(self.config).measure
-            values += [statistics.sum_of(f"{row}@{measure}") for row in ("weight_unit", "units")]
-        else:
-            values += [values[0].new_zeros(())] * 2
-        return torch.stack(values)
+            names += [f"weight_unit@{measure}", f"units@{measure}"]
+        values = [statistics.sum_of(name) for name in names]
+        return torch.stack(values + [torch.zeros_like(values[0])] * (5 - len(values)))
 
     @property
     def defers_factor(self) -> bool:
         """True where the step's weight mean is known only after it, so that gradients are divided by it at the end."""
         return self.config.normalizes_step and (self.totals is None or self.totals.batch_factor is None)
 
+    @property
+    def batch_factor(self) -> Tensor | float | None:
+        """What micro-batches divide weights by: the step's mean, 1 where that is deferred, None: each by its own."""
+        if not self.config.normalizes_step:
+            return None
+        known = None if self.totals is None else self.totals.batch_factor
+        return 1.0 if known is None else known
+
     def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
         """`policy_loss` of one micro-batch, its statistics merged into the step's."""
-        factor: Tensor | float | None = None
-        if self.config.normalizes_step:
-            factor = 1.0
-            if self.totals is not None and self.totals.batch_factor is not None:
-                factor = self.totals.batch_factor
         # What data preparation found on one rank is raised at the step's end on all of them.
-        result = policy_loss(log_probs, packed.replace(invalid=()), self.config, self.groups, factor)
+        result = policy_loss(log_probs, packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
         self.record(result.statistics)
         return result
 

@@ -61,11 +61,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {"use_tis": True, "metrics": "full"},
     "normalized": {"use_tis": True, "metrics": "full", "tis": {"level": "sequence", "batch_normalize": True}},
 }
-FIELD = {
-    "no old log-probs": "old_log_probs",
-    "no rollout log-probs": "rollout_log_probs",
-    "no versions": "weight_versions",
-}
 
 
 @cache
@@ -105,26 +100,21 @@ def begin(case: Case) -> dict[str, Any]:
 
 
 def _begin(case: Case, folder: str) -> dict[str, Any]:
-    config = mp.MismatchConfig(**CONFIGS[case.config])
-    groups, odd = groups_of(case.grid), dist.get_rank() == case.rank
-    batches, per_token = [batch(2), batch(3)], True
-    if odd and case.plant == "other configuration":
-        config = mp.MismatchConfig(**{**CONFIGS[case.config], "ppo": {"eps_clip_high": 0.3}})
-    elif odd and case.plant == "other report folder":
-        config = config.model_copy(update={"report_dir": folder})
-    elif odd and case.plant == "mean of micro-batches":
-        per_token = False
-    elif odd and case.plant == "empty list":
-        batches = []
-    elif odd and case.plant == "one micro-batch":
-        batches = batches[:1]
-    elif odd and case.plant == "other sequences":
-        batches[1] = batch(4)
-    elif odd and case.plant in FIELD:
-        batches = [packed.replace(**{FIELD[case.plant]: None}) for packed in batches]
-    elif odd and case.plant == "versions once":
-        batches[1] = batches[1].replace(weight_versions=None)
-    hook = hook_of(config, groups, per_token)
+    plant = case.plant if dist.get_rank() == case.rank else ""
+    more = {"other configuration": {"ppo": {"eps_clip_high": 0.3}}, "other report folder": {"report_dir": folder}}
+    config = mp.MismatchConfig(**CONFIGS[case.config] | more.get(plant, {}))
+    full = [batch(2), batch(3)]
+    batches = {
+        "empty list": [],
+        "one micro-batch": full[:1],
+        "other sequences": [batch(2), batch(4)],
+        "no old log-probs": [packed.replace(old_log_probs=None) for packed in full],
+        "no rollout log-probs": [packed.replace(rollout_log_probs=None) for packed in full],
+        "no versions": [packed.replace(weight_versions=None) for packed in full],
+        "versions once": [full[0], full[1].replace(weight_versions=None)],
+    }.get(plant, full)
+    groups = groups_of(case.grid)
+    hook = hook_of(config, groups, per_token=plant != "mean of micro-batches")
     error, metrics, counter = "", {}, OperationCounter()
     try:
         with counter:
@@ -136,4 +126,4 @@ def _begin(case: Case, folder: str) -> dict[str, Any]:
             metrics = hook.metrics()
     except ValueError as refused:
         error = f"{type(refused).__name__}: {refused}"
-    return {"error": error, "metrics": metrics, "collectives": counter.sent, "syncs": counter.syncs}
+    return {"error": error, "metrics": metrics, "collectives": counter.sent}

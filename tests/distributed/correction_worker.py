@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
+from tests.distributed.agreement_worker import Grid
+from tests.distributed.agreement_worker import groups_of as grid_groups
 from tests.distributed.correction_cases import Layout, Settings, make
 from tests.distributed.log_probs_worker import CollectiveRecorder
 
@@ -58,21 +59,9 @@ class Part:
     metrics: dict[str, float] | None
 
 
-@cache
 def groups_of(layout: Layout) -> ParallelGroups:
-    """Made once a process; every rank must make all of them, in the same order."""
-    rank = dist.get_rank()
-    found: dict[str, Any] = {"dp_cp": dist.new_group(list(range(layout.world_size)))}
-    members = {
-        "cp": [list(range(d * layout.cp, (d + 1) * layout.cp)) for d in range(layout.dp)],
-        "dp": [list(range(c, layout.world_size, layout.cp)) for c in range(layout.cp)],
-    }
-    for name, lists in members.items():
-        for ranks in lists:
-            group = dist.new_group(ranks)
-            if rank in ranks:
-                found[name] = group
-    return ParallelGroups(**found)
+    """Those of the layout's ranks."""
+    return grid_groups(Grid(cp=layout.cp, dp=layout.dp))
 
 
 def run(case: Case) -> list[Part]:

@@ -36,15 +36,23 @@ class Run:
 
 @dataclass(frozen=True)
 class Layout:
-    """A parallel layout (dp is what remains of the world) and what runs in it, on one model."""
+    """A parallel layout and what runs in it, on one model."""
 
     name: str
     tp: int = 1
     pp: int = 1
     cp: int = 1
+    dp: int = 1
     settings: dict[str, Any] = field(default_factory=dict)
     samples: tuple[Sample, ...] = ()
     runs: tuple[Run, ...] = ()
+
+    @property
+    def world(self) -> int:
+        return self.tp * self.pp * self.cp * self.dp
+
+    def __str__(self) -> str:
+        return self.name
 
 
 @dataclass

@@ -10,7 +10,6 @@ one dies. An exception, a crash or a hang on any rank raises `LaunchError` with 
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import importlib.util
 import multiprocessing
@@ -22,12 +21,13 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,11 +65,9 @@ def launch(
         LaunchError: as described above; no process is left then either.
     """
     context = multiprocessing.get_context("forkserver")
-    with _environment():
-        if importlib.util.find_spec("megatron"):
-            context.set_forkserver_preload(_PRELOAD + _PRELOAD_MEGATRON)
-        else:
-            context.set_forkserver_preload(_PRELOAD)
+    # The server must have been started with them, since torch reads them when it is imported.
+    with mock.patch.dict(os.environ, _ENVIRONMENT):
+        context.set_forkserver_preload(_PRELOAD + (_PRELOAD_MEGATRON if importlib.util.find_spec("megatron") else []))
         forkserver.ensure_running()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
@@ -191,18 +189,3 @@ def _die_with_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-@contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """The variables the fork server must have been started with, since torch reads them when it is imported."""
-    before = {name: os.environ.get(name) for name in _ENVIRONMENT}
-    os.environ.update(_ENVIRONMENT)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

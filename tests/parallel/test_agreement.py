@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from tests.distributed.launch import launch
 TWO = (Grid(cp=2), Grid(dp=2), Grid(pp=2), Grid(tp=2))
 FOUR = (Grid(cp=2, dp=2), Grid(dp=2, pp=2), Grid(cp=2, pp=2), Grid(tp=2, cp=2))
 LAYOUTS = {str(grid): grid for grid in (*TWO, *FOUR)}
+CONFIGS = ("plain", "normalized")
 EVERYWHERE = {
     "other configuration": "ppo.eps_clip_high",
     "mean of micro-batches": "calculate_per_token_loss",
@@ -27,41 +29,40 @@ ON_THE_LAST_STAGE = {
     "no old log-probs": "old_log_probs",
     "no rollout log-probs": "rollout_log_probs",
     "no versions": "weight_versions",
-    "versions once": "weight_versions",
 }
-IN_A_REPLICA = {"one micro-batch": "micro-batch", "other sequences": "sequences"}
-CONFIGS = ("plain", "normalized")
-
-
+ONCE = {"versions once": "weight_versions"}
+MICRO_BATCHES, SEQUENCES = {"one micro-batch": "micro-batch"}, {"other sequences": "sequences"}
 LEGAL = ("nothing", "other report folder")
+
+
+def cases(grid: Grid, rank: int, plants: Iterable[str]) -> list[Case]:
+    return [Case(grid, plant, rank, config) for plant in plants for config in CONFIGS]
 
 
 def planted(grid: Grid) -> dict[Case, str]:
     """The differences that a layout can have, and what the sentence must name besides the rank."""
-    last, replica = grid.world_size - 1, grid.world_size // grid.dp
-    found = {Case(grid, plant, last, config): word for plant, word in EVERYWHERE.items() for config in CONFIGS}
-    if grid.pp > 1:  # a stage without the loss
-        found |= {Case(grid, plant, 0, config): word for plant, word in EVERYWHERE.items() for config in CONFIGS}
-    words = ON_THE_LAST_STAGE if grid.world_size > grid.pp else {"versions once": "weight_versions"}
-    if replica > 1:
-        words = {**words, "one micro-batch": "micro-batch"}
-    if replica > grid.pp:
-        words = {**words, "other sequences": "sequences"}
-    return found | {Case(grid, plant, last, config): word for plant, word in words.items() for config in CONFIGS}
+    replica = grid.world_size // grid.dp
+    words = EVERYWHERE | ONCE
+    words |= ON_THE_LAST_STAGE if grid.world_size > grid.pp else {}
+    words |= MICRO_BATCHES if replica > 1 else {}
+    words |= SEQUENCES if replica > grid.pp else {}
+    found = cases(grid, grid.world_size - 1, words)
+    found += cases(grid, 0, EVERYWHERE) if grid.pp > 1 else []  # a stage without the loss
+    return {case: words[case.plant] for case in found}
 
 
 def legal(grid: Grid) -> list[Case]:
     """What ranks may differ in: replicas hold other data."""
-    plants = (*LEGAL, "one micro-batch", "other sequences") if grid.dp == grid.world_size else LEGAL
-    return [Case(grid, plant, grid.world_size - 1, config) for plant in plants for config in CONFIGS]
+    free = (*MICRO_BATCHES, *SEQUENCES) if grid.dp == grid.world_size else ()
+    return cases(grid, grid.world_size - 1, (*LEGAL, *free))
 
 
 @cache
 def outcomes(world_size: int) -> dict[Case, list[dict[str, Any]]]:
     """What every rank said. A rank that is left waiting fails the launch."""
     grids = [grid for grid in LAYOUTS.values() if grid.world_size == world_size]
-    cases = [case for grid in grids for case in (*planted(grid), *legal(grid))]
-    return dict(zip(cases, launch(begin, cases, world_size, timeout=20.0), strict=True))
+    every = [case for grid in grids for case in (*planted(grid), *legal(grid))]
+    return dict(zip(every, launch(begin, every, world_size, timeout=20.0), strict=True))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -12,32 +12,24 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.parallel.log_probs import RaggedSamplingMask, vocab_parallel_log_probs
 
 T, V, BLOCK = 40, 64, 4
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(OperationCounter):
     """Host syncs, and every tensor that is newly made (no view, not written in place) with its number of elements."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.syncs: list[str] = []
         self.made: list[tuple[str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__.split(".")[0]
-        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
-        unsized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is None
-        if (
-            name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2")
-            or unsized
-            or any(isinstance(index, Tensor) and index.dtype == torch.bool for index in indices)
-        ):
+        out, name = super().__torch_dispatch__(func, types, args, kwargs), func.__name__.split(".")[0]
+        if name == "repeat_interleave" and (kwargs or {}).get("output_size") is None:
             self.syncs.append(str(func))
-        out = func(*args, **(kwargs or {}))
         outputs = out if isinstance(out, (tuple, list)) else (out,)
         for tensor, declared in zip(outputs, func._schema.returns, strict=False):
             if isinstance(tensor, Tensor) and declared.alias_info is None:
@@ -127,7 +119,7 @@ def test_transformer_engine_gets_a_prepared_copy(monkeypatch: pytest.MonkeyPatch
     before = logits.detach().clone()
     temperature = torch.tensor([0.5, 1.0, 2.0])
     arguments: dict[str, Any] = {"rows": rows, "temperature": temperature}
-    actual = vocab_parallel_log_probs(logits, targets, backend="transformer_engine", **arguments).log_probs
+    actual = vocab_parallel_log_probs(logits, targets, backend="transformer-engine", **arguments).log_probs
     assert_close(actual, vocab_parallel_log_probs(logits, targets, **arguments).log_probs)
     assert seen["inp"].shape == (3, 1, V) and seen["target"].tolist() == [[1], [-100], [60]]
     assert (seen["smoothing"], seen["reduce_loss"], seen["group"]) == (0.0, False, None)
@@ -138,7 +130,7 @@ def test_missing_transformer_engine_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     logits, targets, _ = inputs(torch.float32, "plain")
     with pytest.raises(RuntimeError, match="install its CUDA part or use backend='torch'"):
-        vocab_parallel_log_probs(logits, targets, backend="transformer_engine")
+        vocab_parallel_log_probs(logits, targets, backend="transformer-engine")
 
 
 def ragged(ids: int = 0, offsets: Tensor | None = None, dtype: torch.dtype = torch.int64) -> RaggedSamplingMask:
@@ -164,7 +156,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"entropy": True}, "entropy=True is unknown: choose one of none, detached, grad"),
     (
         {"backend": "liger"},
-        "backend='liger' is unknown: choose one of auto, torch, triton, megatron, transformer_engine",
+        "backend='liger' is unknown: choose one of auto, torch, triton, megatron, transformer-engine",
     ),
     ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
     ({"vocab_size": V + 1}, "vocab_size=65 is more than the 64 columns there are"),
@@ -184,8 +176,8 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
     ({"sampling_mask": ragged(3)}, "offsets runs from 0 to 0: it must run from 0 to the 3 token_ids"),
     ({"backend": "megatron", "entropy": "grad"}, "backend='megatron' cannot do entropy='grad': use backend='torch'"),
     ({"backend": "megatron", "sampling_mask": ragged()}, "backend='megatron' cannot do a sampling_mask"),
-    ({"backend": "transformer_engine", "vocab_size": 60}, r"cannot do padding \(vocab_size=60\)"),
-    ({"backend": "transformer_engine", "inplace_gradient": True}, "cannot do inplace_gradient=True"),
+    ({"backend": "transformer-engine", "vocab_size": 60}, r"cannot do padding \(vocab_size=60\)"),
+    ({"backend": "transformer-engine", "inplace_gradient": True}, "cannot do inplace_gradient=True"),
     ({"backend": "megatron", "logits": torch.zeros(T, V, dtype=torch.float64)}, "cannot do torch.float64 logits"),
 ]
 

@@ -26,7 +26,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_beside_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
+from mismatch_plugin.parallel.log_probs import BORROWED, Backend, Entropy, checked_backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, refuse_other_settings
 
@@ -46,7 +46,8 @@ class MegatronLoss:
         model_config: megatron's TransformerConfig of the model.
         vocab_size: the real vocabulary; columns beyond it are padding. None: every column counts.
         temperature: what the sampler divided the logits by.
-        backend, inplace_gradient: of `vocab_parallel_log_probs`.
+        backend: of `vocab_parallel_log_probs`; None: the configuration's `log_prob_backend`.
+        inplace_gradient: of `vocab_parallel_log_probs`.
 
     Raises ValueError where a setting cannot be exact in this loop, with the reason and the fix.
     """
@@ -59,12 +60,15 @@ class MegatronLoss:
         *,
         vocab_size: int | None = None,
         temperature: float = 1.0,
-        backend: Backend = "auto",
+        backend: Backend | None = None,
         inplace_gradient: bool = False,
     ) -> None:
         self.config, self.groups = config, groups
         self.vocab_size, self.temperature = vocab_size, temperature
-        self.backend: Backend = backend
+        self.entropy: Entropy = "detached" if config.metrics == "full" else "none"
+        if config.terms.entropy_coef:
+            self.entropy = "grad"
+        self.backend: Backend = _backend(config, backend, self.entropy)
         self.inplace_gradient = inplace_gradient
         self.per_token = bool(model_config.calculate_per_token_loss)
         self.extra_losses = extra_losses(model_config)
@@ -126,33 +130,26 @@ class MegatronLoss:
     def forward_step(self, data_iterator: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
         batch = next(data_iterator)
+        inputs, loss_func = (batch.tokens, batch.position_ids, None), partial(self.loss_func, batch)
         if not self.mtp_layers or not self.groups.is_last_stage:
-            output = model(batch.tokens, batch.position_ids, None, packed_seq_params=batch.packed_seq_params)
-            return output, partial(self.loss_func, batch)
+            return model(*inputs, packed_seq_params=batch.packed_seq_params), loss_func
         totals = self._started().totals
         scale = _over(totals.fed, totals.tokens) if totals is not None else batch.packed.loss_mask.new_ones(())
+        labels = mtp_arguments(batch, scale)
         with logits_beside_labels(model, self.mtp_layers):
-            output = model(
-                batch.tokens,
-                batch.position_ids,
-                None,
-                packed_seq_params=batch.padded_seq_params,
-                **mtp_arguments(batch, scale),
-            )
-        return output, partial(self.loss_func, batch)
+            return model(*inputs, packed_seq_params=batch.padded_seq_params, **labels), loss_func
 
     def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
         """megatron's loss_func from vocab-parallel logits [b, s, V/tp]; see `from_log_probs` for what it returns.
 
         Collectives: one all-gather over tp, one SUM (and one MAX if a sequence_max criterion is set) over cp.
         """
-        entropy = "grad" if self.config.terms.entropy_coef else "detached" if self.config.metrics == "full" else "none"
         result = vocab_parallel_log_probs(
             logits.flatten(0, -2),
             batch.targets,
             tp_group=self.groups.tp,
             temperature=self.temperature,
-            entropy=entropy,
+            entropy=self.entropy,
             vocab_size=self.vocab_size,
             rows=batch.rows,
             inplace_gradient=self.inplace_gradient,
@@ -198,8 +195,8 @@ class MegatronLoss:
         if totals is None:
             return result.loss_sum if terms is None else result.loss_sum + terms
         # megatron divides by `unit`: what is to be divided by something else is multiplied by unit / that.
-        accepted = self.config.changes_denominator and totals.accepted is not None
-        divisor = totals.accepted if accepted and totals.accepted is not None else totals.original
+        accepted = totals.accepted if self.config.changes_denominator else None
+        divisor = totals.original if accepted is None else accepted
         if not self.per_token:
             unit = torch.full_like(divisor, float(self.micro_batches * self.groups.dp_size))
         elif self.extra_losses:
@@ -235,6 +232,23 @@ class MegatronLoss:
         if self.config.report_dir is not None and self.groups.is_first_of_stage:
             log_step(self.config.report_dir, self.config, metrics)
         return metrics
+
+
+def _backend(config: MismatchConfig, given: Backend | None, entropy: Entropy) -> Backend:
+    """The backend of the argument or of the settings, which must not contradict each other."""
+    chosen = config.log_prob_backend if given is None else checked_backend(given)
+    if chosen != config.log_prob_backend and "log_prob_backend" in config.model_fields_set:
+        raise ValueError(
+            f"backend={given!r} contradicts --mismatch-log-prob-backend {config.log_prob_backend}: leave one of them "
+            f"out."
+        )
+    if chosen in BORROWED and entropy != "none":
+        needs = "an entropy term needs" if entropy == "grad" else "--mismatch-metrics full shows"
+        raise ValueError(
+            f"the log-prob backend {chosen} gives no entropy, which {needs}: choose auto, torch or triton, or leave "
+            f"that out."
+        )
+    return chosen
 
 
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:

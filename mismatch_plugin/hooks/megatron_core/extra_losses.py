@@ -20,15 +20,10 @@ from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 
 def extra_losses(model_config: Any) -> list[str]:
     """Names of those that a TransformerConfig switches on."""
-    names = {"moe_aux_loss_coeff": "MoE aux loss", "moe_z_loss_coeff": "MoE z-loss", "mtp_num_layers": "MTP"}
     experts = getattr(model_config, "num_moe_experts", None)
-    found = []
-    for field, name in names.items():
-        value = getattr(model_config, field, None)
-        on = any(value) if isinstance(value, (list, tuple)) else bool(value)
-        if on and (experts or field == "mtp_num_layers"):
-            found.append(name)
-    return found
+    names = {"moe_aux_loss_coeff": "MoE aux loss", "moe_z_loss_coeff": "MoE z-loss"} if experts else {}
+    values = {name: getattr(model_config, field, None) for field, name in (names | {"mtp_num_layers": "MTP"}).items()}
+    return [name for name, value in values.items() if (any(value) if isinstance(value, (list, tuple)) else value)]
 
 
 def mtp_arguments(batch: MegatronBatch, scale: Tensor) -> dict[str, Tensor]:

@@ -8,28 +8,25 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek
-from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
-from mismatch_plugin.hooks.megatron_rl.loss import WITHOUT_MASK
+from mismatch_plugin.hooks.megatron_rl.adapter import calculate_grpo_loss, install
+from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, refuse_idle, settings
 from mismatch_plugin.hooks.version import refuse_old_megatron
 
-_CORRECTION, _NO_CORRECTION = "--rl-inference-logprobs-is-correction", "--no-rl-inference-logprobs-is-correction"
-_COEFFICIENT = "--rl-importance-sampling-truncation-coef"
-_METRICS = "--mismatch-metrics"
+_NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
 TABLE: dict[str, dict[str, Any]] = {
     "--grpo-clamp-eps-lower": {"type": float, "default": 0.01},
     "--grpo-clamp-eps-upper": {"type": float, "default": 0.01},
     "--grpo-kl-beta": {"type": float, "default": 0.001},
     "--grpo-entropy-term-weight": {"type": float, "default": 0.0},
-    _COEFFICIENT: {"type": float, "default": None},
+    COEFFICIENT: {"type": float, "default": None},
     "--rl-default-temperature": {"type": float, "default": 1.0},
     "--rl-use-sequence-packing": _SWITCH,
     "--calculate-per-token-loss": _SWITCH,
     "--bf16": _SWITCH,
     "--fp16": _SWITCH,
-    _CORRECTION: _SWITCH,
+    IS_CORRECTION: _SWITCH,
     _NO_CORRECTION: _SWITCH,
 }
 
@@ -49,38 +46,24 @@ def plan(given: Given, script: Path | None) -> Plan:
             f"{_NO_CORRECTION} keeps the inference log-probs from the loss: leave it out, as the launcher sets "
             f"the opposite."
         )
-    config = given.config
-    weighs = {_CORRECTION: args.rl_inference_logprobs_is_correction, _COEFFICIENT: _coefficient(args)}
-    for flag, there in weighs.items():
-        if there and not config.use_tis:
+    corrects, coefficient = args.rl_inference_logprobs_is_correction, args.rl_importance_sampling_truncation_coef
+    for flag, there in {IS_CORRECTION: corrects, COEFFICIENT: coefficient is not None}.items():
+        if there and not given.config.use_tis:
             raise ValueError(
-                f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm {config.algorithm}: "
-                f"add --use-tis, or leave {flag} out (the launcher adds what it needs)."
+                f"{flag} weighs the loss (algorithm 2), but the plugin's flags choose algorithm "
+                f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
     folders = [] if script is None else [script.parent]
     refuse_old_megatron(folders)
     _refuse_other_loss(folders)
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
-    added = () if args.rl_inference_logprobs_is_correction else (_CORRECTION,)
+    added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
-    config = megatron_rl.settings(args)
+    config = settings(args)
     if not patched:
-        _refuse_idle(config, given)
-    lines = megatron_rl.describe(config, args, masked=patched)
-    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: megatron_rl.install(given.settings, patched))
-
-
-def _refuse_idle(config: MismatchConfig, given: Given) -> None:
-    """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
-    megatron_rl.without_mask(config)
-    asked = _METRICS in given.flags and config.metrics != "off"
-    if asked or (config.algorithm == 0 and not config.rejects):
-        what = f"{_METRICS} {config.metrics}" if asked else "these settings correct nothing (algorithm 0, no rejection)"
-        raise ValueError(WITHOUT_MASK.format("nothing can be measured", what))
-
-
-def _coefficient(args: Any) -> bool:
-    return args.rl_importance_sampling_truncation_coef is not None
+        refuse_idle(config, "--mismatch-metrics" in given.flags)
+    lines = describe(config, args, masked=patched)
+    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched))
 
 
 def _refuse_other_loss(folders: list[Path]) -> None:
@@ -93,7 +76,7 @@ def _refuse_other_loss(folders: list[Path]) -> None:
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     theirs = next((f for f in functions if f.name == "calculate_grpo_loss"), None)
     found = [] if theirs is None else [argument.arg for argument in theirs.args.args]
-    ours = [name for name in signature(megatron_rl.calculate_grpo_loss).parameters if name != "loss_mask"]
+    ours = [name for name in signature(calculate_grpo_loss).parameters if name != "loss_mask"]
     if [name for name in found if name != "loss_mask"] != ours:
         odd = ", ".join(sorted(set(found) ^ set(ours))) or "their order"
         raise ValueError(

@@ -19,13 +19,9 @@ from mismatch_plugin.core.loss import sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import segment_sum, spread
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.limits import SAFETY_BOUND
 
-WITHOUT_MASK = (
-    "Megatron-LM RL passes no loss mask to its loss, and without it {}: {}. Apply the patch (mismatch-plugin patch "
-    "apply --host megatron-lm --root DIR), or leave it out."
-)
+HALF = (torch.bfloat16, torch.float16)
 
 
 class GrpoTerms(NamedTuple):
@@ -53,31 +49,6 @@ class Clip:
     entropy_weight: float
 
 
-def needs_mask(config: MismatchConfig) -> list[str]:
-    """The settings that judge whole sequences, or count tokens, and so need to know which tokens train."""
-    found = []
-    if config.weighted and not units_of(config).per_token:
-        found.append(f"level {config.tis.level}")
-    if config.weighted and config.tis.batch_normalize:
-        found.append("batch normalisation")
-    found += [f"criterion {c.name}" for c in config.criteria if not c.judges_tokens]
-    if config.rs.veto_threshold is not None:
-        found.append("the veto")
-    if config.rollout_log_prob_policy == "drop-sequence":
-        found.append("--rollout-log-prob-policy drop-sequence")
-    return found
-
-
-def needs_counting(config: MismatchConfig) -> list[str]:
-    """The settings that ask for metrics, none of which can be formed where it is not known which tokens train.
-
-    Metrics at their default are no such wish: most runs leave them there.
-    """
-    found = ["--mismatch-metrics full"] if config.metrics == "full" else []
-    found += ["--mismatch-report-dir"] if config.report_dir is not None else []
-    return [*found, "--mismatch-dry-run"] if config.dry_run else found
-
-
 def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tuple[int, ...]:
     """Slots of each sequence of a bin in log-prob coordinates, up to the start of the next one or the bin's end.
 
@@ -98,7 +69,6 @@ def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tu
 def pack(
     config: MismatchConfig,
     *,
-    shape: torch.Size,
     old: Tensor,
     rollout: Tensor | None,
     advantages: Tensor,
@@ -108,40 +78,36 @@ def pack(
 ) -> PackedSequences:
     """Rows or a bin as packed sequences of b·(s − 1) tokens: nothing is moved, prompts and padding are masked.
 
+    old: [b, s − 1], or [1, bin − 1]; the others as `calculate_grpo_loss` gets them.
     A bin's exact 0.0 is a slot that the engine did not report (Megatron fills with 0.0; the rows' fill is π_old): it
-    gets π_old too, ratio 1, unless the policy for values that are none is one that counts and treats them, or nothing
-    of its sequence was reported.
+    gets π_old too, ratio 1, unless the policy for invalid values is one that counts and treats them, or nothing of its
+    sequence was reported.
+    Raises: ValueError where there is not one advantage a sequence, or the bin's starts and lengths do not fit it.
     """
-    batch, width = shape
-    device = old.device
-    if seq_starts is None or seq_lengths is None:
-        lengths, per_sequence, inside = (width,) * batch, advantages.reshape(-1), None
-    else:
+    (batch, width), device = old.shape, old.device
+    mask = torch.ones(batch * width, dtype=torch.bool, device=device)
+    if loss_mask is not None:
+        mask = loss_mask.reshape(-1).to(device) != 0
+    per_sequence, lengths = advantages.reshape(-1), (width,) * batch
+    if seq_starts is not None and seq_lengths is not None:
         lengths = bin_lengths(seq_starts, seq_lengths, width)
-        per_sequence = advantages.reshape(-1) if seq_starts else old.new_zeros(1)
         ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=True)]
-        inside = _before(ends, lengths, width, device) if seq_starts else torch.zeros(width, dtype=torch.bool)
+        if not ends:
+            ends, per_sequence = [0], old.new_zeros(1)
+        mask = mask & _before(ends, lengths, width).to(device)
     if len(lengths) != per_sequence.numel():
         raise ValueError(
             f"advantages has {per_sequence.numel()} values for {len(lengths)} sequences: pass one a sequence."
         )
-    mask = torch.ones(batch * width, dtype=torch.bool, device=device)
-    if loss_mask is not None:
-        mask = loss_mask.reshape(-1).to(device) != 0
-    if inside is not None:
-        mask = mask & inside.to(device)
     old, rollout = _widen(old), None if rollout is None else _widen(rollout)
     packed = PackedSequences(loss_mask=mask, lengths=lengths, rollout_log_probs=rollout, old_log_probs=old)
-    if rollout is not None and inside is not None:
+    if rollout is not None and seq_starts is not None:
         packed = packed.replace(rollout_log_probs=_unreported(rollout, old, packed, config))
-    advantages_T = per_sequence.to(old.dtype).to(device)[packed.sequence_index]
-    if inside is not None:
-        advantages_T = advantages_T * inside.to(device)
     positions = None
     if config.metrics == "full" and loss_mask is not None:  # by position in the response, not in the row
         before = torch.cat([mask.new_zeros(1, dtype=torch.int64), mask.cumsum(0)])
         positions = before[:-1] - before[packed.offsets[:-1]][packed.sequence_index]
-    return packed.replace(advantages=advantages_T, positions=positions)
+    return packed.replace(advantages=per_sequence.to(device, old.dtype)[packed.sequence_index], positions=positions)
 
 
 def grpo_terms(
@@ -160,8 +126,6 @@ def grpo_terms(
     Host syncs: none. Gradient: through log_probs only.
     """
     shape = log_probs.shape
-    if packed.old_log_probs is None:
-        raise ValueError("old_logprobs is missing: Megatron-LM RL always passes them.")
     ppo = config.ppo.model_copy(update={"eps_clip_low": clip.eps_lower, "eps_clip_high": clip.eps_upper})
     terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
     config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
@@ -196,12 +160,11 @@ def _unreported(rollout: Tensor, old: Tensor, packed: PackedSequences, config: M
     return torch.where(zero, fill, rollout)
 
 
-def _before(ends: Sequence[int], lengths: Sequence[int], width: int, device: torch.device) -> Tensor:
+def _before(ends: Sequence[int], lengths: Sequence[int], width: int) -> Tensor:
     """[width] bool: the slot lies before the end of its own sequence."""
-    each_end = torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
-    return (torch.arange(width) < each_end).to(device)
+    return torch.arange(width) < torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
 
 
 def _widen(values: Tensor) -> Tensor:
     flat = values.reshape(-1)
-    return flat.float() if flat.dtype in (torch.bfloat16, torch.float16) else flat
+    return flat.float() if flat.dtype in HALF else flat

@@ -6,8 +6,6 @@ import logging
 from importlib import import_module
 from typing import Any
 
-from torch import Tensor
-
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.metrics.state import Statistics
@@ -85,11 +83,6 @@ def log_metrics(metrics: dict[str, float], config: MismatchConfig, args: Any, fi
         logger.warning("step %d: %s", step, warning)
     if config.report_dir is not None:
         log_step(config.report_dir, config, {"step": step, **metrics})
-
-
-def factor_of(step_end: StepEnd | None) -> Tensor | float | None:
-    """The batch factor for `grpo_terms`; without a step's end each micro-batch has its own."""
-    return None if step_end is None else step_end.batch_factor
 
 
 def _is_first(groups: ParallelGroups) -> bool:

@@ -17,6 +17,7 @@ from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
+from mismatch_plugin.hooks.base import refuse_log_prob_settings
 
 HOOKS = {
     "policy_loss": "custom_loss_function_path",
@@ -105,7 +106,7 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
             f"--mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
             f"itself, so that what is rejected stays in the denominator. Leave it out, or choose original."
         )
-    return MismatchConfig.build(data)
+    return refuse_log_prob_settings(MismatchConfig.build(data), host)
 
 
 def refuse_unknown_settings(names: Iterable[str]) -> None:

@@ -48,6 +48,7 @@ _OWNED_BY_VERL = (
     ("terms.kl", f"{_ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type"),
     ("aggregation", f"{_ACTOR}.loss_agg_mode"),
     ("length_norm", f"{_ACTOR}.loss_scale_factor"),
+    ("log_prob_backend", "actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)"),
     ("report_dir", "trainer.logger, which receives the metrics"),
 )
 

@@ -79,7 +79,6 @@ def run_loss(
     current = data["current"].clone().requires_grad_()
     packed = pack(
         config,
-        shape=current.shape,
         old=data["old"],
         rollout=data.get("rollout"),
         advantages=data["advantages"],

@@ -24,25 +24,22 @@ from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
+Gradients = dict[str, torch.Tensor]
 NO_ROPE = {"position": "none", "cp_layout": "contiguous"}
-LAYOUTS: dict[int, list[Layout]] = {
-    1: [Layout("dp1")],
-    2: [
-        Layout("tp2", tp=2),
-        Layout("tp2+sp", tp=2, settings={"sequence_parallel": True}),
-        Layout("pp2", pp=2),
-        Layout("cp2 zigzag", cp=2),
-        Layout("cp2 contiguous", cp=2, settings=NO_ROPE),
-        Layout("dp2"),
-    ],
-    4: [
-        Layout("tp2 pp2", tp=2, pp=2),
-        Layout("tp2 cp2", tp=2, cp=2),
-        Layout("tp2 dp2", tp=2),
-        Layout("pp2 cp2", pp=2, cp=2),
-        Layout("cp2 dp2", cp=2),
-    ],
-}
+LAYOUTS = [
+    Layout("dp1"),
+    Layout("tp2", tp=2),
+    Layout("tp2+sp", tp=2, settings={"sequence_parallel": True}),
+    Layout("pp2", pp=2),
+    Layout("cp2 zigzag", cp=2),
+    Layout("cp2 contiguous", cp=2, settings=NO_ROPE),
+    Layout("dp2", dp=2),
+    Layout("tp2 pp2", tp=2, pp=2),
+    Layout("tp2 cp2", tp=2, cp=2),
+    Layout("tp2 dp2", tp=2, dp=2),
+    Layout("pp2 cp2", pp=2, cp=2),
+    Layout("cp2 dp2", cp=2, dp=2),
+]
 FACTORS: dict[str, list[Any]] = {
     "rejection": [
         {},
@@ -170,22 +167,27 @@ def reference(position: str) -> list[Outcome]:
 @cache
 def outcomes(world: int) -> dict[str, list[list[Outcome]]]:
     """Layout name -> per rank, per run. One launch: all layouts in float64, then all in float32."""
-    double = [replace(x, samples=data(position_of(x)), runs=tuple(r for _, r in RUNS)) for x in LAYOUTS[world]]
+    layouts = [layout for layout in LAYOUTS if layout.world == world]
+    double = [replace(x, samples=data(position_of(x)), runs=tuple(r for _, r in RUNS)) for x in layouts]
     single = [
         replace(x, name=f"{x.name} float32", runs=tuple(SINGLE), settings={**x.settings, "dtype": "float32"})
         for x in double
     ]
-    results = launch(run_layout, [*double, *single], world)
-    return {layout.name: ranks for layout, ranks in zip([*double, *single], results, strict=True)}
+    every = [*double, *single]
+    return {layout.name: ranks for layout, ranks in zip(every, launch(run_layout, every, world), strict=True)}
+
+
+def assert_gradients(got: Gradients, expected: Gradients, tolerance: float, label: object) -> None:
+    """Equal to `tolerance` of each parameter's largest element."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        scale = max(float(gradient.abs().max()), 1e-3)
+        assert float((got[name] - gradient).abs().max()) <= tolerance * scale, (name, label)
 
 
 def compare(got: list[Outcome], expected: Outcome, tolerance: float, label: str) -> None:
     assert not any(rank.error for rank in got), [rank.error for rank in got]
-    gradients = next(rank.gradients for rank in got if rank.gradients)
-    assert gradients.keys() == expected.gradients.keys()
-    for name, gradient in expected.gradients.items():
-        scale = max(float(gradient.abs().max()), 1e-3)
-        assert float((gradients[name] - gradient).abs().max()) <= tolerance * scale, (name, label)
+    assert_gradients(next(rank.gradients for rank in got if rank.gradients), expected.gradients, tolerance, label)
     reporting = [rank.metrics for rank in got if rank.metrics]
     assert reporting
     for metrics in reporting:
@@ -208,25 +210,23 @@ def compare_reports(got: list[Outcome], metrics: dict[str, float], run: Run, tp:
     assert totals["policy_loss"] == pytest.approx(of["pg_loss"] * denominator * factor, rel=1e-7, abs=1e-9), label
 
 
-@pytest.mark.parametrize(("world", "index"), [(w, i) for w in LAYOUTS for i in range(len(LAYOUTS[w]))])
-def test_every_layout_gives_the_same(world: int, index: int) -> None:
-    layout = LAYOUTS[world][index]
-    ranks = outcomes(world)[layout.name]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_gives_the_same(layout: Layout) -> None:
+    ranks = outcomes(layout.world)[layout.name]
     for number, (_, run) in enumerate(RUNS):
         got, expected = [rank[number] for rank in ranks], reference(position_of(layout))[number]
         compare(got, expected, 1e-7, str(run))
         compare_reports(got, expected.metrics, run, layout.tp, str(run))
 
 
-@pytest.mark.parametrize(("world", "index"), [(w, i) for w in LAYOUTS for i in range(len(LAYOUTS[w]))])
-def test_every_layout_gives_the_same_in_single_precision(world: int, index: int) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_gives_the_same_in_single_precision(layout: Layout) -> None:
     """The model in float32: quantiles, whose bins are finer than its rounding, are compared in float64 only."""
-    layout = LAYOUTS[world][index]
     numbers = [number for number, (_, run) in enumerate(RUNS) if run in SINGLE]
     for place, number in enumerate(numbers):
         expected = reference(position_of(layout))[number]
         coarse = {k: v for k, v in expected.metrics.items() if "ratio_p" not in k}
-        got = [rank[place] for rank in outcomes(world)[f"{layout.name} float32"]]
+        got = [rank[place] for rank in outcomes(layout.world)[f"{layout.name} float32"]]
         trimmed = [replace(o, metrics={k: v for k, v in o.metrics.items() if k in coarse}) for o in got]
         compare(trimmed, replace(expected, metrics=coarse), 1e-5, str(RUNS[number]))
 
@@ -241,17 +241,11 @@ def test_the_runs_differ_and_reject_something() -> None:
     assert min(norms) > 1e-3 and len({round(norm, 9) for norm in norms}) > 30
 
 
-def test_coverage_table(capsys: pytest.CaptureFixture[str]) -> None:
-    """Prints what was covered in each layout, and fails where a pair of factor values is missing that could occur."""
+def test_every_pair_of_settings_occurs() -> None:
     counts = Counter((o["algorithm"], o["level"], o["mode"]) for o, _ in RUNS)
     wanted = set(product((2, 3), ("token", "sequence", "geometric"), ("truncate", "clip", "mask")))
     assert wanted <= counts.keys() and min(counts.values()) >= 2
     covered = set().union(*(pairs(option) for option, _ in RUNS))
-    names = list(FACTORS)
-    values = [[(name, str(i)) for i in range(len(FACTORS[name]))] for name in names]
+    values = [[(name, str(i)) for i in range(len(choices))] for name, choices in FACTORS.items()]
     needed = {tuple(sorted((a, b))) for x, y in combinations(values, 2) for a, b in product(x, y)}
-    with capsys.disabled():
-        print(f"\nhook through megatron-core: {len(RUNS)} runs in each of {sum(map(len, LAYOUTS.values()))} layouts,")
-        print(f"algorithm × level × mode {len(counts)} of {len(counts)}; pairs of the other settings", end=" ")
-        print(f"{len(needed & covered)} of {len(needed)}")
     assert needed <= covered, sorted(needed - covered)

@@ -69,19 +69,18 @@ def per_token_runs() -> dict[str, Run]:
 
 
 RUNS = {**runs(), **per_token_runs()} if importlib.util.find_spec("megatron") else {}
-LAYOUTS: dict[int, list[Layout]] = {
-    1: [Layout("one"), Layout("one, mean", settings=MEAN)],
-    2: [
-        Layout("dp2, mean", settings=MEAN),
-        Layout("cp2, mean", cp=2, settings=MEAN),
-        Layout("pp2, mean", pp=2, settings=MEAN),
-        Layout("tp2, mean", tp=2, settings=MEAN),
-        Layout("dp2"),
-        Layout("pp2", pp=2),
-        Layout("pp2 interleaved", pp=2, settings=INTERLEAVED),
-        Layout("pp2 interleaved, mean", pp=2, settings={**INTERLEAVED, **MEAN}),
-    ],
-}
+LAYOUTS = [
+    Layout("one"),
+    Layout("one, mean", settings=MEAN),
+    Layout("dp2, mean", dp=2, settings=MEAN),
+    Layout("cp2, mean", cp=2, settings=MEAN),
+    Layout("pp2, mean", pp=2, settings=MEAN),
+    Layout("tp2, mean", tp=2, settings=MEAN),
+    Layout("dp2", dp=2),
+    Layout("pp2", pp=2),
+    Layout("pp2 interleaved", pp=2, settings=INTERLEAVED),
+    Layout("pp2 interleaved, mean", pp=2, settings={**INTERLEAVED, **MEAN}),
+]
 
 
 def runs_of(layout: Layout) -> dict[str, Run]:
@@ -102,15 +101,14 @@ def reference(layers: int) -> dict[str, Outcome]:
 
 @cache
 def outcomes(world: int) -> dict[str, list[list[Outcome]]]:
-    layouts = [replace(x, samples=data("rope"), runs=tuple(runs_of(x).values())) for x in LAYOUTS[world]]
+    layouts = [replace(x, runs=tuple(runs_of(x).values()), samples=data("rope")) for x in LAYOUTS if x.world == world]
     return {x.name: ranks for x, ranks in zip(layouts, launch(run_layout, layouts, world), strict=True)}
 
 
 @needs_megatron
-@pytest.mark.parametrize(("world", "index"), [(w, i) for w in LAYOUTS for i in range(len(LAYOUTS[w]))])
-def test_every_step_gives_the_same(world: int, index: int) -> None:
-    layout = LAYOUTS[world][index]
-    ranks = outcomes(world)[layout.name]
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_step_gives_the_same(layout: Layout) -> None:
+    ranks = outcomes(layout.world)[layout.name]
     for number, (name, _) in enumerate(runs_of(layout).items()):
         expected = reference(layout.settings.get("layers", 2))[name]
         compare([rank[number] for rank in ranks], expected, 1e-7, f"{layout.name}: {name}")
@@ -125,11 +123,11 @@ def test_a_step_without_accepted_tokens_is_a_zero_gradient_and_a_metric() -> Non
     assert max(float(gradient.abs().max()) for gradient in with_terms.gradients.values()) > 1e-4
 
 
-PARTS = [Layout("tp2", tp=2), Layout("pp2", pp=2), Layout("cp2", cp=2), Layout("dp2")]
+PARTS = [Layout("tp2", tp=2), Layout("pp2", pp=2), Layout("cp2", cp=2), Layout("dp2", dp=2)]
 
 
 @cache
-def broken_step() -> list[list[list[Outcome]]]:
+def broken_step() -> dict[str, list[list[Outcome]]]:
     """A step whose sample s3 has NaN at position 4, then a sound one, then forward only, then one in which half of the
     samples have no weight versions: those of one micro-batch, or of one rank under data parallelism.
     """
@@ -147,14 +145,15 @@ def broken_step() -> list[list[list[Outcome]]]:
         rows = zip(samples, versions, strict=True)
         return Run(config, 2, samples=tuple(replace(sample, weight_versions=value) for sample, value in rows))
 
-    return launch(run_layout, [replace(x, samples=samples, runs=(*steps, mixed(x))) for x in PARTS], 2)
+    layouts = [replace(x, samples=samples, runs=(*steps, mixed(x))) for x in PARTS]
+    return {x.name: ranks for x, ranks in zip(PARTS, launch(run_layout, layouts, 2), strict=True)}
 
 
 @needs_megatron
-@pytest.mark.parametrize("index", range(len(PARTS)), ids=[layout.name for layout in PARTS])
-def test_an_invalid_log_prob_is_raised_on_every_rank(index: int) -> None:
+@pytest.mark.parametrize("name", [layout.name for layout in PARTS])
+def test_an_invalid_log_prob_is_raised_on_every_rank(name: str) -> None:
     """Otherwise one rank stops and the others wait for it for ever."""
-    ranks = broken_step()[index]
+    ranks = broken_step()[name]
     position = [i for i, trained in enumerate(data("rope")[3].loss_mask or ()) if trained][-1]
     errors = [rank[0].error for rank in ranks]
     assert all(error.startswith("InvalidLogProbError") for error in errors), errors
@@ -163,21 +162,20 @@ def test_an_invalid_log_prob_is_raised_on_every_rank(index: int) -> None:
 
 
 @needs_megatron
-@pytest.mark.parametrize("index", range(len(PARTS)), ids=[layout.name for layout in PARTS])
-def test_batches_with_different_fields_are_refused_on_every_rank(index: int) -> None:
+@pytest.mark.parametrize("name", [layout.name for layout in PARTS])
+def test_batches_with_different_fields_are_refused_on_every_rank(name: str) -> None:
     """Before the step, on the stages without the loss, too."""
-    name = PARTS[index].name
-    (error,) = {rank[3].error for rank in broken_step()[index]}
+    (error,) = {rank[3].error for rank in broken_step()[name]}
     here = f"on rank {1 if name == 'pp2' else 0}: micro-batch 0 has weight_versions, micro-batch 1 does not"
     assert ("rank 0 has weight_versions, rank 1 does not" if name == "dp2" else here) in error
 
 
 @needs_megatron
-@pytest.mark.parametrize("index", range(len(PARTS)), ids=[layout.name for layout in PARTS])
-def test_a_forward_pass_alone_gives_the_metrics_of_the_step(index: int) -> None:
-    for rank in broken_step()[index]:
+@pytest.mark.parametrize("name", [layout.name for layout in PARTS])
+def test_a_forward_pass_alone_gives_the_metrics_of_the_step(name: str) -> None:
+    for rank in broken_step()[name]:
         assert rank[2].metrics == pytest.approx(rank[1].metrics, rel=1e-12, nan_ok=True)
-    assert any(rank[2].metrics for rank in broken_step()[index])
+    assert any(rank[2].metrics for rank in broken_step()[name])
 
 
 @needs_megatron

@@ -18,6 +18,7 @@ from torch import Tensor
 import mismatch_plugin as mp
 from examples.benchmarks.counting import OperationCounter
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
+from mismatch_plugin.hooks.megatron_rl.config import OWNED, without_mask
 from mismatch_plugin.hooks.megatron_rl.loss import GrpoTerms, bin_lengths
 from tests.hooks.contracts.megatron_rl_batches import (
     ALGORITHMS,
@@ -149,7 +150,7 @@ def test_contract_of_the_drop_in_functions() -> None:
     mine = list(inspect.signature(megatron_rl.calculate_grpo_loss).parameters)
     assert mine == [*recorded["parameters"], "loss_mask"]
     assert list(GrpoTerms._fields) == recorded["returns"]
-    owned = {flag for _, flag in megatron_rl.OWNED.values()}
+    owned = {flag for _, flag in OWNED.values()}
     assert owned <= set(CONTRACT["arguments"]["flags"])
 
 
@@ -289,7 +290,7 @@ def test_no_host_sync_in_rows() -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_token_level_needs_no_mask(algorithm: str) -> None:
-    config = megatron_rl.without_mask(make_config(**ALGORITHMS[algorithm]))
+    config = without_mask(make_config(**ALGORITHMS[algorithm]))
     for layout in LAYOUTS.values():
         data, place = layout()
         (masked, gradient, _), (bare, bare_gradient, _) = (
@@ -312,7 +313,7 @@ def test_token_level_needs_no_mask(algorithm: str) -> None:
 )
 def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"only single tokens can be judged: .*{named}.*patch apply --host megatron"):
-        megatron_rl.without_mask(make_config(**settings))
+        without_mask(make_config(**settings))
 
 
 @pytest.mark.parametrize(
@@ -325,4 +326,4 @@ def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
 )
 def test_what_would_not_be_measured_is_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=rf"nothing can be measured: {named}.*patch apply --host megatron"):
-        megatron_rl.without_mask(make_config(**settings))
+        without_mask(make_config(**settings))

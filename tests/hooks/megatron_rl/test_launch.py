@@ -33,13 +33,8 @@ def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
     config = megatron_rl.settings(args)
     assert (config.algorithm, config.tis.upper_bound, config.ppo.eps_clip_high) == (2, 3.0, 0.28)
     assert "--tis-upper-bound" not in done.given["argv"]  # its parser stops at what it does not know
-    for part in (
-        "algorithm 2",
-        "Megatron's own",
-        "no loss mask without the patch",
-        f"added to the command line: {_ON}",
-    ):
-        assert part in done.printed
+    parts = ("algorithm 2", "Megatron's own", "no loss mask without", f"added to the command line: {_ON}")
+    assert [part for part in parts if part not in done.printed] == []
 
 
 def test_a_patched_tree_has_every_level(tmp_path: Path) -> None:
@@ -86,7 +81,6 @@ def test_a_patched_tree_needs_no_launcher(tmp_path: Path) -> None:
         ),
         ("--use-tis --no-rl-inference-logprobs-is-correction", "keeps the inference log-probs from the loss"),
         ("--use-tis --mismatch-eps-clip-low 0.2", "eps_clip_low 0.2 contradicts --grpo-clamp-eps-lower 0.01"),
-        ("--use-tis --mismatch-denominator accepted", "denominator accepted is not Megatron-LM RL's"),
     ],
 )
 def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_rl import adapter as megatron_rl
 from mismatch_plugin.hooks.megatron_rl import step as megatron_rl_step
+from mismatch_plugin.hooks.megatron_rl.launch import TABLE
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.distributed.launch import launch
 from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows, run_loss
@@ -26,12 +27,8 @@ from tests.hooks.contracts.megatron_rl_batches import make_config, one_bin, rows
 def _args(line: str = "", **given: Any) -> Namespace:
     """Arguments as train_rl.py parses them, with our flags through its extra-args provider."""
     parser = ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--grpo-clamp-eps-lower", type=float, default=0.01)
-    parser.add_argument("--grpo-clamp-eps-upper", type=float, default=0.01)
-    parser.add_argument("--grpo-kl-beta", type=float, default=0.001)
-    parser.add_argument("--grpo-entropy-term-weight", type=float, default=0.0)
-    parser.add_argument("--rl-inference-logprobs-is-correction", action="store_true")
-    parser.add_argument("--rl-importance-sampling-truncation-coef", type=float, default=None)
+    for flag, options in TABLE.items():
+        parser.add_argument(flag, **options)
     args = megatron_rl.extra_args_provider(lambda p: p)(parser).parse_args(line.split())
     for name, value in given.items():
         setattr(args, name, value)
@@ -84,16 +81,8 @@ def test_inference_log_probs_that_megatron_keeps_back_are_asked_for(line: str) -
 def test_the_start_block_says_whose_denominator_it_is() -> None:
     config = megatron_rl.settings(_args(f"{_ON} --use-tis --tis-level sequence"))
     text = "\n".join(megatron_rl.describe(config, Namespace(bf16=True, rl_use_sequence_packing=True), masked=False))
-    for part in (
-        "algorithm 2",
-        "sequence level",
-        "Megatron's own",
-        "each micro-batch",
-        "half precision",
-        "0.0",
-        "no l",
-    ):
-        assert part in text
+    parts = ("algorithm 2", "sequence level", "Megatron's own", "each micro-batch", "half precision", "0.0", "no l")
+    assert [part for part in parts if part not in text] == []
 
 
 # The step's end -------------------------------------------------------------------------------------------------------
@@ -111,11 +100,13 @@ class _Chunk(torch.nn.Module):
         self.scaled.append(factor)
 
 
-def _step_end(config: mp.MismatchConfig, calls: list[str]) -> megatron_rl_step.StepEnd:
+def _step_end(
+    config: mp.MismatchConfig, calls: list[str], groups: ParallelGroups | None = None
+) -> megatron_rl_step.StepEnd:
     model_config = types.SimpleNamespace(
         calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: calls.append("megatron")
     )
-    end = megatron_rl_step.StepEnd(config, model_config, ParallelGroups(), Namespace(curr_iteration=4))
+    end = megatron_rl_step.StepEnd(config, model_config, groups or ParallelGroups(), Namespace(curr_iteration=4))
     assert model_config.finalize_model_grads_func == end.finalize_model_grads
     return end
 
@@ -182,16 +173,11 @@ def test_the_weight_mean_of_the_step_is_refused_beside_a_kl_term() -> None:
 
 def _ranks_that_differ(plant: str) -> str:
     """What the step's end raises on two data-parallel ranks of which the second is odd."""
-    world = torch.distributed.group.WORLD
-    odd = torch.distributed.get_rank() == 1
+    world, odd = torch.distributed.group.WORLD, torch.distributed.get_rank() == 1
     config = make_config(use_tis=True, metrics="basic" if odd and plant == "other metrics" else "full")
-    model_config = types.SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: None)
-    end = megatron_rl_step.StepEnd(config, model_config, ParallelGroups(dp=world, dp_cp=world), Namespace())
-    data, place = rows()
+    end = _step_end(config, [], ParallelGroups(dp=world, dp_cp=world))
     if not (odd and plant == "no micro-batch"):
-        end.add(run_loss(config, data, place)[2])
-    if odd and plant == "other micro-batches":
-        end.add(run_loss(make_config(use_tis=True, metrics="basic"), data, place)[2])
+        end.add(run_loss(config, *rows())[2])
     try:
         end.finalize_model_grads([_Chunk()])
     except ValueError as error:
@@ -204,7 +190,6 @@ def test_ranks_that_differ_are_named_on_all_of_them() -> None:
     sentences = {
         "other metrics": "rank 0 has metrics = 'full', rank 1 has metrics = 'basic'",
         "no micro-batch": "rank 1 ran no micro-batch in this step, other ranks did",
-        "other micro-batches": "on rank 1: statistics cannot be merged: one has metrics = 'full'",
     }
     said = launch(_ranks_that_differ, list(sentences), 2, timeout=20.0)
     for sentence, (one, two) in zip(sentences.values(), said, strict=True):

@@ -1,0 +1,158 @@
+"""What Megatron-LM RL's own arguments and ours say together, which of them need its loss mask, the start-up block."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from argparse import Namespace
+from typing import Any
+
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config.fields import value_and_default
+from mismatch_plugin.config.flags import given_flags
+from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.core.units import units_of
+from mismatch_plugin.hooks.base import refuse_log_prob_settings
+
+IS_CORRECTION = "--rl-inference-logprobs-is-correction"
+COEFFICIENT = "--rl-importance-sampling-truncation-coef"
+# Setting → (Megatron's argument, its flag): Megatron's value is the one, ours may repeat it and not contradict it.
+OWNED = {
+    "ppo.eps_clip_low": ("grpo_clamp_eps_lower", "--grpo-clamp-eps-lower"),
+    "ppo.eps_clip_high": ("grpo_clamp_eps_upper", "--grpo-clamp-eps-upper"),
+    "terms.kl_coef": ("grpo_kl_beta", "--grpo-kl-beta"),
+    "terms.entropy_coef": ("grpo_entropy_term_weight", "--grpo-entropy-term-weight"),
+    "tis.upper_bound": ("rl_importance_sampling_truncation_coef", COEFFICIENT),
+}
+_FIXED = {"denominator": ("original", "auto"), "aggregation": ("token-mean",), "terms.kl_type": ("k3",)}
+HALF_PRECISION = (
+    "half precision in Megatron-LM RL, off by up to 0.004 |log p| a token, which adds up over a sequence: apply the "
+    "patch of rl_utils.py (mismatch-plugin patch apply --host megatron-lm --optional), or use --batch-invariant-mode"
+)
+_WITHOUT_MASK = (
+    "Megatron-LM RL passes no loss mask to its loss, and without it {}: {}. Apply the patch (mismatch-plugin patch "
+    "apply --host megatron-lm --root DIR), or leave it out."
+)
+
+
+def settings(args: Namespace) -> MismatchConfig:
+    """What Megatron's own values and our flags say together.
+
+    Raises: ValueError where the two contradict each other, where Megatron owns what a flag asks for (denominator,
+    aggregation, KL estimator, how log-probs are computed), or where Megatron would keep the inference log-probs from
+    the loss.
+    """
+    handed = getattr(args, "mismatch_settings", None)
+    config = MismatchConfig.from_args(args) if handed is None else MismatchConfig.build(handed)
+    given = config.model_dump(exclude_unset=True)
+    corrects = getattr(args, "rl_inference_logprobs_is_correction", False)
+    coefficient = getattr(args, "rl_importance_sampling_truncation_coef", None)
+    if corrects and handed is None and not given_flags(args):  # a preset may set nothing, and is a wish all the same
+        # None of our flags: Megatron's own mean algorithm 2 with token weights, bounded if there is a coefficient.
+        given = {"use_tis": True, "tis": {"upper_bound": math.inf} if coefficient is None else {}}
+        config = MismatchConfig.build(given)
+    refuse_log_prob_settings(config, "Megatron-LM RL")
+    asked = dotted_fields_set(given)
+    for path, allowed in _FIXED.items():
+        value = value_and_default(config, path)[0]
+        if path in asked and value not in allowed:
+            raise ValueError(
+                f"{path} {value} is not Megatron-LM RL's: its loss_func adds up tokens and divides by the trained ones "
+                f"({path} {allowed[0]}). Leave it out."
+            )
+    own: dict[str, Any] = {"denominator": "original", "ppo": {}, "terms": {}, "tis": {}}
+    for path, (name, flag) in OWNED.items():
+        theirs, ours = getattr(args, name, None), value_and_default(config, path)[0]
+        if theirs is None or (path == "tis.upper_bound" and not config.weighted):
+            continue
+        if path in asked and float(ours) != float(theirs):
+            raise ValueError(f"{path} {ours:g} contradicts {flag} {theirs:g}: give {flag} alone, it holds for both.")
+        section, field = path.split(".")
+        own[section][field] = float(theirs)
+    if own["terms"].get("kl_coef"):
+        own["terms"]["kl_type"] = "k3"
+    if config.algorithm == 3:
+        own["ppo"] = {}
+    if coefficient is not None and not config.weighted:
+        raise ValueError(
+            f"{COEFFICIENT} {coefficient:g} bounds no weight in algorithm {config.algorithm}: add --use-tis, or leave "
+            f"it out."
+        )
+    if (config.algorithm or config.rejects) and not corrects:
+        raise ValueError(
+            f"algorithm {config.algorithm} with these settings needs the inference log-probs, which Megatron-LM RL "
+            f"keeps from the loss without {IS_CORRECTION}: add it (the launcher does)."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MismatchWarning)
+        return MismatchConfig.build(merge(given, own))
+
+
+def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) -> list[str]:
+    """Lines for the start-up block. masked: the loss mask reaches the loss (patched tree)."""
+
+    def on(name: str) -> bool:
+        return bool(getattr(host_args, name, False))
+
+    said = ("algorithm", "weights: ", "rejection: ", "policies: ")
+    lines = [line for line in config.describe().splitlines() if line.startswith(said)]
+    each = "of each micro-batch (add --calculate-per-token-loss for the step's)"
+    over = "of the whole step" if on("calculate_per_token_loss") else each
+    lines.append(f"denominator: Megatron's own, the trained tokens {over}; rejected tokens stay in it")
+    if config.weighted and config.tis.batch_normalize:
+        scope = config.tis.batch_normalize_scope
+        lines.append(f"batch normalisation over: {'the optimizer step' if scope in ('auto', 'step') else scope}")
+    lines.append("old log-probs: Megatron computes them before every step, and the reference's, whatever the algorithm")
+    lines.append(f"rollout log-probs: {IS_CORRECTION} hands Megatron's inference log-probs to the loss")
+    if on("rl_use_sequence_packing") and config.rollout_log_prob_policy == "error":
+        lines.append("a 0.0 in a bin is a slot that the engine did not report (an appended EOD): ratio 1, as in rows")
+    if not masked:
+        lines.append("no loss mask without the patch: token level only, no metrics")
+    if (on("bf16") or on("fp16")) and sums_tokens(config):
+        lines.append(f"log-probs are {HALF_PRECISION}; nothing to do where that is done")
+    temperature = getattr(host_args, "rl_default_temperature", 1.0)
+    if temperature != 1.0:
+        lines.append(
+            f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"
+        )
+    return lines
+
+
+def sums_tokens(config: MismatchConfig) -> bool:
+    """True where log-ratios are added up over a sequence, so that rounding adds up too."""
+    weights = config.weighted and units_of(config).multiplies
+    return weights or any(c.aggregate == "sequence_sum" for c in config.criteria)
+
+
+def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> MismatchConfig:
+    """The configuration of a loss that is not told which tokens train: metrics off.
+
+    metrics_asked: metrics were asked for by flag; at their default they are no wish, as most runs leave them there.
+    Raises: ValueError where a setting judges whole sequences or counts tokens, or asks for what is then not measured.
+    """
+    tis, metrics = config.tis, config.metrics
+    judging = {
+        f"level {tis.level}": config.weighted and not units_of(config).per_token,
+        "batch normalisation": config.weighted and tis.batch_normalize,
+        **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
+        "the veto": config.rs.veto_threshold is not None,
+        "--rollout-log-prob-policy drop-sequence": config.rollout_log_prob_policy == "drop-sequence",
+    }
+    counting = {
+        f"--mismatch-metrics {metrics}": metrics == "full" or (metrics_asked and metrics != "off"),
+        "--mismatch-report-dir": config.report_dir is not None,
+        "--mismatch-dry-run": config.dry_run,
+    }
+    for settings_, lost in ((judging, "only single tokens can be judged"), (counting, "nothing can be measured")):
+        found = ", ".join(name for name, needs_mask in settings_.items() if needs_mask)
+        if found:
+            raise ValueError(_WITHOUT_MASK.format(lost, found))
+    return config if metrics == "off" else config.model_copy(update={"metrics": "off"})
+
+
+def refuse_idle(config: MismatchConfig, metrics_asked: bool) -> None:
+    """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
+    without_mask(config, metrics_asked)
+    if config.algorithm == 0 and not config.rejects:
+        what = "these settings correct nothing (algorithm 0, no rejection)"
+        raise ValueError(_WITHOUT_MASK.format("nothing can be measured", what))

@@ -1,0 +1,106 @@
+"""`--mismatch-log-prob-backend`: which backend the hook asks for, what is refused, and where it has no effect."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, Sample, adapter, make_batch
+from mismatch_plugin.hooks.megatron_rl import settings as megatron_rl_settings
+from mismatch_plugin.hooks.nemo_rl.config import settings as nemo_rl_settings
+from mismatch_plugin.hooks.slime.config import read_settings
+from mismatch_plugin.hooks.verl.config import settings as verl_settings
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.log_probs import Backend, LogProbs
+
+FLAG = "--mismatch-log-prob-backend"
+
+
+def config_of(line: str) -> mp.MismatchConfig:
+    return mp.MismatchConfig.from_args(mp.add_arguments(ArgumentParser()).parse_args(line.split()))
+
+
+def hook_of(config: mp.MismatchConfig, **arguments: Any) -> MegatronLoss:
+    model = SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=None)
+    return MegatronLoss(config, model, ParallelGroups(), **arguments)
+
+
+def asked_for(hook: MegatronLoss, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The backend with which the hook calls `vocab_parallel_log_probs` in a step."""
+    asked: list[str] = []
+
+    def compute(logits: torch.Tensor, targets: torch.Tensor, *, backend: str, **options: Any) -> LogProbs:
+        asked.append(backend)
+        return LogProbs(logits.sum(-1)[: len(targets)], None)
+
+    monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
+    values = [-1.0, -0.5]
+    batch = make_batch([Sample([1], [2, 3], 1.0, rollout_log_probs=values, old_log_probs=values)])
+    hook.start([batch])
+    hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
+    (name,) = asked
+    return name
+
+
+@pytest.mark.parametrize("name", get_args(Backend))
+def test_every_choice_reaches_the_log_probs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_for(hook_of(config_of(f"{FLAG} {name}")), monkeypatch) == name
+    assert asked_for(hook_of(mp.MismatchConfig(), backend=name), monkeypatch) == name
+
+
+def test_the_default_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asked_for(hook_of(config_of("--use-tis")), monkeypatch) == "auto"
+
+
+def test_the_start_block_names_a_backend_that_was_chosen() -> None:
+    assert "log-probs from logits: triton" in config_of(f"{FLAG} triton").describe()
+    assert "log-probs from logits" not in mp.MismatchConfig().describe()
+
+
+def test_the_argument_s_older_spelling_is_the_same_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = hook_of(config_of(f"{FLAG} transformer-engine"), backend="transformer_engine")
+    assert asked_for(hook, monkeypatch) == "transformer-engine"
+
+
+@pytest.mark.parametrize(
+    ("line", "arguments", "message"),
+    [
+        (f"{FLAG} torch", {"backend": "triton"}, f"backend='triton' contradicts {FLAG} torch: leave one of them out"),
+        (f"{FLAG} auto", {"backend": "torch"}, f"backend='torch' contradicts {FLAG} auto"),
+        ("", {"backend": "liger"}, "backend='liger' is unknown: choose one of auto, torch, triton"),
+        (f"{FLAG} megatron --mismatch-entropy-coef 0.1", {}, "megatron gives no entropy, which an entropy term needs"),
+        (f"{FLAG} transformer-engine --mismatch-metrics full", {}, "no entropy, which --mismatch-metrics full shows"),
+    ],
+)
+def test_contradictions_are_refused_before_training(line: str, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        hook_of(config_of(line), **arguments)
+
+
+def test_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        config_of(f"{FLAG} liger")
+    assert "invalid choice: 'liger'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match=r"log_prob_backend is 'liger': it should be 'auto', 'torch', 'triton'"):
+        mp.MismatchConfig.build({"log_prob_backend": "liger"})
+
+
+ASKED = {"log_prob_backend": "torch"}
+HOSTS: dict[str, Any] = {
+    "slime": lambda: read_settings(Namespace(mismatch_settings=ASKED), "slime"),
+    "miles": lambda: read_settings(Namespace(mismatch_log_prob_backend="torch"), "miles"),
+    "Megatron-LM RL": lambda: megatron_rl_settings(Namespace(mismatch_log_prob_backend="torch")),
+    "verl": lambda: verl_settings({"mismatch": ASKED}),
+    "NeMo-RL": lambda: nemo_rl_settings({"mismatch": ASKED}),
+}
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_that_compute_log_probs_themselves_refuse_it(host: str) -> None:
+    with pytest.raises(ValueError, match=rf"log.prob.backend.* {host}.*computes log-probs itself"):
+        HOSTS[host]()
