@@ -115,9 +115,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
     lines.append(f"loss: {actor.get('loss_agg_mode', 'token-mean')}, normaliser {normaliser}")
     if bypass:
-        lines.append(
-            "metrics are verl's plain mean over micro-batches; extremes, deviations and quantiles are left out"
-        )
+        lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
     if config.weighted and config.tis.batch_normalize:
         units = ""
         if config.tis.mode == "mask":
@@ -180,7 +178,7 @@ def _refuse_other_switches(name: str, block: Mapping[str, Any], theirs: Mismatch
 
 
 def _refuse_contradictions(own: dict[str, Any], theirs: MismatchConfig, block: Mapping[str, Any] | None) -> None:
-    """Raises ValueError where ours set what verl decides, or (block; not with a preset) other values than its keys do."""
+    """Raises ValueError where ours set what verl decides, or (block; not with a preset) other values than it."""
     bypass, decided = theirs.use_rollout_log_probs, theirs.model_dump(exclude_unset=True)
     for path, value in settings_given(own, RC, "verl", _OWNED_BY_VERL):
         set_by_verl = at(decided, path)
