@@ -26,8 +26,6 @@ from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settin
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
 
-__all__ = ["MismatchLoss", "describe", "install", "settings", "with_mismatch_loss"]
-
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
 _WRAPPED = "mismatch_plugin_wraps"
