@@ -53,7 +53,7 @@ compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLa
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)
-	$(VERL_VENV)/bin/python -m pytest tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
+	$(VERL_VENV)/bin/python -m pytest --import-mode=prepend tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 MAX_SHOWN = 200
@@ -12,6 +14,22 @@ MAX_SHOWN = 200
 
 class MismatchWarning(UserWarning):
     """A setting that is legal but has no effect, or is outside the range in which it is known to work."""
+
+
+@contextmanager
+def no_notes() -> Iterator[None]:
+    """No MismatchWarning inside: for a configuration of which another build says what has no effect."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MismatchWarning)
+        yield
+
+
+def at(nested: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path, None where there is none."""
+    value: Any = nested
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def dotted_fields_set(data: Mapping[str, Any], prefix: str = "") -> set[str]:

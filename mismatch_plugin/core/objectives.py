@@ -40,16 +40,16 @@ def reinforce_loss(log_probs_T: Tensor, advantages_T: Tensor) -> Tensor:
     return -advantages_T * log_probs_T
 
 
-def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str) -> Tensor:
+def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str, bound: float = SAFETY_BOUND) -> Tensor:
     """Estimator of KL(π_θ ‖ π_ref) at each token, [T], with gradient through log_probs_T.
 
-    With d = log π_θ − log π_ref, clamped to ±20:
+    With d = log π_θ − log π_ref, clamped to ±bound:
     k1: d
     k2: d²/2
     k3: e^−d − 1 + d
     low_var_kl: k3 bounded to ±10
     """
-    difference = (log_probs_T - ref_T).clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    difference = (log_probs_T - ref_T).clamp(-bound, bound)
     if kind == "k1":
         return difference
     if kind == "k2":
@@ -60,3 +60,17 @@ def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str) -> Tensor:
     if kind == "low_var_kl":
         return value.clamp(-LOW_VARIANCE_BOUND, LOW_VARIANCE_BOUND)
     raise ValueError(f"kl_type {kind!r} is unknown: choose k1, k2, k3 or low_var_kl.")
+
+
+def score_function_kl(
+    log_probs_T: Tensor, sampler_T: Tensor, ref_T: Tensor, kind: str, bound: float, output_bound: float
+) -> Tensor:
+    """exp(log π_θ − sg(log π_sampler)) · k(d), clamped to ±output_bound: the KL penalty that NeMo-RL has.
+
+    k(d): `kl_to_reference`, d clamped to ±bound. The factor lets the gradient pass through the sampling probability
+    (arXiv 2506.09477): it is 1 for π_sampler = π_θ, an importance ratio for the rollout policy, and 0 where it is not
+    finite. Where a clamp acts neither part has a gradient. All [T], finite; gradient through log_probs_T only.
+    """
+    factor = (log_probs_T - sampler_T.detach()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    factor = torch.where((log_probs_T - ref_T).abs() <= bound, factor, factor.detach())
+    return (factor * kl_to_reference(log_probs_T, ref_T, kind, bound)).clamp(-output_bound, output_bound)

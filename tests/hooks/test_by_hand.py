@@ -38,6 +38,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "bypass": {"bypass_mode": True, "loss_type": "ppo_clip"},
     "reinforce": {"bypass_mode": True, "loss_type": "reinforce"},
 }
+CRITERIA = {
+    "token": "token:ratio:0.7:1.4", "sequence": "sequence_sum:ratio:0.5:1.8", "geometric": "token:k2:0.05",
+}  # fmt: skip
 
 
 def policies(seed: int) -> dict[str, Tensor]:
@@ -55,17 +58,17 @@ def policies(seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("mode", ["truncate", "mask", "mask normalised"])
+@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "mask normalised"])
 @pytest.mark.parametrize("denominator", ["auto", "original"])
 def test_verl(way: str, level: str, mode: str, denominator: str) -> None:
-    bounds = {"lower_bound": 0.7, "upper_bound": 1.4} if "mask" in mode else {"upper_bound": 1.2}
+    bounds = {"upper_bound": 1.2} if mode == "truncate" else {"lower_bound": 0.7, "upper_bound": 1.4}
     ours: dict[str, Any] = {"denominator": denominator, "rs": {"veto_threshold": 0.6}}
     if way != "bypass":
         tis = {"level": level, "mode": mode.split()[0], **bounds}
         ours |= {"use_tis": True, "tis": tis}
     elif "mask" in mode:  # there are no weights, and what masks is rejection
-        ours["rs"] |= {"criteria": [{"token": "token:ratio:0.7:1.4", "sequence": "sequence_sum:ratio:0.5:1.8"}[level]]}
+        ours["rs"] |= {"criteria": [CRITERIA[level]]}
     correction = {**WAYS[way], "rollout_is_batch_normalize": "normalised" in mode and way != "bypass", "mismatch": ours}
     config = verl_settings({**ACTOR, "policy_loss": {"rollout_correction": correction}})
     kept = clipped = dual = 0.0

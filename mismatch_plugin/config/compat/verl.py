@@ -11,6 +11,26 @@ from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.model import MismatchConfig
 from mismatch_plugin.config.values import bounds, number, unknown
 
+CORRECTION = {
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+"""The block's keys about weights and rejection, August 2026, with the values of verl's YAML."""
+CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+"""The actor's clip bounds, with the values of verl's YAML."""
+SPELLED = {
+    "use_tis": "rollout_is",
+    "tis.level": "rollout_is",
+    "tis.mode": "rollout_is_threshold",
+    "tis.lower_bound": "rollout_is_threshold",
+    "tis.upper_bound": "rollout_is_threshold",
+    "tis.batch_normalize": "rollout_is_batch_normalize",
+    "denominator": "rollout_is_threshold",
+}
+"""Our setting → the key of the block that says it."""
 _VERL_BLOCK_KEYS = (
     *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
     *("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"),

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from mismatch_plugin.config.criteria import Criterion
 
 
+BOUND_UNITS = "units of that bound"
+"""What the shares outside the bounds that act are over."""
+
+
 class State:
     """Merged sums and maxima as a metric's formula reads them."""
 
@@ -25,24 +29,24 @@ class State:
         self.units = units_of(config)
         self.token_level = self.units.per_token
         self.center = center(config)
-        bounds = acting_bounds(config)
-        self.bounds_on_tokens = bounds is not None and bounds.units.per_token
-        self.tokens = sums["one@tokens"]
-        self.sequences = sums["one@sequences"]
-        # Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
-        self.trained_tokens = sums.get("trained_tokens", self.tokens)
-        self.trained_sequences = sums.get("trained_sequences", self.sequences)
+        self.bounds_on_tokens = measure(BOUND_UNITS, config) == "tokens"
+        self.tokens, self.sequences = self.count("tokens"), self.count("sequences")
+        self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
     def has(self, name: str) -> bool:
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
-    def share(self, row: str, measure: str) -> float:
-        """`mean`, or 0 where the configuration never rejects by this cause."""
-        return self.mean(row, measure) if self.has(row) else 0.0
+    def count(self, measure: str, trained: bool = False) -> float:
+        """Tokens or sequences that were measured, or that train.
 
-    def mean(self, row: str, measure: str = "tokens", default: float = 0.0) -> float:
-        """Σ of a row over its measure; `default` where there is nothing."""
-        return ratio(self.sums[f"{row}@{measure}"], self.sums[f"one@{measure}"], default)
+        Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
+        """
+        measured = self.sums[f"one@{measure}"]
+        return self.sums.get(f"trained_{measure}", measured) if trained else measured
+
+    def mean(self, row: str, measure: str = "tokens") -> float:
+        """Σ of a row over its measure; 0 where there is nothing."""
+        return ratio(self.sums[f"{row}@{measure}"], self.sums[f"one@{measure}"])
 
     def maximum(self, name: str, default: float = 0.0) -> float:
         value = self.maxima[name]
@@ -80,9 +84,17 @@ def bounded_exp(log_value: float) -> float:
     return math.exp(min(log_value, SAFETY_BOUND))
 
 
-def ratio_mean(s: State, measure: str) -> float:
-    """Mean of the level's ρ, each unit weighed by the measure."""
-    return 1.0 + s.mean("ratio" if s.token_level else "unit_ratio", measure)
+def measure(over: str, config: MismatchConfig) -> str:
+    """What counts the units that a metric is over: tokens or sequences."""
+    if over != BOUND_UNITS:
+        return over
+    bounds = acting_bounds(config)
+    return "tokens" if bounds is not None and bounds.units.per_token else "sequences"
+
+
+def ratio_total(s: State, measure: str) -> float:
+    """Σ of the level's ρ, each unit weighed by the measure."""
+    return s.sums[f"one@{measure}"] + s.sums[f"{'' if s.token_level else 'unit_'}ratio@{measure}"]
 
 
 def deviation(mean_square: float, mean: float) -> float:
@@ -249,11 +261,6 @@ def version_drift(s: State) -> dict[str, float]:
 def invalid(s: State) -> dict[str, float]:
     """Invalid rollout log-probs by kind."""
     return {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS}
-
-
-def outside(s: State, row: str) -> float:
-    """Share outside the bounds that act, over the units they act on."""
-    return s.mean(row, "tokens" if s.bounds_on_tokens else "sequences")
 
 
 POSITION = edges(full.POSITION_EDGES)

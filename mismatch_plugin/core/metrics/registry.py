@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mismatch_plugin.core.metrics import formulas as f
 
@@ -18,38 +18,77 @@ if TYPE_CHECKING:
 PREFIX = "rollout_corr/"
 
 
+class Mean(NamedTuple):
+    """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
+
+    total: that sum, or the row of which it is the sum.
+    left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same;
+        the mean of nothing, too.
+    """
+
+    total: str | Callable[[f.State], float]
+    left_out: float = 0.0
+
+
 @dataclass(frozen=True)
 class Metric:
     """One declaration. `needs` names the state it is formed from: without it (another configuration) it is left out.
 
     A name with `{…}` stands for a family; `value` then returns a mapping from what replaces the braces.
     trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
+    averaged: its mean over micro-batches means something, though its count is its own. That of a `Mean` always does,
+        and a host that knows the count of the step may add it up over micro-batches.
     """
 
     name: str
     formula: str
     over: str
     needs: str
-    value: Callable[[f.State], float | Mapping[str, float]]
+    value: Mean | Callable[[f.State], float | Mapping[str, float]]
     unit: str = ""
     merges: str = "sum"
     level: str = "basic"
     trained: bool = False
+    averaged: bool = False
+
+    def total(self, s: f.State) -> float:
+        """What a `Mean` divides."""
+        assert isinstance(self.value, Mean)
+        total = self.value.total
+        return s.sums[f"{total}@{f.measure(self.over, s.config)}"] if isinstance(total, str) else total(s)
+
+    def form(self, s: f.State) -> float | Mapping[str, float]:
+        """The value, or the values of a family."""
+        if not isinstance(self.value, Mean):
+            return self.value(s)
+        return f.ratio(self.total(s), s.count(f.measure(self.over, s.config), self.trained), self.value.left_out)
 
 
-def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> dict[str, float]:
-    """Every metric whose state is there, in order of declaration, under `rollout_corr/`."""
+def means(config: MismatchConfig) -> Iterator[tuple[Metric, Mean, str]]:
+    """Every metric that is a `Mean`, and what counts it: tokens or sequences."""
+    for metric in METRICS if config.metrics != "off" else ():
+        if isinstance(metric.value, Mean):
+            yield metric, metric.value, f.measure(metric.over, config)
+
+
+def compute_metrics(
+    sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig, averaged_only: bool = False
+) -> dict[str, float]:
+    """Every metric whose state is there, in order of declaration, under `rollout_corr/`.
+
+    averaged_only: those whose mean over micro-batches means something, for hosts that take it of all they are given.
+    """
     if config.metrics == "off":
         return {}
     state = f.State(sums, maxima, config)
     none_valid = state.trained_tokens > 0 and not state.tokens
     metrics: dict[str, float] = {}
     for metric in METRICS:
-        if not state.has(metric.needs):
+        if not state.has(metric.needs) or (averaged_only and not (metric.averaged or isinstance(metric.value, Mean))):
             continue
         if none_valid and not metric.trained:
             continue  # a mean of nothing would be read as perfect agreement
-        value = metric.value(state)
+        value = metric.form(state)
         if isinstance(value, Mapping):
             head, tail = metric.name.split("{")[0], metric.name.split("}")[-1]
             metrics |= {f"{PREFIX}{head}{key}{tail}": item for key, item in value.items()}
@@ -61,15 +100,16 @@ def compute_metrics(sums: Mapping[str, float], maxima: Mapping[str, float], conf
 # fmt: off
 METRICS: tuple[Metric, ...] = (
     # The ratio before bounding.
-    Metric("rollout_is_mean", "mean of ρ, clamped to e^±20", "tokens", "ratio", lambda s: f.ratio_mean(s, "tokens")),
+    Metric("rollout_is_mean", "mean of ρ, clamped to e^±20", "tokens", "ratio",
+           Mean(lambda s: f.ratio_total(s, "tokens"), left_out=1.0)),
     Metric("rollout_is_ratio_mean", "mean of the tokens' ρ_t, clamped to e^±20", "tokens", "ratio",
-           lambda s: 1.0 + s.mean("ratio")),
+           Mean(lambda s: s.tokens + s.sums["ratio@tokens"], left_out=1.0)),
     Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
            lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
            "ratio_squared", f.token_ess, unit="share"),
     Metric("rollout_is_ratio_unit_mean", "mean of the sequences' ρ (not at token level)", "sequences", "unit_ratio",
-           lambda s: 1.0 + s.mean("unit_ratio", "sequences")),
+           Mean(lambda s: s.sequences + s.sums["unit_ratio@sequences"], left_out=1.0)),
     Metric("rollout_is_ratio_unit_std", "deviation of the sequences' ρ (not at token level)", "sequences",
            "unit_ratio_squared",
            lambda s: f.deviation(s.mean("unit_ratio_squared", "sequences"), s.mean("unit_ratio", "sequences"))),
@@ -85,13 +125,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
            "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
-           "criterion's, else a TIS bound from preset or hand", "units of that bound", "high",
-           lambda s: f.outside(s, "high"), unit="share"),
-    Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low",
-           lambda s: f.outside(s, "low"), unit="share"),
+           "criterion's, else a TIS bound from preset or hand", "units of that bound", "high", Mean("high"),
+           unit="share"),
+    Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",
-           lambda s: f.ratio_mean(s, "sequences")),
+           Mean(lambda s: f.ratio_total(s, "sequences"), left_out=1.0)),
     Metric("rollout_is_seq_std", "sample deviation of each sequence's mean ρ", "sequences", "ratio_squared", f.seq_std),
     Metric("rollout_is_seq_max", "largest mean ρ of a sequence", "sequences", "ratio",
            lambda s: f.seq_extreme(s, ""), merges="max"),
@@ -101,11 +140,11 @@ METRICS: tuple[Metric, ...] = (
            lambda s: max(f.seq_extreme(s, "") - 1.0, 1.0 - f.seq_extreme(s, "-")) if s.sequences else 0.0,
            merges="max"),
     Metric("rollout_is_seq_fraction_high", "share of sequences with mean ρ above the bound that acts", "sequences",
-           "high", lambda s: s.mean("seq_high" if s.bounds_on_tokens else "high", "sequences"), unit="share"),
+           "high", Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_tokens}high@sequences"]), unit="share"),
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
-           lambda s: s.mean("seq_low" if s.bounds_on_tokens else "low", "sequences"), unit="share"),
+           Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_tokens}low@sequences"]), unit="share"),
     # The weights really used.
-    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean),
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean, averaged=True),
     Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
     Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
            lambda s: s.maximum("weight") / s.factor, merges="max"),
@@ -115,115 +154,119 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
            "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
     Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", "level's units",
-           "weight_unit", lambda s: s.batch_factor),
+           "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
     Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
-           lambda s: s.share("masked", "tokens"), unit="share"),
+           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share"),
     Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
-           lambda s: s.share("masked_any", "sequences"), unit="share"),
+           Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
     Metric("rollout_rs_masked_fraction", "same as rollout_is_masked_fraction", "tokens", "one",
-           lambda s: s.share("masked", "tokens"), unit="share"),
+           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share"),
     Metric("rollout_rs_seq_masked_fraction", "same as rollout_is_seq_masked_fraction", "sequences", "one",
-           lambda s: s.share("masked_any", "sequences"), unit="share"),
+           Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
     Metric("rollout_rs_{criterion}_masked_fraction", "share that this criterion alone rejects (or would, in a dry run)",
-           "tokens", "one", lambda s: f.criteria(s, "tokens"), unit="share"),
+           "tokens", "one", lambda s: f.criteria(s, "tokens"), unit="share", averaged=True),
     Metric("rollout_rs_{criterion}_seq_masked_fraction",
            "share of sequences that this sequence criterion alone rejects",
-           "sequences", "one", lambda s: f.criteria(s, "sequences"), unit="share"),
+           "sequences", "one", lambda s: f.criteria(s, "sequences"), unit="share", averaged=True),
     Metric("rollout_rs_{criterion}_fraction_high", "share above the criterion's upper bound", "criterion's units",
-           "one", lambda s: f.criterion_shares(s, "above"), unit="share", level="full"),
+           "one", lambda s: f.criterion_shares(s, "above"), unit="share", averaged=True, level="full"),
     Metric("rollout_rs_{criterion}_fraction_low", "share below its lower bound", "criterion's units", "one",
-           lambda s: f.criterion_shares(s, "below"), unit="share", level="full"),
+           lambda s: f.criterion_shares(s, "below"), unit="share", averaged=True, level="full"),
     Metric("rollout_rs_{criterion}_mean", "mean of what it compares (ratio, k1: ρ, at most e^20)", "criterion's units",
-           "one", f.criterion_means, level="full"),
+           "one", f.criterion_means, level="full", averaged=True),
     Metric("rollout_rs_{criterion}_max", "its largest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, ""), merges="max", level="full"),
     Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
     Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
-           lambda s: s.share("vetoed", "sequences"), unit="share"),
+           Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share"),
     Metric("rollout_is_catastrophic_token_fraction", "share with ρ below the veto threshold", "tokens", "one",
-           lambda s: s.share("catastrophic", "tokens"), unit="share"),
+           Mean(lambda s: s.sums.get("catastrophic@tokens", 0.0)), unit="share"),
     Metric("accepted_token_fraction", "share that stays in the loss", "tokens", "kept",
-           lambda s: s.mean("kept"), unit="share"),
+           Mean("kept", left_out=1.0), unit="share"),
     Metric("accepted_seq_fraction", "share with a token that stays in the loss", "sequences", "kept_any",
-           lambda s: s.mean("kept_any", "sequences"), unit="share"),
+           Mean("kept_any", left_out=1.0), unit="share"),
     Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
-           lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"])),
+           lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"]), averaged=True),
     Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens", trained=True),
     Metric("sequences", "sequences with a response token", "step", "one",
            lambda s: s.trained_sequences, unit="sequences", trained=True),
     # How far apart the two policies are.
-    Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio", lambda s: -s.mean("log_ratio"),
-           unit="nat"),
-    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", lambda s: s.mean("k3"), unit="nat"),
+    Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio",
+           Mean(lambda s: -s.sums["log_ratio@tokens"]), unit="nat"),
+    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", Mean("k3"), unit="nat"),
     Metric("training_ppl", "exp of the mean −log π_train of a sequence, at most e^20", "sequences", "training_ppl",
-           lambda s: s.mean("training_ppl", "sequences")),
+           Mean("training_ppl")),
     Metric("training_log_ppl", "mean −log π_train of a sequence", "sequences", "train",
-           lambda s: -s.mean("train", "sequences"), unit="nat"),
+           Mean(lambda s: -s.sums["train@sequences"]), unit="nat"),
     Metric("rollout_ppl", "exp of the mean −log π_rollout of a sequence, at most e^20", "sequences", "rollout_ppl",
-           lambda s: s.mean("rollout_ppl", "sequences")),
+           Mean("rollout_ppl")),
     Metric("rollout_log_ppl", "mean −log π_rollout of a sequence", "sequences", "rollout",
-           lambda s: -s.mean("rollout", "sequences"), unit="nat"),
+           Mean(lambda s: -s.sums["rollout@sequences"]), unit="nat"),
     Metric("ppl_ratio", "exp of log_ppl_diff: geometric mean of training over rollout perplexity", "sequences",
            "log_ratio", lambda s: f.bounded_exp(-s.mean("log_ratio", "sequences"))),
     Metric("log_ppl_diff", "training_log_ppl − rollout_log_ppl of a sequence", "sequences", "log_ratio",
-           lambda s: -s.mean("log_ratio", "sequences"), unit="nat"),
+           Mean(lambda s: -s.sums["log_ratio@sequences"]), unit="nat"),
     Metric("log_ppl_abs_diff", "its absolute value", "sequences", "log_ratio_abs",
-           lambda s: s.mean("log_ratio_abs", "sequences"), unit="nat"),
+           Mean("log_ratio_abs"), unit="nat"),
     Metric("log_ppl_diff_max", "its largest value", "sequences", "-log_ratio_seq",
            lambda s: s.maximum("-log_ratio_seq"), unit="nat", merges="max"),
     Metric("log_ppl_diff_min", "its smallest value", "sequences", "log_ratio_seq",
            lambda s: -s.maximum("log_ratio_seq"), unit="nat", merges="max"),
     Metric("chi2_token", "mean ρ² − 1, l clamped to ±20: an estimate, negative where ρ is mostly below 1", "tokens",
-           "ratio_squared", lambda s: s.mean("ratio_squared") + 2.0 * s.mean("ratio")),
+           "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"])),
     Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
-           lambda s: s.mean("unit_square" if s.units.multiplies else "product_square", "sequences", 1.0)
-           - 1.0),
+           Mean(lambda s: s.sums[f"{'unit' if s.units.multiplies else 'product'}_square@sequences"] - s.sequences)),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
-           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat"),
+           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True),
     Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
-           unit="tokens", trained=True),
+           unit="tokens", trained=True, averaged=True),
     # The loss.
     Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
-           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor), trained=True),
+           s.sums["denominator"]) / (1.0 if s.config.dry_run else s.factor), trained=True,
+           averaged=True),
     Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"] + s.sums["clip_low"], s.trained_tokens), unit="share",
+           Mean(lambda s: s.sums["clip_high"] + s.sums["clip_low"]), unit="share",
            trained=True),
     Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums.get("clip_dual", 0.0), s.trained_tokens), unit="share", trained=True),
+           Mean(lambda s: s.sums.get("clip_dual", 0.0)), unit="share", trained=True),
     Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0", "tokens", "clip_high",
-           lambda s: f.ratio(s.sums["clip_high"], s.trained_tokens), unit="share", trained=True),
+           Mean(lambda s: s.sums["clip_high"]), unit="share", trained=True),
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
-           lambda s: f.ratio(s.sums["clip_low"], s.trained_tokens), unit="share", trained=True),
+           Mean(lambda s: s.sums["clip_low"]), unit="share", trained=True),
     Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
-           lambda s: f.ratio(s.sums["ppo_kl"], s.trained_tokens), unit="nat", trained=True),
+           Mean(lambda s: s.sums["ppo_kl"]), unit="nat", trained=True),
     Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
-           lambda s: f.ratio(s.sums["entropy"], s.trained_tokens), unit="nat", trained=True),
+           Mean(lambda s: s.sums["entropy"]), unit="nat", trained=True),
     Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
-           lambda s: f.ratio(s.sums["ref_kl"], s.trained_tokens), unit="nat", trained=True),
+           Mean(lambda s: s.sums["ref_kl"]), unit="nat", trained=True),
     # Full diagnostics.
     Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
            f.quantiles, level="full"),
     Metric("log_ratio_by_position_{bucket}", "mean l by position in the response", "tokens", "position_tokens",
-           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio"), unit="nat", level="full"),
+           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio"), unit="nat", level="full",
+           averaged=True),
     Metric("log_ratio_abs_by_position_{bucket}", "mean |l| by position in the response", "tokens", "position_tokens",
-           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio_abs"), unit="nat", level="full"),
+           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio_abs"), unit="nat", level="full",
+           averaged=True),
     Metric("log_ratio_by_probability_{bucket}", "mean l by π_rollout", "tokens", "probability_tokens",
-           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio"), unit="nat", level="full"),
+           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio"), unit="nat", level="full",
+           averaged=True),
     Metric("log_ratio_abs_by_probability_{bucket}", "mean |l| by π_rollout", "tokens", "probability_tokens",
-           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio_abs"), unit="nat", level="full"),
+           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio_abs"), unit="nat", level="full",
+           averaged=True),
     Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags", "tokens", "version_tokens",
-           f.version_drift, unit="nat", level="full"),
+           f.version_drift, unit="nat", level="full", averaged=True),
     Metric("probability_difference_mean", "mean |π_train − π_rollout|", "tokens", "probability_difference",
-           lambda s: f.ratio(s.sums["probability_difference[0]"], s.tokens), level="full"),
+           Mean(lambda s: s.sums["probability_difference[0]"]), level="full"),
     Metric("probability_difference_max", "largest |π_train − π_rollout|", "tokens", "probability_difference",
            lambda s: s.maximum("probability_difference"), merges="max", level="full"),
     Metric("accepted_by_advantage_{sign}", "share that stays, by sign of the advantage", "tokens", "advantage_tokens",
-           lambda s: f.bucket_means(s, "advantage", f.SIGN, "kept"), unit="share", level="full"),
+           lambda s: f.bucket_means(s, "advantage", f.SIGN, "kept"), unit="share", level="full", averaged=True),
     Metric("accepted_by_length_{bucket}", "share of sequences that stay, by response length", "sequences",
            "length_sequences", lambda s: f.bucket_means(s, "length", f.LENGTH, "kept", "sequences"), unit="share",
-           level="full"),
+           level="full", averaged=True),
 )
 # fmt: on
 

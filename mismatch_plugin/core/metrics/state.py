@@ -80,9 +80,10 @@ class Statistics:
         measure = units_of(self.config).measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, averaged_only: bool = False) -> dict[str, float]:
         """Every metric that this configuration declares. One transfer to the host.
 
+        averaged_only: those whose mean over micro-batches means something.
         Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`.
         """
         from mismatch_plugin.core.metrics.registry import compute_metrics
@@ -91,7 +92,7 @@ class Statistics:
         sums = dict(zip(self.sum_names, values, strict=False))
         self._raise_if_invalid(sums)
         maxima = dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
-        return compute_metrics(sums, maxima, self.config)
+        return compute_metrics(sums, maxima, self.config, averaged_only)
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
         if self.config.rollout_log_prob_policy != "error":

@@ -10,6 +10,7 @@ Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; cli
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from functools import wraps
 from importlib import import_module
@@ -19,12 +20,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
-
-__all__ = ["MismatchLoss", "describe", "install", "settings", "with_mismatch_loss"]
 
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
@@ -53,8 +53,8 @@ class MismatchLoss:
             0.0 if host.get("use_kl_in_reward") else float(host.get("reference_policy_kl_penalty", 0.01) or 0.0)
         )
         self.kl_type = str(host.get("reference_policy_kl_type", "k3"))
-        self.kl_input_clamp = host.get("kl_input_clamp_value", 20.0)
-        self.kl_output_clamp = host.get("kl_output_clamp_value", 10.0)
+        clamps = host.get("kl_input_clamp_value", 20.0), host.get("kl_output_clamp_value", 10.0)
+        self.kl_clamps = tuple(math.inf if clamp is None else clamp for clamp in clamps)
         self.kl_importance_weighted = bool(host.get("use_on_policy_kl_approximation", False))
         self.use_fused_linear_logprobs = use_fused_linear_logprobs
 
@@ -101,7 +101,7 @@ class MismatchLoss:
         if self.reference_policy_kl_penalty:
             kl = self._kl(next_token_logprobs, mask, data) / divisor
             loss = loss + self.reference_policy_kl_penalty * kl
-        metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks, self.token_level)
+        metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks)
         return loss, metrics | {
             "loss": loss.item(),
             "kl_penalty": 0.0 if kl is None else kl.item(),
@@ -122,36 +122,17 @@ class MismatchLoss:
         return policy_loss(log_probs.flatten(), packed, self.config)
 
     def _kl(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> Tensor:
-        """NeMo-RL's KL penalty summed as its loss type says: k1, k2 or k3 with the score-function gradient.
+        """NeMo-RL's KL penalty, summed as its loss type says. Sampled from π_θ, or from the rollout policy."""
 
-        The factor exp(log π_θ − sg(log π)) lets the gradient pass through the sampling probability; π is π_θ, or the
-        rollout policy with `use_on_policy_kl_approximation` (arXiv 2506.09477). Where the input clamp acts neither part
-        has a gradient.
-        """
-        selected = mask.bool()
-        current = data.get("curr_logprobs_unfiltered")
-        current = torch.where(selected, log_probs if current is None else current, 0.0)
-        sampler = self._take(data, "generation_logprobs") if self.kl_importance_weighted else current
-        reference = torch.where(selected, self._take(data, "reference_policy_logprobs"), 0.0)
-        factor = (current - torch.where(selected, sampler, 0.0).detach()).exp()
-        factor = factor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-        log_ratio = reference - current
-        if self.kl_input_clamp is not None:
-            bounded = log_ratio.clamp(-self.kl_input_clamp, self.kl_input_clamp)
-            factor = torch.where(log_ratio == bounded, factor, factor.detach())
-            log_ratio = bounded
-        estimators: dict[str, Callable[[Tensor], Tensor]] = {
-            "k1": lambda d: -d,
-            "k2": lambda d: d.square() / 2,
-            "k3": lambda d: d.exp() - 1 - d,
-        }
-        value = factor * estimators[self.kl_type](log_ratio)
-        if self.kl_output_clamp is not None:
-            value = value.clamp(-self.kl_output_clamp, self.kl_output_clamp)
-        value = value * mask
-        if self.token_level:
-            return value.sum()
-        return (value.sum(-1) / (mask.sum(-1) + _EPSILON)).sum()
+        def selected(values: Tensor) -> Tensor:
+            return torch.where(mask.bool(), values, 0.0)
+
+        unfiltered = data.get("curr_logprobs_unfiltered")
+        current = selected(log_probs if unfiltered is None else unfiltered)
+        sampler = selected(self._take(data, "generation_logprobs")) if self.kl_importance_weighted else current
+        reference = selected(self._take(data, "reference_policy_logprobs"))
+        value = score_function_kl(current, sampler, reference, self.kl_type, *self.kl_clamps) * mask
+        return value.sum() if self.token_level else (value.sum(-1) / (mask.sum(-1) + _EPSILON)).sum()
 
     @staticmethod
     def _take(data: Mapping[str, Any], name: str) -> Tensor:

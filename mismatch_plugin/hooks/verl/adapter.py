@@ -15,7 +15,7 @@ verl loads this through its entry points (`verl.plugins`) in every process. A co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from typing import Any
 
@@ -26,8 +26,6 @@ from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, h
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
 from mismatch_plugin.hooks.verl.loss import verl_token_loss
 from mismatch_plugin.hooks.version import version_line
-
-__all__ = ["describe", "mismatch_loss", "register", "settings"]
 
 _CORE = "verl.trainer.ppo.core_algos"
 _WRAPPED = "mismatch_plugin_wraps"
@@ -95,38 +93,30 @@ def register() -> None:
     config_module.validate_config = utils.validate_config = validate
 
 
-def _once(own: Callable[..., Any], wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[..., Any]:
+def _once(own: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's own function, called by way of `around(own, …)`."""
     if hasattr(own, _WRAPPED):
         return own
-    wrapped = wraps(own)(wrap(own))
+    wrapped = wraps(own)(partial(around, own))
     setattr(wrapped, _WRAPPED, own)
     return wrapped
 
 
-def _bypass_mode(own: Callable[..., Any]) -> Callable[..., Any]:
-    def loss(*args: Any, **kwargs: Any) -> Any:
-        config = kwargs["config"] if "config" in kwargs else args[5] if len(args) > 5 else None
-        block = config.policy_loss.get("rollout_correction") if config is not None else None
-        return (mismatch_loss if has_block(block) else own)(*args, **kwargs)
-
-    return loss
+def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    config = kwargs["config"] if "config" in kwargs else args[5] if len(args) > 5 else None
+    block = config.policy_loss.get("rollout_correction") if config is not None else None
+    return (mismatch_loss if has_block(block) else own)(*args, **kwargs)
 
 
-def _rollout_correction(own: Callable[..., Any]) -> Callable[..., Any]:
-    def correct(batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
-        if not has_block(rollout_corr_config):
-            return own(batch, rollout_corr_config)
-        return correct_rollout_batch(batch, settings(rollout_corr_config))
-
-    return correct
+def _rollout_correction(own: Callable[..., Any], batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
+    if not has_block(rollout_corr_config):
+        return own(batch, rollout_corr_config)
+    return correct_rollout_batch(batch, settings(rollout_corr_config))
 
 
-def _validate_config(own: Callable[..., Any]) -> Callable[..., Any]:
-    def validate(config: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = check_tree(config)
-        if chosen is not None:
-            lines = [*describe(chosen, config), version_line("verl")]
-            print("\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in lines)]), flush=True)
-        return own(config, *args, **kwargs)
-
-    return validate
+def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
+    chosen = check_tree(config)
+    if chosen is not None:
+        lines = [*describe(chosen, config), version_line("verl")]
+        print("\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in lines)]), flush=True)
+    return own(config, *args, **kwargs)

@@ -17,15 +17,22 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.config.compat.verl import CLIP
 from mismatch_plugin.hooks.base import Given, Host, Plan
+from mismatch_plugin.hooks.block import BLOCK
 from mismatch_plugin.hooks.hydra import put, read_overrides, text
-from mismatch_plugin.hooks.verl.config import BLOCK, LOSS_NAME, REFERENCE_LINE, check_tree, describe, has_block
+from mismatch_plugin.hooks.verl.config import (
+    ACTOR,
+    LOG_PROBS,
+    LOSS_NAME,
+    RC,
+    REFERENCE_LINE,
+    check_tree,
+    describe,
+    has_block,
+)
 
-_RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
-_POLICY_LOSS = f"{_ACTOR}.policy_loss"
-_LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
-# The actor's clip bounds in verl's own YAML.
-_CLIP = {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
+_POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 # Hydra reads verl's YAML files, not the launcher; the entry point sees the whole tree.
 _UNTOUCHED = (
@@ -59,11 +66,11 @@ def plan(given: Given, script: Path | None) -> Plan:
     if given.config.algorithm == 3:  # without a level verl's own REINFORCE has no weights
         block["tis"] = {"level": given.config.tis.level, **(block.get("tis") or {})}
     if given.flags and has_block(line["algorithm"]["rollout_correction"]):
-        taken = next((name for name in overrides if name.startswith(f"{_RC}.{BLOCK}")), _RC)
+        taken = next((name for name in overrides if name.startswith(f"{RC}.{BLOCK}")), RC)
         raise ValueError(f"{taken} is on the line next to the plugin's flags: give the settings in one place.")
     added = [f"{name}={text(value)}" for name, value in wanted.items() if name not in overrides]
     if given.flags:
-        added.append(f"+{_RC}.{BLOCK}={text(block)}")
+        added.append(f"+{RC}.{BLOCK}={text(block)}")
     tree = _tree({**overrides, **wanted}, block)
     policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
     if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
@@ -92,15 +99,15 @@ def _wanted(given: Given) -> dict[str, Any]:
     """verl's own switches for the algorithm."""
     bypass = given.config.use_rollout_log_probs
     kind = "reinforce" if given.config.algorithm == 3 else "ppo_clip"
-    wanted: dict[str, Any] = {f"{_RC}.bypass_mode": bypass, f"{_RC}.loss_type": kind}
-    return {**wanted, f"{_POLICY_LOSS}.loss_mode": LOSS_NAME, _LOG_PROBS: True}
+    wanted: dict[str, Any] = {f"{RC}.bypass_mode": bypass, f"{RC}.loss_type": kind}
+    return {**wanted, f"{_POLICY_LOSS}.loss_mode": LOSS_NAME, LOG_PROBS: True}
 
 
 def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
-    for name, value in {**{f"{_ACTOR}.{key}": value for key, value in _CLIP.items()}, **overrides}.items():
-        if f"{name}.".startswith((f"{_RC}.", f"{_ACTOR}.", f"{_LOG_PROBS}.")):
+    for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
+        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{LOG_PROBS}.")):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:

@@ -9,9 +9,6 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 
-_NOT_AVERAGED = ("_max", "_min", "_std", "_deviation", "_eff_sample_size", "ppl_ratio", "/tokens", "/sequences")
-"""Endings of metrics of which the mean over micro-batches, all that verl takes of a loss's metrics, means nothing."""
-
 
 def verl_token_loss(
     old_log_prob: Tensor,
@@ -50,7 +47,9 @@ def verl_token_loss(
     keep = token.correction.keep.view(shape)
     stays = not bypass or config.denominator == "original"
     aggregated = mask.to(keep.dtype) if stays else keep
-    measured = token.correction.statistics.metrics() if bypass else {}  # raises where a log-prob is invalid
+    measured = (
+        token.correction.statistics.metrics(averaged_only=True) if bypass else {}
+    )  # raises where a log-prob is invalid
     columns = {name: column.view(shape) for name, column in token.clip_columns()}
     report = {"actor/ppo_kl": columns.get("ppo_kl", -token.correction.tokens.log_ratio.clamp(-20.0, 20.0).view(shape))}
     if columns:
@@ -58,5 +57,4 @@ def verl_token_loss(
         report["actor/pg_clipfrac_lower"] = columns.get("clip_dual", torch.zeros_like(mask))
     means = torch.stack([(column * aggregated).sum() for column in report.values()]) / aggregated.sum().clamp(min=1)
     metrics = dict(zip(report, means.tolist(), strict=True))
-    metrics |= {name: value for name, value in measured.items() if not name.endswith(_NOT_AVERAGED)}
-    return token.policy.view(shape), aggregated, metrics
+    return token.policy.view(shape), aggregated, metrics | measured

@@ -61,6 +61,13 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return current[:, 1:], data
 
 
+def packed_of(data: dict[str, torch.Tensor]) -> mp.PackedSequences:
+    columns = {"rollout_log_probs": "generation_logprobs", "old_log_probs": "prev_logprobs", "advantages": "advantages"}
+    return mp.PackedSequences.from_lists(
+        loss_masks=list(MASK[:, 1:]), **{mine: list(data[theirs][:, 1:]) for mine, theirs in columns.items()}
+    )
+
+
 def call(loss: Any, log_probs: torch.Tensor, data: dict[str, Any], toks: float, seqs: float) -> tuple[Any, Any, Any]:
     """(loss, gradient, metrics), called as NeMo-RL calls it."""
     log_probs = log_probs.clone().requires_grad_()
@@ -84,13 +91,7 @@ def test_equals_policy_loss(name: str, token_level: bool) -> None:
     value, gradient, metrics = call(loss, log_probs, data, toks, seqs)
 
     rows = log_probs.clone().requires_grad_()
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=list(data["generation_logprobs"][:, 1:]),
-        old_log_probs=list(data["prev_logprobs"][:, 1:]),
-        loss_masks=list(MASK[:, 1:]),
-        advantages=list(data["advantages"][:, 1:]),
-    )
-    result = mp.policy_loss(rows.flatten(), packed, loss.config)
+    result = mp.policy_loss(rows.flatten(), packed_of(data), loss.config)
     expected = result.loss_sum / (toks if token_level else seqs)
     expected.backward()
     assert rows.grad is not None and rows.grad.abs().sum() > 0
@@ -116,17 +117,28 @@ def test_metrics_and_losses_add_up_to_those_of_the_whole_step(name: str) -> None
     torch.testing.assert_close(torch.cat([part[1] for part in parts]), gradient, rtol=1e-9, atol=1e-12)
     for key, value in metrics.items():
         assert sum(part[2].get(key, 0.0) for part in parts) == pytest.approx(value, rel=1e-9, abs=1e-9), key
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=list(data["generation_logprobs"][:, 1:]),
-        old_log_probs=list(data["prev_logprobs"][:, 1:]),
-        loss_masks=list(MASK[:, 1:]),
-        advantages=list(data["advantages"][:, 1:]),
-    )
-    expected = mp.policy_loss(log_probs.flatten(), packed, loss.config).statistics.metrics()
+    expected = mp.policy_loss(log_probs.flatten(), packed_of(data), loss.config).statistics.metrics()
     compared = [key for key in metrics if key in expected]
     assert len(compared) >= 15
     for key in compared:
         assert metrics[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-12), key
+
+
+def test_a_token_that_is_only_measured_and_invalid_counts_as_one_on_which_both_agree() -> None:
+    """NeMo-RL's count of the step has it; the metrics are those of the same batch with ratio 1 there."""
+    log_probs, data = batch()
+    data["generation_logprobs"][1, 4] = data["prev_logprobs"][1, 4]
+    loss = build({}, **NO_KL)
+    whole = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
+    data["generation_logprobs"][1, 4] = torch.nan
+    without = call(loss, log_probs, data, float(MASK.sum()), 3.0)[2]
+    for name in ("rollout_is_mean", "rollout_is_ratio_mean", "accepted_token_fraction", "kl", "k3_kl", "chi2_token"):
+        assert without[f"rollout_corr/{name}"] == pytest.approx(whole[f"rollout_corr/{name}"], rel=1e-12), name
+
+
+def test_no_metric_is_handed_over_where_metrics_are_off() -> None:
+    names = call(build({"metrics": "off"}, **NO_KL), *batch(), 9, 3)[2].keys()
+    assert not [name for name in names if name.startswith("rollout_corr/")] and set(contract.READ_METRICS) <= names
 
 
 def test_old_log_probs_are_read_only_where_they_are_needed() -> None:

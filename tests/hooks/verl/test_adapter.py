@@ -215,41 +215,6 @@ def test_the_block_says_what_batch_normalisation_is_over(ours: Any, threshold: A
 # The loss and the driver ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("algorithm", [1, 3])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
-@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
-def test_bypass_losses_equal_policy_loss(algorithm: int, level: str, mode: str) -> None:
-    """Padded rows with masks inside them against policy_loss on lists of the same tokens, loss and gradient."""
-    rejection = {"rs": {"criteria": ["token:k2:0.05"], "veto_threshold": 0.3}}
-    if algorithm == 1:
-        correction = block({**rejection, "ppo": {"eps_clip_low": 0.1}}, bypass_mode=True)
-    else:
-        tis = {"level": level, "mode": mode, "upper_bound": 1.1}
-        correction = block({**rejection, "tis": tis, "denominator": "original"}, **REINFORCE)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", mp.MismatchWarning)
-        config = settings(correction)
-    data = padded()
-    log_prob = data["current"].clone().requires_grad_()
-    losses, mask, metrics = token_loss(data["rollout"], log_prob, data["advantages"], MASK.bool(), config)
-    (losses * mask).sum().backward()
-
-    rows = [row.clone().requires_grad_() for row in data["current"]]
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK), advantages=list(data["advantages"])
-    )
-    result = mp.policy_loss(torch.cat(rows), packed, config)
-    result.loss_sum.backward()
-    torch.testing.assert_close((losses * mask).sum(), result.loss_sum, rtol=1e-12, atol=1e-12)
-    gradient = torch.stack([row.grad for row in rows if row.grad is not None])
-    assert log_prob.grad is not None and gradient.abs().sum() > 0
-    torch.testing.assert_close(log_prob.grad, gradient, rtol=1e-12, atol=1e-12)
-    assert mask.sum() == result.denominator
-    assert 0 < result.correction.keep.sum() < MASK.sum()
-    assert metrics["rollout_corr/accepted_token_fraction"] == float(result.correction.keep.sum() / MASK.sum())
-    assert not [name for name in metrics if name.endswith(("_max", "_min"))]  # verl would average them
-
-
 def test_decoupled_without_weights_from_the_driver_is_refused() -> None:
     data = padded()
     arguments = (data["rollout"], data["current"], data["advantages"], MASK.bool())
@@ -298,21 +263,6 @@ def rollout_batch(data: dict[str, torch.Tensor]) -> Any:
     return SimpleNamespace(batch=batch)
 
 
-def test_the_driver_writes_weights_and_mask() -> None:
-    data = padded(1)
-    ours = {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.1}}
-    config = settings(block(ours))
-    batch, metrics = correct_rollout_batch(rollout_batch(data), config)
-    packed = mp.PackedSequences.from_lists(
-        old_log_probs=list(data["current"]), rollout_log_probs=list(data["rollout"]), loss_masks=list(MASK)
-    )
-    correction = mp.correct(packed, config)
-    keep = correction.keep.view(MASK.shape)
-    assert torch.equal(batch.batch["response_mask"], keep.long()) and 0 < keep.sum() < MASK.sum()
-    assert torch.equal(batch.batch["rollout_is_weights"], (correction.weights * correction.keep).view(MASK.shape))
-    assert metrics == correction.statistics.metrics()
-
-
 def wide_batch(rows: int) -> Any:
     """Rows of 30 of which about two thirds train, some of them not at all; what is padded is NaN."""
     generator = torch.Generator().manual_seed(rows)
@@ -327,6 +277,7 @@ _ON_THE_DRIVER: list[dict[str, Any]] = [
     block({"metrics": "off"}),
     block({"metrics": "basic"}, rollout_is="sequence", rollout_is_batch_normalize=True),
     block({"use_tis": True, "tis": {"mode": "mask"}, "metrics": "full"}),
+    block({"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.1}}),
     block({"rs": {"criteria": ["sequence_mean:ratio:0.95:1.05"], "veto_threshold": 0.3}, "denominator": "original"}),
 ]
 
@@ -380,6 +331,20 @@ def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
     data["rollout"][1, 3] = torch.nan
     with pytest.raises(mp.InvalidLogProbError, match="sequence 1, position 3 is missing or NaN"):
         correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))
+    correct_rollout_batch(rollout_batch(data), settings(block({"metrics": "basic"})))  # here only metrics read it
+
+
+def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
+    """verl takes the mean over micro-batches of whatever it gets."""
+    data = padded()
+    ours = {"metrics": "full", "tis": {"level": "geometric"}, "rs": {"criteria": ["token:k2:0.05"]}}
+    config = settings(block(ours, **REINFORCE))
+    _, _, metrics = token_loss(data["rollout"], data["current"], data["advantages"], MASK.bool(), config)
+    assert not [
+        name for name in metrics if re.search(r"_(max|min|std|deviation|size|p\d+|p99_9)$|ppl_ratio|/tokens", name)
+    ]
+    kept = ("rollout_is_mean", "rollout_rs_token_k2_masked_fraction", "rollout_rs_token_k2_mean", "all_rejected", "kl")
+    assert {f"rollout_corr/{name}" for name in kept} <= metrics.keys()
 
 
 def test_the_driver_keeps_the_mask_where_nothing_is_left() -> None:

@@ -68,13 +68,6 @@ def test_every_setting_reaches_the_worker(name: str) -> None:
     assert [criterion.name for criterion in chosen.criteria] == ["sequence_max_k2"]
 
 
-def test_clip_bounds_are_the_actors() -> None:
-    actor = "actor_rollout_ref.actor"
-    overrides = (f"{actor}.clip_ratio_low=0.1", f"{actor}.clip_ratio_high=0.28", f"{actor}.clip_ratio_c=4.0")
-    clip = settings(worker(tree(f"{RC}.bypass_mode=true", *LOSS, *overrides))).ppo
-    assert (clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip) == (0.1, 0.28, 4.0)
-
-
 def test_workers_without_the_block_are_refused_although_verl_runs_them_as_something_else() -> None:
     """verl's dataclass default stands there, whatever the driver does."""
     config = tree(*REINFORCE, LOSS[0])

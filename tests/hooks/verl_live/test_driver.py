@@ -13,8 +13,6 @@ from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]
 from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
-from mismatch_plugin import InvalidLogProbError
-
 TOLERANCE = 1e-6
 SEEDS = range(6)
 CASES: dict[str, dict[str, Any]] = {
@@ -97,45 +95,3 @@ def test_loss_after_the_driver_equals_verls(case: str) -> None:
 def test_without_our_block_verls_own_function_runs() -> None:
     _, metrics = driver(batch(0), correction(rollout_is="token"))
     assert "rollout_corr/accepted_token_fraction" not in metrics
-
-
-def test_original_denominator_keeps_the_mask_and_zeroes_weights() -> None:
-    data = batch(3)
-    block = {"rs": {"criteria": ["token:ratio:0.7:1.4"]}, "denominator": "original"}
-    result, _ = driver(data, {**correction(), "mismatch": block})
-    accepted, _ = driver(data, {**correction(), "mismatch": {**block, "denominator": "accepted"}})
-    assert torch.equal(result.batch["response_mask"], data["response_mask"])
-    kept = weights_of(result)
-    assert kept is not None and torch.equal(kept, accepted.batch["response_mask"].to(kept.dtype))
-    assert weights_of(accepted) is None and 0 < kept.sum() < data["response_mask"].sum()
-
-
-def test_everything_rejected_keeps_the_mask_where_verl_empties_it() -> None:
-    data = batch(3)
-    settings = correction(rollout_rs="token_k2", rollout_rs_threshold=1e-12)
-    result, metrics = driver(data, {**settings, "mismatch": {"metrics": "basic"}})
-    assert torch.equal(result.batch["response_mask"], data["response_mask"])
-    weights = weights_of(result)
-    assert weights is not None and not weights.any() and metrics["rollout_corr/all_rejected"] == 1.0
-    assert not driver(data, settings)[0].batch["response_mask"].any()
-
-
-def test_geometric_clipped_weights_which_verl_has_no_name_for() -> None:
-    data = batch(4)
-    block = {"use_tis": True, "tis": {"level": "geometric", "mode": "clip", "lower_bound": 0.95, "upper_bound": 1.05}}
-    result, _ = driver(data, {**correction(), "mismatch": block})
-    mask = data["response_mask"].double()
-    mean = ((data["old_log_probs"] - data["rollout_log_probs"]) * mask).sum(1) / mask.sum(1)
-    expected = mean.exp().clamp(0.95, 1.05)
-    assert (expected == 0.95).any() and (expected == 1.05).any()
-    weights = weights_of(result)
-    assert weights is not None
-    torch.testing.assert_close(weights, expected.unsqueeze(1) * mask, rtol=1e-12, atol=0)
-
-
-def test_an_invalid_log_prob_is_named_where_a_weight_reads_it() -> None:
-    data = batch(5)
-    data["rollout_log_probs"][2, 4] = torch.nan
-    with pytest.raises(InvalidLogProbError, match="sequence 2, position 4 is missing or NaN"):
-        driver(data, {**correction(rollout_is="token"), "mismatch": {"metrics": "basic"}})
-    driver(data, {**correction(), "mismatch": {"metrics": "basic"}})  # here only metrics read it

@@ -136,15 +136,3 @@ def test_everything_rejected_is_a_zero_loss_where_verl_divides_by_nothing() -> N
     assert loss == 0.0 and torch.equal(gradient, torch.zeros_like(gradient))
     theirs, _, _ = loss_and_gradient(get_policy_loss_fn("bypass_mode"), data, config=config, **arguments)
     assert theirs != theirs
-
-
-def test_nan_under_the_mask_stays_there() -> None:
-    config = actor(correction(bypass_mode=True, loss_type="reinforce", rollout_is="sequence"))
-    data = batch(2)
-    arguments = {"loss_agg_mode": "token-mean", "config": config, "rollout_is_weights": None}
-    loss = get_policy_loss_fn("mismatch")
-    clean = loss_and_gradient(loss, data, old_log_prob=data["rollout_log_probs"], **arguments)
-    padding = data["response_mask"] == 0
-    for name in ("rollout_log_probs", "log_prob", "advantages"):
-        data[name] = data[name].masked_fill(padding, torch.nan)
-    same(loss_and_gradient(loss, data, old_log_prob=data["rollout_log_probs"], **arguments), clean)
