@@ -26,11 +26,7 @@ class Link:
         return 2 * max(1, (ranks - 1).bit_length()) * (self.latency + size / self.bandwidth)
 
 
-LINKS = (
-    Link("NVLink 4", 3e-6, 360e9),
-    Link("InfiniBand 400 Gb/s", 8e-6, 45e9),
-    Link("Ethernet 100 Gb/s", 25e-6, 11e9),
-)
+LINKS = (Link("NVLink 4", 3e-6, 360e9), Link("InfiniBand 400 Gb/s", 8e-6, 45e9), Link("Ethernet 100 Gb/s", 25e-6, 11e9))
 
 
 def sent_bytes(kind: str, size: int, ranks: int) -> int:

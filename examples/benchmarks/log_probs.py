@@ -87,12 +87,7 @@ def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float
     cases: dict[str, Case] = {}
     rows: list[Row] = []
     for contender in contenders():
-        row: Row = {
-            "name": contender.name,
-            "entropy": contender.entropy,
-            **problem.row(),
-            "status": MEASURED,
-        }
+        row: Row = {"name": contender.name, "entropy": contender.entropy, **problem.row(), "status": MEASURED}
         rows.append(row)
         try:
             compute = contender.compute(device)

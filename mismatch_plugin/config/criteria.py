@@ -132,8 +132,4 @@ class Rejection(BaseModel):
     )
 
 
-LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {
-    "token": "token",
-    "sequence": "sequence_sum",
-    "geometric": "sequence_mean",
-}
+LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}

@@ -94,11 +94,7 @@ def variant_config(label: str) -> MismatchConfig:
 
 
 def plan(
-    folder: Path,
-    variants: Sequence[str],
-    seeds: int,
-    settings: dict[str, dict[str, Any]],
-    lab: dict[str, Any],
+    folder: Path, variants: Sequence[str], seeds: int, settings: dict[str, dict[str, Any]], lab: dict[str, Any]
 ) -> list[Job]:
     """Every run, seed by seed, so that a comparison stopped early has whole seeds. Raises ValueError for bad labels."""
     if not variants:
