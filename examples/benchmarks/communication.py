@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from examples.benchmarks import machine
 from examples.benchmarks.correction_cases import SETTINGS, Batch
 from examples.benchmarks.counting import count
 from examples.benchmarks.links import LINKS, sent_bytes
@@ -37,7 +36,7 @@ NOTES = [
 ]
 
 
-def communication_section(device: torch.device, quick: bool) -> Section:
+def section(_: torch.device, quick: bool, *__: object) -> Section:
     """tp and cp of 2 to 16, and the statistics of a step."""
     tokens, sequences = (64, 8) if quick else (TOKENS, SEQUENCES)
     longest = max(2, 3 * tokens // (2 * sequences))
@@ -57,7 +56,7 @@ def communication_section(device: torch.device, quick: bool) -> Section:
         step = [("all-reduce", 8 * size) for size in (9, sums, maxima)]
         rows.append(_row("dp x cp: a step's statistics", ranks, step, counted.get(ranks, {}).get("dp")))
     facts = {**sizes, "S": sums, "M": maxima}
-    return Section("communication", "Communication", rows, facts, NOTES, machine.describe(device))
+    return Section("communication", "Communication", rows, facts, NOTES)
 
 
 def _row(what: str, ranks: int, collectives: list[tuple[str, int]], counted: int | None) -> Row:
