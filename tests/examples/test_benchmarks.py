@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from examples.benchmarks import machine
 from examples.benchmarks.bench import Part, bench
@@ -50,6 +50,12 @@ def sections(folder: Path) -> dict[str, Section]:
 
 def rows(section: Section, **values: Any) -> list[dict[str, Any]]:
     return [row for row in section.rows if all(row.get(key) == value for key, value in values.items())]
+
+
+def invoke(*options: str) -> Result:
+    app = typer.Typer()
+    app.command()(bench)
+    return CliRunner().invoke(app, options)
 
 
 def test_every_part_has_its_machine_and_finite_figures(sections: dict[str, Section]) -> None:
@@ -287,9 +293,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_measuring(tmp_path: Path
     else:
         folder.mkdir()
         (folder / "results.json").write_text(content)
-    app = typer.Typer()
-    app.command()(bench)
-    result = CliRunner().invoke(app, ["--quick", "--device", "cpu", "--output", str(folder)])
+    result = invoke("--quick", "--device", "cpu", "--output", str(folder))
     said = re.sub(r"[\s│]+", " ", result.output)
     assert result.exit_code == 2 and "Give another folder" in said and "…" not in said
 
@@ -301,10 +305,8 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
         return [Section(name, name, [])]
 
     monkeypatch.setattr("examples.benchmarks.workers.in_processes", fails_first)
-    app = typer.Typer()
-    app.command()(bench)
-    options = ["--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*options, "--output", str(tmp_path)])
+    options = ("--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu")
+    result = invoke(*options, "--output", str(tmp_path))
     assert result.exit_code == 1 and "log_probs failed: rank 0 of a benchmark died" in result.output
     assert [section.name for section in load(tmp_path)] == ["communication"]
 
@@ -312,7 +314,5 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    app = typer.Typer()
-    app.command()(bench)
-    result = CliRunner().invoke(app, ["--quick", "--device", "cuda", "--output", str(tmp_path)])
+    result = invoke("--quick", "--device", "cuda", "--output", str(tmp_path))
     assert result.exit_code == 2 and "no CUDA device" in re.sub(r"[\s│]+", " ", result.output)
