@@ -3,7 +3,7 @@
     python -m examples.benchmarks.log_probs_cuda_check              # at the root of the repository
     python -m examples.benchmarks.log_probs_cuda_check --sweep      # other block sizes and numbers of warps too
 
-Checks: every case of `log_prob_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
+Checks: every case of `triton_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
 torch.compile, equal bits on a second run. Then, next to the torch Function: ms, GB/s, share of the copy bandwidth
 measured in the same run, bytes a logit, peak memory and kernels. Ends with 1 if a check failed, with 2 without CUDA.
 """

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from examples.benchmarks.communication import COLUMNS
+from examples.benchmarks.communication import COLUMNS, LINKS
 from examples.benchmarks.correction_cases import SETTINGS, Batch, ours
 from examples.benchmarks.counting import count
-from examples.benchmarks.links import LINKS
 from examples.benchmarks.log_prob_cases import ours as our_log_probs
 from examples.benchmarks.log_probs import Problem, step_of
 from examples.benchmarks.machine import Case, measure

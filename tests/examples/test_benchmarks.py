@@ -16,10 +16,10 @@ from typer.testing import CliRunner, Result
 
 from examples.benchmarks import machine
 from examples.benchmarks.bench import Part, bench
+from examples.benchmarks.communication import Link, sent_bytes
 from examples.benchmarks.correction import CONTENDERS
 from examples.benchmarks.correction_cases import Batch, ours
 from examples.benchmarks.counting import count
-from examples.benchmarks.links import Link, sent_bytes
 from examples.benchmarks.log_prob_cases import contenders, sharded
 from examples.benchmarks.log_probs import Problem, extra_peaks, speed
 from examples.benchmarks.machine import Case, Timing, measure, memory_in_use, peak_since, version
