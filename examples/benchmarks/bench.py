@@ -6,6 +6,7 @@ python -m examples.benchmarks.bench --help      # at the root of the repository,
 from __future__ import annotations
 
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Part(str, Enum):
-    """One topic of the benchmark."""
+    """One topic of the benchmark, and the module that measures it."""
 
     log_probs = "log_probs"
     correction = "correction"
@@ -115,30 +116,13 @@ def measure_part(name: str, kind: str, quick: bool, repeats: int) -> Section:
     warnings.simplefilter("ignore")  # of the libraries that take part
     import torch
 
-    part, device = Part(name), torch.device(kind)
+    from examples.benchmarks.machine import describe
 
-    def tell(what: str) -> None:
-        print(f"  {what} …", flush=True)
-
-    if part is Part.log_probs:
-        from examples.benchmarks.log_probs import log_probs_section
-
-        return log_probs_section(device, quick, repeats, tell)
-    if part is Part.correction:
-        from examples.benchmarks.correction import correction_section
-
-        return correction_section(device, quick, repeats, tell)
-    if part is Part.communication:
-        from examples.benchmarks.communication import communication_section
-
-        return communication_section(device, quick)
-    if part is Part.hook_share:
-        from examples.benchmarks.hook_share import hook_share_section
-
-        return hook_share_section(device, quick, repeats)
-    from examples.benchmarks.scaling import scaling_section
-
-    return scaling_section(device, quick, repeats)
+    device = torch.device(kind)
+    part = import_module(f"examples.benchmarks.{name}")
+    section = part.section(device, quick, repeats, lambda what: print(f"  {what} …", flush=True))
+    section.machine = describe(device)
+    return section
 
 
 if __name__ == "__main__":

@@ -1,23 +1,55 @@
-"""Benchmark: what the ranks of a job send each other, by formula, counted over gloo, and its cost on real links."""
+"""Benchmark: what the ranks of a job send each other, by formula, counted over gloo, and its cost on real links.
+
+Costs on links are by formula alone: terms and constants are stated, nothing of them is measured.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from examples.benchmarks import machine
 from examples.benchmarks.correction_cases import SETTINGS, Batch
 from examples.benchmarks.counting import count
-from examples.benchmarks.links import LINKS, sent_bytes
 from examples.benchmarks.results import MEASURED, Row, Section
 from examples.benchmarks.workers import in_processes
 from mismatch_plugin.parallel.agreement import step_kind
 from mismatch_plugin.parallel.context import shard
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+
+
+@dataclass(frozen=True)
+class Link:
+    """latency: seconds a message. bandwidth: bytes a second that one GPU sends, in practice and not on the label."""
+
+    name: str
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, size: int, ranks: int) -> float:
+        """Seconds of a ring: 2 (p − 1) messages of size / p bytes."""
+        return 2 * (ranks - 1) * (self.latency + size / ranks / self.bandwidth)
+
+    def all_gather(self, size: int, ranks: int) -> float:
+        """Seconds of a ring: p − 1 messages of size bytes, the part of one rank."""
+        return (ranks - 1) * (self.latency + size / self.bandwidth)
+
+    def tree(self, size: int, ranks: int) -> float:
+        """Seconds of an all-reduce of few bytes over many ranks: up and down a binary tree."""
+        return 2 * max(1, (ranks - 1).bit_length()) * (self.latency + size / self.bandwidth)
+
+
+LINKS = (Link("NVLink 4", 3e-6, 360e9), Link("InfiniBand 400 Gb/s", 8e-6, 45e9), Link("Ethernet 100 Gb/s", 25e-6, 11e9))
+
+
+def sent_bytes(kind: str, size: int, ranks: int) -> int:
+    """Bytes that one rank sends in a ring: `size` is what it puts in."""
+    return (ranks - 1) * size if kind == "all-gather" else 2 * (ranks - 1) * size // ranks
+
 
 TOKENS, SEQUENCES, VOCAB = 32768, 512, 64
 """Of a micro-batch; the vocabulary is small here, since what is sent does not depend on it."""
@@ -37,7 +69,7 @@ NOTES = [
 ]
 
 
-def communication_section(device: torch.device, quick: bool) -> Section:
+def section(_: torch.device, quick: bool, *__: object) -> Section:
     """tp and cp of 2 to 16, and the statistics of a step."""
     tokens, sequences = (64, 8) if quick else (TOKENS, SEQUENCES)
     longest = max(2, 3 * tokens // (2 * sequences))
@@ -57,7 +89,7 @@ def communication_section(device: torch.device, quick: bool) -> Section:
         step = [("all-reduce", 8 * size) for size in (9, sums, maxima)]
         rows.append(_row("dp x cp: a step's statistics", ranks, step, counted.get(ranks, {}).get("dp")))
     facts = {**sizes, "S": sums, "M": maxima}
-    return Section("communication", "Communication", rows, facts, NOTES, machine.describe(device))
+    return Section("communication", "Communication", rows, facts, NOTES)
 
 
 def _row(what: str, ranks: int, collectives: list[tuple[str, int]], counted: int | None) -> Row:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
 
-from examples.benchmarks import machine
 from examples.benchmarks.correction_cases import Batch, Run, loop, ours, verl
 from examples.benchmarks.counting import count, launches
-from examples.benchmarks.log_prob_cases import NotHereError
 from examples.benchmarks.machine import Case, measure
-from examples.benchmarks.results import MEASURED, Row, Section
+from examples.benchmarks.results import MEASURED, Row, Section, noted
 
 NOTES = [
     "Sequence-level truncated weights, one geometric criterion, metrics of level basic formed on the host; ours also "
@@ -37,43 +36,33 @@ def batches(device: torch.device, quick: bool) -> list[Batch]:
     return [Batch(sequences, longest, device) for sequences, longest in sizes]
 
 
-def correction_section(device: torch.device, quick: bool, repeats: int, tell: Callable[[str], object]) -> Section:
+def section(device: torch.device, quick: bool, repeats: int, tell: Callable[[str], object]) -> Section:
     """All contenders on all batches. `tell` hears of each before it starts."""
     rows: list[Row] = []
     for batch in batches(device, quick):
         tell(f"{batch.sequences} sequences of at most {batch.longest} tokens")
-        rows += _rows(batch, device, quick, repeats)
-    return Section(
-        "correction", "Correction and metrics of ragged sequences", rows, {}, NOTES, machine.describe(device)
-    )
+        rows += _rows(batch, device, repeats)
+    return Section("correction", "Correction and metrics of ragged sequences", rows, {}, NOTES)
 
 
-def _rows(batch: Batch, device: torch.device, quick: bool, repeats: int) -> list[Row]:
+def _rows(batch: Batch, device: torch.device, repeats: int) -> list[Row]:
     rows: list[Row] = []
     runs: dict[str, Run] = {}
     expected = ours(batch)()
     tokens = int(batch.packed.loss_mask.sum())
+    size = {"sequences": batch.sequences, "longest": batch.longest, "tokens": len(batch.packed.loss_mask)}
     for name, make in CONTENDERS.items():
-        size = {"sequences": batch.sequences, "longest": batch.longest, "tokens": len(batch.packed.loss_mask)}
-        row: Row = {"name": name, **size, "status": MEASURED}
+        row: Row = {"name": name, **size}
         rows.append(row)
-        try:
-            runs[name] = make(batch)
-            weights, keep, metrics = runs[name]()
-        except NotHereError as missing:
-            row["status"] = str(missing)
-            continue
-        except Exception as error:  # a compiler that is not there, a package that has changed
-            row["status"] = f"failed: {str(error).strip().splitlines()[0][:120]}"
-            runs.pop(name, None)
-            continue
-        deviation = max(float((a - b).abs().max()) for a, b in zip(weights, expected[0], strict=True))
-        differing = sum(int((a != b).sum()) for a, b in zip(keep, expected[1], strict=True))
-        row |= {"metrics": len(metrics), "deviation": deviation, "differing": differing}
-    timings = measure([Case(name, lambda _, run=run: run()) for name, run in runs.items()], device, repeats)
-    for row in rows:
-        if row["status"] != MEASURED:
-            continue
+        with noted(row):
+            run = make(batch)
+            weights, keep, metrics = run()
+            deviation = max(float((a - b).abs().max()) for a, b in zip(weights, expected[0], strict=True))
+            differing = sum(int((a != b).sum()) for a, b in zip(keep, expected[1], strict=True))
+            row |= {"metrics": len(metrics), "deviation": deviation, "differing": differing}
+            runs[name] = run
+    timings = measure(list(itertools.starmap(Case, runs.items())), device, repeats)
+    for row in (row for row in rows if row["status"] == MEASURED):
         name, timing = row["name"], timings[row["name"]]
         row |= {"ms": timing.ms, "wall_ms": timing.wall_ms, "times_ours": timing.ms / timings["mismatch_plugin"].ms}
         counts = count(runs[name])

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from examples.benchmarks.log_prob_cases import NotHereError
 from examples.benchmarks.machine import version
+from examples.benchmarks.results import NotHereError
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 
 LOWER, UPPER, TRUNCATE, VETO = 0.99, 1.01, 2.0, 1e-4

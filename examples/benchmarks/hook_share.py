@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from examples.benchmarks import machine
 from examples.benchmarks.correction_cases import SETTINGS
 from examples.benchmarks.machine import Case, measure
 from examples.benchmarks.results import MEASURED, Row, Section
@@ -27,12 +26,12 @@ NOTES = [
 ]
 
 
-def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Section:
+def section(device: torch.device, quick: bool, repeats: int, _: object) -> Section:
     """The hook, megatron-core's own loss, and none."""
     title = "The hook's share of a train step"
     if importlib.util.find_spec("megatron") is None:
         row: Row = {"name": "mismatch_plugin hook", "status": "megatron-core is not installed"}
-        return Section("hook_share", title, [row], {}, NOTES, machine.describe(device))
+        return Section("hook_share", title, [row], {}, NOTES)
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
     from examples.benchmarks.workers import megatron_groups
@@ -54,28 +53,25 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
     batch = make_batch(samples, device=device)
     ones = torch.ones((), dtype=torch.int64, device=device)
 
-    def other(loss_func: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    def other(loss_func: Callable[[Tensor], Tensor]) -> Callable[[], object]:
         def forward(data: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
             item = next(data)
             logits = model(item.tokens, item.position_ids, None, packed_seq_params=item.packed_seq_params)
             return logits, lambda output: (loss_func(output), ones, {})
 
-        return forward
+        return lambda: run_step(model, forward, iter([batch]), 1)
 
     def own(logits: Tensor) -> Tensor:
         chosen = logits.flatten(0, -2).index_select(0, batch.rows)
         return vocab_parallel_cross_entropy(chosen[:, None], batch.targets[:, None]).sum()
 
-    def hook_step(_: object) -> None:
+    def hook_step() -> None:
         hook.start([batch])
         run_step(model, hook.forward_step, iter([batch]), 1)
 
-    def other_step(forward: Callable[..., Any], _: object) -> None:
-        run_step(model, forward, iter([batch]), 1)
-
     log_probs = (batch.packed.rollout_log_probs + 0.01).requires_grad_()  # type: ignore[operator]
 
-    def correction(_: object) -> None:
+    def correction() -> None:
         mp.policy_loss(log_probs, batch.packed, hook.config).loss_sum.backward()
         log_probs.grad = None
 
@@ -84,8 +80,8 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
 
     cases = [
         Case("mismatch_plugin hook", hook_step, use(hooked)),
-        Case("megatron-core cross entropy", partial(other_step, other(own)), use(finalize)),
-        Case("no loss: sum of the logits", partial(other_step, other(Tensor.sum)), use(finalize)),
+        Case("megatron-core cross entropy", other(own), use(finalize)),
+        Case("no loss: sum of the logits", other(Tensor.sum), use(finalize)),
         Case("correction alone", correction),
     ]
     timings = measure(cases, device, repeats)
@@ -102,7 +98,7 @@ def hook_share_section(device: torch.device, quick: bool, repeats: int) -> Secti
         "trained tokens": len(batch.targets),
         **{name: getattr(settings, name) for name in ("layers", "hidden", "vocab", "dtype")},
     }
-    return Section("hook_share", title, rows, facts, NOTES, machine.describe(device))
+    return Section("hook_share", title, rows, facts, NOTES)
 
 
 def _samples(sample: Callable[..., Any], vocab: int, count: int, length: int) -> list[Any]:

@@ -13,14 +13,11 @@ from torch import Tensor
 from torch.nn.functional import log_softmax
 
 from examples.benchmarks.machine import version
+from examples.benchmarks.results import NotHereError, first_line
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 
 Compute = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(logits [T, V] with gradient, targets [T]) → log-probs and entropy, [T]."""
-
-
-class NotHereError(RuntimeError):
-    """A contender that cannot run on this machine; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Contender:
         try:
             return self.make()
         except Exception as error:  # what a package raises at import without its CUDA part is anything
-            raise NotHereError(f"cannot be imported: {str(error).splitlines()[0][:120]}") from error
+            raise NotHereError(f"cannot be imported: {first_line(error)}") from error
 
 
 def ours(entropy: bool, inplace: bool = False, group: dist.ProcessGroup | None = None) -> Contender:
@@ -61,19 +58,14 @@ def ours(entropy: bool, inplace: bool = False, group: dist.ProcessGroup | None =
     return Contender(name, entropy, lambda: compute, destroys=inplace)
 
 
-def plain_entropy(logits: Tensor) -> Tensor:
-    """− Σ p ln p by autograd, in float32."""
-    log_p = log_softmax(logits.float(), -1)
-    return -(log_p.exp() * log_p).sum(-1)
+def plain(entropy: bool, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """log_softmax, and − Σ p ln p, by autograd, in float32 or the logits' float64."""
+    log_p = log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1) if entropy else None
 
 
 def _torch(entropy: bool) -> Contender:
-    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        log_p = log_softmax(logits.float(), -1)
-        chosen = log_p.gather(1, targets[:, None])[:, 0]
-        return chosen, -(log_p.exp() * log_p).sum(-1) if entropy else None
-
-    return Contender("torch log_softmax + gather", entropy, lambda: compute)
+    return Contender("torch log_softmax + gather", entropy, lambda: partial(plain, entropy))
 
 
 def _megatron(entropy: bool, fused: bool) -> Contender:
@@ -81,29 +73,23 @@ def _megatron(entropy: bool, fused: bool) -> Contender:
         from examples.benchmarks.workers import megatron_groups
 
         megatron_groups()
-        cross_entropy: Callable[..., Tensor]
-        if fused:
-            from megatron.core import parallel_state
-            from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+        from megatron.core import parallel_state
+        from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+        from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-            group: Any = parallel_state.get_tensor_model_parallel_group()
-
-            cross_entropy = partial(fused_vocab_parallel_cross_entropy, tp_group=group)
-        else:
-            from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-            cross_entropy = vocab_parallel_cross_entropy
-        return _beside_entropy(cross_entropy, entropy)
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        with_group = partial(fused_vocab_parallel_cross_entropy, tp_group=group)
+        return _next_to_entropy(with_group if fused else vocab_parallel_cross_entropy, entropy)
 
     name = f"megatron-core {'fused' if fused else 'unfused'}"
     return Contender(name, entropy, make, "megatron-core", destroys=True)
 
 
-def _beside_entropy(cross_entropy: Callable[[Tensor, Tensor], Tensor], entropy: bool) -> Compute:
+def _next_to_entropy(cross_entropy: Callable[..., Tensor], entropy: bool) -> Compute:
     """A cross entropy of [T, 1, V] and [T, 1], and where asked the entropy by autograd, before the logits change."""
 
     def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        second = plain_entropy(logits) if entropy else None
+        second = plain(True, logits, targets)[1] if entropy else None
         return -cross_entropy(logits[:, None], targets[:, None]).reshape(-1), second
 
     return compute
@@ -115,7 +101,7 @@ def _liger() -> Contender:
             LigerVocabParallelCrossEntropy,
         )
 
-        return _beside_entropy(LigerVocabParallelCrossEntropy(), entropy=False)
+        return _next_to_entropy(LigerVocabParallelCrossEntropy(), entropy=False)
 
     return Contender("liger-kernel vocab-parallel", False, make, "liger-kernel", destroys=True, cuda_only=True)
 
@@ -124,7 +110,7 @@ def _transformer_engine() -> Contender:
     def make() -> Compute:
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy  # pyright: ignore
 
-        return _beside_entropy(lambda x, y: parallel_cross_entropy(x, y, 0.0, False, None, -100), entropy=False)
+        return _next_to_entropy(lambda x, y: parallel_cross_entropy(x, y, 0.0, False, None, -100), entropy=False)
 
     return Contender("transformer-engine", False, make, "transformer-engine", destroys=True, cuda_only=True)
 

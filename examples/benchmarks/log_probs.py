@@ -12,9 +12,9 @@ from torch import Tensor
 
 from examples.benchmarks import machine
 from examples.benchmarks.counting import count, launches
-from examples.benchmarks.log_prob_cases import Compute, Contender, NotHereError, contenders, sharded
+from examples.benchmarks.log_prob_cases import Compute, Contender, contenders, plain, sharded
 from examples.benchmarks.machine import Case, Timing, copy_bandwidth, measure
-from examples.benchmarks.results import MEASURED, Row, Section
+from examples.benchmarks.results import MEASURED, Row, Section, noted
 from examples.benchmarks.workers import in_processes
 
 PASSES = 3
@@ -44,10 +44,6 @@ class Problem:
     vocab: int
     dtype: str = "float32"
 
-    def row(self, tp: int = 1) -> Row:
-        """How rows name it."""
-        return {"tokens": self.tokens, "vocab": self.vocab, "dtype": self.dtype, "tp": tp}
-
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Logits [T, V], targets [T], and the gradients of log-prob and entropy [T]."""
         generator = torch.Generator(device).manual_seed(0)
@@ -68,7 +64,7 @@ def problems(device: torch.device, quick: bool) -> tuple[Problem, ...]:
     return tuple(Problem(tokens, vocab, "bfloat16") for tokens, vocab in sizes)
 
 
-def log_probs_section(device: torch.device, quick: bool, repeats: int, tell: Callable[[str], object]) -> Section:
+def section(device: torch.device, quick: bool, repeats: int, tell: Callable[[str], object]) -> Section:
     """All contenders on all problems. `tell` hears of each before it starts."""
     rows: list[Row] = []
     bandwidth = copy_bandwidth(device, 16 if quick else 256, repeats)
@@ -78,7 +74,7 @@ def log_probs_section(device: torch.device, quick: bool, repeats: int, tell: Cal
         if device.type == "cpu":
             rows += _sharded_rows(problem, repeats, bandwidth)
     facts = {"copy GB/s": bandwidth}
-    return Section("log_probs", "Log-probs and entropy from logits", rows, facts, NOTES, machine.describe(device))
+    return Section("log_probs", "Log-probs and entropy from logits", rows, facts, NOTES)
 
 
 def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float) -> list[Row]:
@@ -87,37 +83,24 @@ def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float
     cases: dict[str, Case] = {}
     rows: list[Row] = []
     for contender in contenders():
-        row: Row = {
-            "name": contender.name,
-            "entropy": contender.entropy,
-            **problem.row(),
-            "status": MEASURED,
-        }
+        row = _named(contender, problem)
         rows.append(row)
-        try:
+        with noted(row):
             compute = contender.compute(device)
             row["error"] = _error(contender, compute, device, problem.dtype)
-        except NotHereError as missing:
-            row["status"] = str(missing)
-            continue
-        except Exception as error:
-            row["status"] = f"failed: {str(error).splitlines()[0][:120]}"
-            continue
-        fresh = partial(_restore, logits, source) if contender.destroys else lambda: None
-        cases[_key(row)] = Case(_key(row), partial(step_of, compute, logits, targets, g, h), fresh)
+            cases[_key(row)] = _case(_key(row), contender, compute, logits, source, targets, g, h)
     timings = measure(list(cases.values()), device, repeats)
-    for row in rows:
-        if row["status"] != MEASURED:
-            continue
+    here = [row for row in rows if row["status"] == MEASURED]
+    for row in here:
         case, timing = cases[_key(row)], timings[_key(row)]
-        run = partial(case.run, case.prepare())
-        counts = count(run)
+        case.prepare()
+        counts = count(case.run)
         row |= {**speed(timing, source.nbytes, bandwidth), "syncs": len(counts.syncs), "kernels": counts.total}
         if device.type == "cuda":
-            row["kernels"] = launches(partial(case.run, case.prepare()))
+            case.prepare()
+            row["kernels"] = launches(case.run)
         else:
             row["bytes_a_logit"] = counts.tensor_bytes / source.numel()
-    here = [row for row in rows if row["status"] == MEASURED]
     peaks = _peaks([(row["name"], row["entropy"]) for row in here], problem, device)
     for row, peak in zip(here, peaks, strict=True):
         row |= {"status": f"time only: {peak}"} if isinstance(peak, str) else {"extra_peak": peak / source.nbytes}
@@ -146,46 +129,45 @@ def _peaks(names: list[tuple[str, bool]], problem: Problem, device: torch.device
 
 def _sharded_rows(problem: Problem, repeats: int, bandwidth: float) -> list[Row]:
     """Two processes with half of the vocabulary each."""
-    rows = [{"name": c.name, "entropy": c.entropy, **problem.row(tp=2)} for c in sharded(None)]
     try:
-        timings = in_processes(timings_of_shard, 2, problem, repeats)[0]
+        return in_processes(rows_of_shard, 2, problem, repeats, bandwidth)[0]
     except RuntimeError as error:
-        return [{**row, "status": str(error)} for row in rows]
-    half = problem.tokens * problem.vocab // 2 * getattr(torch, problem.dtype).itemsize
-    for row, found in zip(rows, timings, strict=True):
-        row |= {"status": found} if isinstance(found, str) else {"status": MEASURED, **speed(found, half, bandwidth)}
-    return rows
+        return [{**_named(contender, problem, tp=2), "status": str(error)} for contender in sharded(None)]
 
 
-def timings_of_shard(problem: Problem, repeats: int) -> list[Timing | str]:
-    """Of each of `sharded`, or why there is none. For one of two processes."""
+def rows_of_shard(problem: Problem, repeats: int, bandwidth: float) -> list[Row]:
+    """A row of each of `sharded`. For one of two processes."""
     device, half = torch.device("cpu"), replace(problem, vocab=problem.vocab // 2)
     source, _, g, h = half.tensors(device)
     _, targets, _, _ = problem.tensors(device)
     logits = source.clone().requires_grad_()
-    found: list[Timing | str] = []
+    rows: list[Row] = []
     for contender in sharded(dist.group.WORLD):
-        try:
-            compute = contender.compute(device)
-        except NotHereError as missing:
-            found.append(str(missing))
-            continue
-        fresh = partial(_restore, logits, source) if contender.destroys else lambda: None
-        case = Case(contender.name, partial(step_of, compute, logits, targets, g, h), fresh)
-        found.append(measure([case], device, repeats, calls=1)[contender.name])
-    return found
+        row = _named(contender, problem, tp=2)
+        rows.append(row)
+        with noted(row):
+            case = _case("", contender, contender.compute(device), logits, source, targets, g, h)
+        if row["status"] == MEASURED:  # what fails here must end both ranks
+            row |= speed(measure([case], device, repeats, calls=1)[""], source.nbytes, bandwidth)
+    return rows
+
+
+def _named(contender: Contender, problem: Problem, tp: int = 1) -> Row:
+    size = {"tokens": problem.tokens, "vocab": problem.vocab, "dtype": problem.dtype, "tp": tp}
+    return {"name": contender.name, "entropy": contender.entropy, **size}
 
 
 def _key(row: Row) -> str:
     return f"{row['name']}, {'with' if row['entropy'] else 'without'} entropy"
 
 
-def _restore(logits: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        logits.copy_(source)
+def _case(name: str, contender: Contender, compute: Compute, logits: Tensor, source: Tensor, *rest: Tensor) -> Case:
+    """One step on the logits, which are `source` again before each where the contender overwrites them."""
+    fresh = partial(logits.detach().copy_, source) if contender.destroys else lambda: None
+    return Case(name, partial(step_of, compute, logits, *rest), fresh)
 
 
-def step_of(compute: Compute, logits: Tensor, targets: Tensor, g: Tensor, h: Tensor, _: object = None) -> None:
+def step_of(compute: Compute, logits: Tensor, targets: Tensor, g: Tensor, h: Tensor) -> None:
     """One forward and backward, with gradients g of the log-probs and h of the entropies."""
     log_probs, entropy = compute(logits, targets)
     pairs: list[tuple[Tensor, Tensor]] = [(log_probs, g)] + ([] if entropy is None else [(entropy, h)])
@@ -197,22 +179,12 @@ def _error(contender: Contender, compute: Compute, device: torch.device, dtype: 
     """Deviation of the gradient from float64 autograd, on a small problem: do all compute the same?"""
     values, targets, g, h = Problem(32, 512, dtype).tensors(device)
     gradients = []
-    reference = next(c for c in contenders() if c.name.startswith("torch") and c.entropy == contender.entropy)
-    for function, kind in ((compute, values.dtype), (_float64(reference), torch.float64)):
+    for function, kind in ((compute, values.dtype), (partial(plain, contender.entropy), torch.float64)):
         logits = values.to(kind, copy=True).requires_grad_()
         chosen, entropy = function(logits, targets)
         loss = (chosen * g).sum() + (0.0 if entropy is None else (entropy * h).sum())
         gradients.append(torch.autograd.grad(loss, logits)[0].double())
     return float((gradients[0] - gradients[1]).abs().max() / gradients[1].abs().max())
-
-
-def _float64(contender: Contender) -> Compute:
-    def compute(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
-        log_p = torch.log_softmax(logits, -1)
-        chosen = log_p.gather(1, targets[:, None])[:, 0]
-        return chosen, -(log_p.exp() * log_p).sum(-1) if contender.entropy else None
-
-    return compute
 
 
 def extra_peaks(names: list[tuple[str, bool]], problem: Problem, device_name: str) -> list[int]:

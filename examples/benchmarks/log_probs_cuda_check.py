@@ -3,7 +3,7 @@
     python -m examples.benchmarks.log_probs_cuda_check              # at the root of the repository
     python -m examples.benchmarks.log_probs_cuda_check --sweep      # other block sizes and numbers of warps too
 
-Checks: every case of `log_prob_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
+Checks: every case of `triton_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
 torch.compile, equal bits on a second run. Then, next to the torch Function: ms, GB/s, share of the copy bandwidth
 measured in the same run, bytes a logit, peak memory and kernels. Ends with 1 if a check failed, with 2 without CUDA.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,9 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from examples.benchmarks import machine
 from examples.benchmarks.counting import launches
+from examples.benchmarks.machine import Case
 from examples.benchmarks.triton_cases import CASES, SHARDED, check, check_shards, compare, results
 from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
+
+CUDA = torch.device("cuda")
 
 
 def main() -> None:
@@ -129,41 +132,21 @@ def check_same_bits() -> None:
         assert torch.equal(value, other)
 
 
-def milliseconds(function: Callable[[], Any], repeats: int = 20) -> float:
-    """Median over `repeats`, by CUDA events, after three runs that are not counted."""
-    for _ in range(3):
-        function()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+def milliseconds(function: Callable[[], Any]) -> float:
+    """Median over twenty runs, by CUDA events, after two that are not counted."""
+    return machine.measure([Case("", function)], CUDA, 20)[""].ms
 
 
 def extra_bytes(function: Callable[[], Any]) -> int:
     """Peak memory that the call takes beyond what is there before."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = machine.memory_in_use(CUDA)
     function()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def copy_bandwidth(logits: Tensor) -> float:
-    """GB/s of copying the logits, bytes read and written."""
-    copy = torch.empty_like(logits)
-    time_ms = milliseconds(lambda: copy.copy_(logits.detach()))
-    return 2 * logits.numel() * logits.element_size() / time_ms / 1e6
+    return machine.peak_since(CUDA) - before
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Forward, backward, both and both in place, with and without entropy, for the twin and for torch."""
-    bandwidth = copy_bandwidth(inputs(arguments.tokens, arguments.vocab)[0])
+    bandwidth = machine.copy_bandwidth(CUDA, arguments.tokens * arguments.vocab * 2 // 2**20, 20)
     print(f"{torch.cuda.get_device_name()}: T {arguments.tokens}, V {arguments.vocab}, bf16")
     print(f"copy bandwidth of this run, bytes read and written: {bandwidth:.0f} GB/s")
     print(f"{'':42}{'ms':>9}{'GB/s':>8}{'% of copy':>11}{'B/logit':>9}{'extra B/logit':>15}{'kernels':>9}")

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -27,11 +26,11 @@ _LEAST_MS = 50.0
 
 @dataclass(frozen=True)
 class Case:
-    """One contender. `prepare` runs before every call, outside the clock; what it returns is handed to `run`."""
+    """One contender. `prepare` runs before every call, outside the clock."""
 
     name: str
-    run: Callable[[Any], object]
-    prepare: Callable[[], Any] = lambda: None
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -51,55 +50,47 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int, calls: in
     User CPU time is not entered by other jobs, nor by page faults. Two calls of each before warm up.
     calls: of a case in one repetition; None: as many as fill 50 ms on CPU, one on CUDA.
     """
-    fill = {case.name: _calls(case, device) if calls is None else calls for case in cases}
-    if calls is not None:
-        for case in cases:
-            case.run(case.prepare())
-    taken: dict[str, list[tuple[float, float]]] = {case.name: [] for case in cases}
+    fill = {}
+    for case in cases:
+        case.prepare()
+        case.run()  # the first call loads and compiles
+        fill[case.name] = _calls(case, device) if calls is None else calls
+    taken: dict[str, list[tuple[float, ...]]] = {case.name: [] for case in cases}
     for _ in range(repeats):
         for case in cases:
             pairs = [_once(case, device) for _ in range(fill[case.name])]
-            taken[case.name].append((sum(p[0] for p in pairs) / len(pairs), sum(p[1] for p in pairs) / len(pairs)))
-    return {
-        name: Timing(statistics.median(p[0] for p in pairs), statistics.median(p[1] for p in pairs))
-        for name, pairs in taken.items()
-    }
+            taken[case.name].append(tuple(map(statistics.fmean, zip(*pairs, strict=True))))
+    return {name: Timing(*map(statistics.median, zip(*pairs, strict=True))) for name, pairs in taken.items()}
 
 
 def _calls(case: Case, device: torch.device) -> int:
-    case.run(case.prepare())  # the first call loads and compiles
     _, wall_ms = _once(case, device)
     return max(1, min(100, int(_LEAST_MS / max(wall_ms, 1e-3)))) if device.type == "cpu" else 1
 
 
 def _once(case: Case, device: torch.device) -> tuple[float, float]:
-    state = case.prepare()
-    _wait(device)
+    case.prepare()
     if device.type == "cuda":
+        torch.cuda.synchronize()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start = time.perf_counter()
         begin.record()
-        case.run(state)
+        case.run()
         end.record()
         torch.cuda.synchronize()
         return begin.elapsed_time(end), 1e3 * (time.perf_counter() - start)
     user, start = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
-    case.run(state)
+    case.run()
     wall = time.perf_counter() - start
     spent = resource.getrusage(resource.RUSAGE_SELF).ru_utime - user
     return 1e3 * (spent if torch.get_num_threads() == 1 else wall), 1e3 * wall
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def copy_bandwidth(device: torch.device, megabytes: int, repeats: int) -> float:
     """GB/s of copying a tensor, bytes read and bytes written added: the limit of a kernel that is bound by memory."""
     source = torch.ones(megabytes * 2**20 // 4, device=device)
     target = torch.empty_like(source)
-    timing = measure([Case("copy", lambda _: target.copy_(source))], device, repeats)["copy"]
+    timing = measure([Case("copy", lambda: target.copy_(source))], device, repeats)["copy"]
     return 2 * source.nbytes / timing.ms / 1e6
 
 

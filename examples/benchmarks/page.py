@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import os
 import re
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -12,6 +11,7 @@ from pathlib import Path
 import mismatch_plugin
 from examples.benchmarks.results import load
 from examples.benchmarks.tables import findings, tables
+from mismatch_plugin.files import write_whole
 from mismatch_plugin.report.page import TEMPLATE as REPORT
 from mismatch_plugin.report.page import numeric_columns
 
@@ -46,11 +46,8 @@ def build_page(folder: Path) -> Path:
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         version=mismatch_plugin.__version__,
     )
-    page = folder / "bench.html"
-    partial = page.with_suffix(".part")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, page)
-    return page
+    write_whole(folder / "bench.html", html)
+    return folder / "bench.html"
 
 
 def _style() -> str:

@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mismatch_plugin.files import write_whole
 
 FILE = "results.json"
 MEASURED = "measured"
 
 Row = dict[str, Any]
 """Plain values by name. `status` is "measured", or in words why there is no figure."""
+
+
+class NotHereError(RuntimeError):
+    """A contender that cannot run on this machine; the message says why."""
+
+
+@contextmanager
+def noted(row: Row) -> Iterator[None]:
+    """Sets the row's status: measured, or why the block could not go on, whatever the contender raised."""
+    row["status"] = MEASURED
+    try:
+        yield
+    except NotHereError as missing:
+        row["status"] = str(missing)
+    except Exception as error:  # a compiler that is not there, a package that has changed
+        row["status"] = f"failed: {first_line(error)}"
+
+
+def first_line(error: Exception) -> str:
+    """What an error says first, cut where it is long."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 @dataclass
@@ -34,10 +58,9 @@ class Section:
 def save(section: Section, folder: Path) -> None:
     """Put a section into the folder's results, in place of an older one of that name. Other sections stay."""
     sections = [item for item in load(folder) if item.name != section.name]
-    path = folder / FILE
-    partial = path.with_suffix(f".{os.getpid()}.part")
-    partial.write_text(json.dumps([asdict(item) for item in [*sections, section]], indent=1, ensure_ascii=False))
-    os.replace(partial, path)
+    write_whole(
+        folder / FILE, json.dumps([asdict(item) for item in [*sections, section]], indent=1, ensure_ascii=False)
+    )
 
 
 def load(folder: Path) -> list[Section]:

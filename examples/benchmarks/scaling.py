@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import mismatch_plugin as mp
-from examples.benchmarks import machine
-from examples.benchmarks.communication import COLUMNS
+from examples.benchmarks.communication import COLUMNS, LINKS
 from examples.benchmarks.correction_cases import SETTINGS, Batch, ours
 from examples.benchmarks.counting import count
-from examples.benchmarks.links import LINKS
 from examples.benchmarks.log_prob_cases import ours as our_log_probs
 from examples.benchmarks.log_probs import Problem, step_of
 from examples.benchmarks.machine import Case, measure
@@ -46,7 +43,7 @@ NOTES = [
 ]
 
 
-def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
+def section(device: torch.device, quick: bool, repeats: int, _: object) -> Section:
     """The measured series with their fits, then the extrapolation."""
     rows: list[Row] = []
     points = (1, 2, 4) if quick else (1, 2, 4, 8)
@@ -63,7 +60,7 @@ def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
         "correction, sequences": {32 * p: Batch(32 * p, longest, device) for p in points},
     }
     for series, by_size in batches.items():
-        rows += _series(series, {x: partial(_correction, batch) for x, batch in by_size.items()}, device, repeats)
+        rows += _series(series, {x: partial(ours, batch) for x, batch in by_size.items()}, device, repeats)
     if device.type == "cpu":
         for ranks in (2,) if quick else (2, 4):
             for series, ms in in_processes(ms_of_rank, ranks, tokens, vocab, longest, repeats)[0].items():
@@ -78,22 +75,17 @@ def scaling_section(device: torch.device, quick: bool, repeats: int) -> Section:
     statistics = mp.policy_loss(log_probs, packed, config).statistics
     sizes = len(statistics.sum_names), len(statistics.maximum_names)
     rows += [extrapolate(*case, facts["kernels"], facts["bytes a token"], sizes) for case in JOBS]
-    return Section("scaling", "Scaling", rows, facts, NOTES, machine.describe(device))
+    return Section("scaling", "Scaling", rows, facts, NOTES)
 
 
-def _log_probs(problem: Problem, device: torch.device) -> Callable[[object], object]:
+def _log_probs(problem: Problem, device: torch.device) -> Callable[[], object]:
     logits, targets, g, h = problem.tensors(device)
     compute = our_log_probs(True).make()
     return partial(step_of, compute, logits.requires_grad_(), targets, g, h)
 
 
-def _correction(batch: Batch) -> Callable[[object], object]:
-    run = ours(batch)
-    return lambda _: run()
-
-
 def _series(
-    name: str, makes: dict[int, Callable[[], Callable[[object], object]]], device: torch.device, repeats: int
+    name: str, makes: dict[int, Callable[[], Callable[[], object]]], device: torch.device, repeats: int
 ) -> list[Row]:
     timings = measure([Case(str(x), make()) for x, make in makes.items()], device, repeats)
     values = [timings[str(x)].ms for x in makes]
@@ -114,18 +106,12 @@ def ms_of_rank(tokens: int, vocab: int, longest: int, repeats: int) -> dict[str,
     groups = ParallelGroups(cp=world)
     packed = shard(Batch(128, 4 * longest, device).packed, "zigzag", ranks, groups.cp_rank).prepared()
     config = mp.MismatchConfig(**SETTINGS)
-    found = {}
-    for name, run in {
-        "log-probs, tp": partial(step_of, compute, logits.requires_grad_(), targets, g, h),
-        "correction, cp": lambda _: mp.correct(packed, config, groups).statistics.metrics(),
-    }.items():
-        found[name] = _same_calls(run, device, repeats)
-    return found
-
-
-def _same_calls(run: Callable[[Any], object], device: torch.device, repeats: int) -> float:
-    """`measure` chooses how often to call by the clock, which ranks that wait for each other must not."""
-    return measure([Case("run", run)], device, repeats, calls=3)["run"].ms
+    cases = (
+        Case("log-probs, tp", partial(step_of, compute, logits.requires_grad_(), targets, g, h)),
+        Case("correction, cp", lambda: mp.correct(packed, config, groups).statistics.metrics()),
+    )
+    # Without `calls` the clock says how often to call, which ranks that wait for each other must not ask.
+    return {case.name: measure([case], device, repeats, calls=3)[case.name].ms for case in cases}
 
 
 JOBS: Sequence[tuple[str, dict[str, int]]] = (

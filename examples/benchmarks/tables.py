@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from examples.benchmarks.links import LINKS
+from examples.benchmarks.communication import LINKS
 from examples.benchmarks.results import MEASURED, Row, Section
 from mismatch_plugin.report.statistics import number
 from mismatch_plugin.report.table import NOTHING, Table

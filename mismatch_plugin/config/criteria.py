@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator, model_validator
 
-from mismatch_plugin.config.fields import described
+from mismatch_plugin.config.fields import Frozen, described
 from mismatch_plugin.config.values import number, unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
@@ -16,14 +16,12 @@ Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 _SPEC = "AGGREGATE:STATISTIC:UPPER or AGGREGATE:STATISTIC:LOWER:UPPER, for example sequence_max:k2:0.5"
 
 
-class Criterion(BaseModel):
+class Criterion(Frozen):
     """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper.
 
     `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have
     an upper bound in nats (`tv`: in probability) and no lower bound unless one is given.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     statistic: Statistic = "ratio"
     aggregate: Aggregate = "token"
@@ -74,22 +72,20 @@ class Criterion(BaseModel):
         lower = self.lower_bound
         if lower is None and self.in_log_space:
             lower = 1.0 / upper
-        resolved = self.model_copy(update={"lower_bound": lower, "upper_bound": upper})
-        resolved.check_order()
-        return resolved
+        return self.model_copy(update={"lower_bound": lower, "upper_bound": upper}).in_order()
 
-    def check_order(self) -> None:
-        """Raises ValueError where the lower bound is above the upper bound."""
+    def in_order(self) -> Criterion:
+        """This criterion. Raises ValueError where its lower bound is above the upper bound."""
         if self.lower_bound is not None and self.upper_bound is not None and self.lower_bound > self.upper_bound:
             raise ValueError(
                 f"rs criterion {self.name} has lower bound {self.lower_bound:g} above upper bound "
                 f"{self.upper_bound:g}: swap them."
             )
+        return self
 
     @model_validator(mode="after")
     def _ordered(self) -> Criterion:
-        self.check_order()
-        return self
+        return self.in_order()
 
 
 def parse_criterion(value: Any) -> Any:
@@ -99,22 +95,16 @@ def parse_criterion(value: Any) -> Any:
     parts = value.split(":")
     if len(parts) not in (2, 3, 4):
         raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
-    aggregate, statistic, *limits = parts
-    if aggregate not in get_args(Aggregate):
-        raise unknown(f"the aggregate of rs criterion {value!r},", aggregate, get_args(Aggregate))
-    if statistic not in get_args(Statistic):
-        raise unknown(f"the statistic of rs criterion {value!r},", statistic, get_args(Statistic))
-    fields: dict[str, Any] = {"aggregate": aggregate, "statistic": statistic}
-    names = ("lower_bound", "upper_bound")[-len(limits) :] if limits else ()
-    return fields | {
-        name: number(limit, f"a bound of rs criterion {value!r}") for name, limit in zip(names, limits, strict=True)
-    }
+    fields: dict[str, Any] = {"aggregate": parts[0], "statistic": parts[1]}
+    for name, kinds in (("aggregate", get_args(Aggregate)), ("statistic", get_args(Statistic))):
+        if fields[name] not in kinds:
+            raise unknown(f"the {name} of rs criterion {value!r},", fields[name], kinds)
+    limits = [number(limit, f"a bound of rs criterion {value!r}") for limit in parts[2:]]
+    return fields | dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
 
 
-class Rejection(BaseModel):
+class Rejection(Frozen):
     """Which tokens and sequences leave the loss. Criteria are ANDed, each judged on the original `loss_mask`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
         (),
@@ -137,8 +127,4 @@ class Rejection(BaseModel):
     )
 
 
-LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {
-    "token": "token",
-    "sequence": "sequence_sum",
-    "geometric": "sequence_mean",
-}
+LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ def read_file(path: str | Path) -> dict[str, Any]:
     """A configuration file as a dict. Raises ValueError for a missing file or one that holds no mapping of ours."""
     data = read_mapping(path)
     names = {str(name) for name in data}
-    if names & {"algorithm", "rollout_correction", "rollout_is", "rollout_rs"}:
-        raise ValueError(f"configuration file {path} is in verl's form: read it with mismatch_plugin.compat.from_verl.")
-    if "use_rs" in names or any(name.startswith(("tis_", "rs_")) for name in names):
+    verl = names & {"algorithm", "rollout_correction", "rollout_is", "rollout_rs"}
+    if verl or any(name == "use_rs" or name.startswith(("tis_", "rs_")) for name in names):
+        host = "verl" if verl else "slime"
         raise ValueError(
-            f"configuration file {path} is in slime's form: read it with mismatch_plugin.compat.from_slime."
+            f"configuration file {path} is in {host}'s form: read it with mismatch_plugin.compat.from_{host}."
         )
     return data
 
@@ -57,11 +58,16 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
 
 def parse_json(text: str) -> Any:
     """JSON whose keys are unique. Raises ValueError."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        _refuse_twice(pairs)
+        return dict(pairs)
+
     try:
-        data = json.loads(text, object_pairs_hook=_unique)
+        data = json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
-    _refuse_large(data, _values)
+    _refuse_large(data)
     return data
 
 
@@ -72,11 +78,11 @@ def parse_yaml(text: str) -> Any:
     Raises ValueError.
     """
     try:
-        loader = _Loader(text)
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_large(node, _children)
+        _refuse_large(node)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
@@ -84,63 +90,32 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("it is nested too deeply.") from None
 
 
-class _Loader(yaml.SafeLoader):
-    """A loader that stops where the text alone, without its aliases, is too much."""
-
-    nodes = 0
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        self.nodes += 1
-        if self.nodes > MAX_VALUES:
-            raise _too_many()
-        return super().compose_node(parent, index)
-
-
-def _refuse_large(root: Any, children: Callable[[Any], Iterable[Any]]) -> None:
-    """Walk everything as often as it is used. Raises ValueError beyond MAX_VALUES or MAX_DEPTH."""
+def _refuse_large(root: Any) -> None:
+    """Walk a document, or the nodes of one, as often as each is used. Raises ValueError beyond the two bounds."""
     seen, waiting = 0, [(root, 0)]
     while waiting:
         value, depth = waiting.pop()
         seen += 1
         if seen > MAX_VALUES:
-            raise _too_many()
+            raise ValueError(f"it holds more than {MAX_VALUES} keys and values, each alias (*) counted in full.")
         if depth > MAX_DEPTH:
             raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep, or an alias (*) holds itself.")
-        waiting += [(child, depth + 1) for child in children(value)]
+        waiting += [(child, depth + 1) for child in _children(value)]
 
 
-def _too_many() -> ValueError:
-    return ValueError(f"it holds more than {MAX_VALUES} keys and values, each alias (*) counted in full.")
-
-
-def _children(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.SequenceNode):
-        return node.value
-    if not isinstance(node, yaml.MappingNode):
-        return []
-    named = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-    _refuse_twice([(key.tag, key.value) for key in named], [key.value for key in named])
-    return [part for pair in node.value for part in pair]
-
-
-def _values(value: Any) -> list[Any]:
+def _children(value: Any) -> list[Any]:
+    """Keys and values of a mapping, elements of a list, parts of a YAML node."""
     if isinstance(value, dict):
         return [*value, *value.values()]
-    return value if isinstance(value, list) else []
+    if isinstance(value, yaml.MappingNode):
+        _refuse_twice(((key.tag, key.value), item) for key, item in value.value if isinstance(key, yaml.ScalarNode))
+        return [part for pair in value.value for part in pair]
+    return value.value if isinstance(value, yaml.SequenceNode) else value if isinstance(value, list) else []
 
 
-def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    _refuse_twice(names, names)
-    return dict(pairs)
-
-
-def _refuse_twice(keys: Sequence[Any], names: Sequence[str]) -> None:
-    """The last of two equal keys would win in silence."""
-    if len(set(keys)) == len(keys):
-        return
-    seen: set[Any] = set()
-    for key, name in zip(keys, names, strict=True):
-        if key in seen:
+def _refuse_twice(pairs: Iterable[tuple[Any, Any]]) -> None:
+    """The last of two equal keys would win in silence. A YAML key is (tag, text)."""
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            name = key if isinstance(key, str) else key[1]
             raise ValueError(f"{name[:80]!r} is there twice: keep one of them, with all of its settings.")
-        seen.add(key)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
-from pydantic import BaseModel, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from mismatch_plugin.config.values import MAX_SHOWN, number, shown, unknown
 
@@ -39,9 +39,8 @@ def described(
     **constraints: Any,
 ) -> Any:
     """A pydantic field with the metadata that flags and documentation are generated from."""
-    meta = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl, "source": source}
-    extra: dict[str, Any] = {"mismatch": meta}
-    return Field(default, description=description, json_schema_extra=extra, **constraints)
+    meta: Any = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl, "source": source}
+    return Field(default, description=description, json_schema_extra={"mismatch": meta}, **constraints)
 
 
 def leaf_fields(model: type[BaseModel], prefix: str = "") -> list[FieldInfo]:
@@ -74,7 +73,13 @@ def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:
     return getattr(part, name), type(part).model_fields[name].get_default(call_default_factory=True)
 
 
-class Section(BaseModel):
+class Frozen(BaseModel):
+    """What cannot be changed, and has no other fields than its own."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Section(Frozen):
     """Fields whose numbers are read by `number`: pydantic would take "1_2" for 12 and a switch for 1.0."""
 
     @field_validator("*", mode="before")
@@ -104,27 +109,20 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
     faults = error.errors(include_url=False)
     for fault in faults[:MAX_FAULTS]:
         path = ".".join(str(part) for part in fault["loc"])
-        leaf = re.sub(r"\.\d.*", "", path)  # the list that holds it, for an element of a list
+        parent, _, name = path.rpartition(".")
         if fault["type"] == "value_error":
             sentences.append(str(fault.get("ctx", {}).get("error", fault["msg"])))
-        elif fault["type"] == "extra_forbidden":
-            parent, _, name = path.rpartition(".")
-            if path in known:  # one key with a dot in it
-                sentences.append(
-                    f"setting {path} is one key: nest it, {parent}: {{{name}: {str(fault['input'])[:MAX_SHOWN]}}}."
-                )
-                continue
+        elif fault["type"] != "extra_forbidden":
+            leaf = re.sub(r"\.\d.*", "", path)  # the list that holds it, for an element of a list
+            spelled = f"{flags[leaf]}'s {name}" if leaf in flags and leaf != path else flags.get(path, path)
+            fix = re.sub("^Input ", "it ", fault["msg"].rstrip("."))
+            sentences.append(f"{spelled} is {shown(fault['input'])}: {fix}.")
+        elif path in known:  # one key with a dot in it
+            value = str(fault["input"])[:MAX_SHOWN]
+            sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {value}}}.")
+        else:
             siblings = [name for name in known if name.startswith(f"{parent}." if parent else "")]
             sentences.append(str(unknown("setting", path, siblings)))
-        else:
-            message = fault["msg"].rstrip(".")
-            fix = re.sub("^Input ", "it ", message)
-            name = (
-                f"{flags[leaf]}'s {path.rpartition('.')[2]}"
-                if leaf in flags and leaf != path
-                else flags.get(path, path)
-            )
-            sentences.append(f"{name} is {shown(fault['input'])}: {fix}.")
     if len(faults) > MAX_FAULTS:
         sentences.append(f"There are {len(faults) - MAX_FAULTS} more faults like these.")
     return ValueError(" ".join(sentences))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import types
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args, get_origin
 
@@ -57,30 +56,19 @@ def add_arguments(parser: ArgumentParser, reserved: Mapping[str, str] | None = N
     """
     group: Any = None
     for spellings, options in _all_flags():
-        dests = _dests(spellings)
-        owner = _owner(parser, spellings, dests, reserved or {})
-        missing = [
-            spelling for spelling in spellings if not _taken(parser, spelling) and spelling not in (reserved or {})
-        ]
-        if owner is not None and owner[0] not in dests:
+        dests, taken = _dests(spellings), {*parser._option_string_actions, *(reserved or {})}
+        dest, default = _owner(parser, spellings, reserved or {})
+        if dest not in dests:
             raise ValueError(
-                f"the parser keeps {spellings[0]} under {owner[0]!r}, where it would not be found: keep it under "
+                f"the parser keeps {spellings[0]} under {dest!r}, where it would not be found: keep it under "
                 f"{dests[0]!r}."
             )
-        dest, default = owner if owner is not None else (dests[0], None)
-        if missing:
-            if group is None:
-                group = parser.add_argument_group(
-                    "training-inference mismatch",
-                    "Correction of the difference between rollout and training log-probs.",
-                )
+        if missing := [spelling for spelling in spellings if spelling not in taken]:
+            group = group or parser.add_argument_group(
+                "training-inference mismatch", "Correction of the difference between rollout and training log-probs."
+            )
             group.add_argument(*missing, dest=dest, default=default, **options)
-        underscored = [
-            spelling
-            for spelling in underscored_spellings(spellings)
-            if not _taken(parser, spelling) and spelling not in (reserved or {})
-        ]
-        if underscored:
+        if underscored := [spelling for spelling in underscored_spellings(spellings) if spelling not in taken]:
             parser.add_argument(*underscored, dest=dest, default=default, **{**options, "help": SUPPRESS})
     return parser
 
@@ -104,7 +92,7 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     """
     given: dict[str, Any] = {}
     for leaf in _flagged():
-        value = _read(namespace, _spellings(leaf), off=None if _is_switch(leaf) else False)
+        value = _read(namespace, _spellings(leaf), off=None if leaf.annotation is bool else False)
         if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
             value = [value]
         if value is not None:
@@ -112,26 +100,21 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     criterion = _ratio_criterion(namespace)
     if criterion is not None:
         _put(given, _CRITERIA, [*given.get("rs", {}).get("criteria", ()), criterion])
-    for name in ("preset", "config"):
-        value = _read(namespace, [f"--mismatch-{name}"])
-        if value is not None:
-            given[name] = value
-    return given
+    named = {name: _read(namespace, [f"--mismatch-{name}"]) for name in ("preset", "config")}
+    return given | {name: value for name, value in named.items() if value is not None}
 
 
 def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
     """The criterion that --use-rs, --rs-level and the two bounds spell, None without them."""
-    given = {flag: _read(namespace, [flag]) for flag in ("--rs-level", "--rs-lower-bound", "--rs-upper-bound")}
-    given = {flag: value for flag, value in given.items() if value is not None}
+    names = {"aggregate": "--rs-level", "lower_bound": "--rs-lower-bound", "upper_bound": "--rs-upper-bound"}
+    given = {name: value for name, flag in names.items() if (value := _read(namespace, [flag])) is not None}
     if not _read(namespace, [_USE_RS]):
-        for flag, value in given.items():
-            raise ValueError(f"{flag} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out.")
+        for name, value in given.items():
+            raise ValueError(
+                f"{names[name]} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out."
+            )
         return None
-    criterion: dict[str, Any] = {"aggregate": LEVEL_TO_AGGREGATE[given.get("--rs-level", "token")]}
-    for name in ("lower_bound", "upper_bound"):
-        value = given.get(f"--rs-{name.replace('_', '-')}")
-        if value is not None:
-            criterion[name] = value
+    criterion = given | {"aggregate": LEVEL_TO_AGGREGATE[given.get("aggregate", "token")]}
     try:
         Criterion.model_validate(criterion)
     except ValidationError as error:
@@ -160,50 +143,31 @@ def _dests(spellings: list[str]) -> list[str]:
     return list(dict.fromkeys(spelling.lstrip("-").replace("-", "_") for spelling in spellings))
 
 
-def _taken(parser: ArgumentParser, spelling: str) -> bool:
-    return spelling in parser._option_string_actions
-
-
-def _owner(
-    parser: ArgumentParser, spellings: list[str], dests: list[str], reserved: Mapping[str, str]
-) -> tuple[str, Any] | None:
-    """(destination, default) of the action that is there already under one of the spellings or destinations."""
-    actions: list[Action] = [parser._option_string_actions[name] for name in spellings if _taken(parser, name)]
-    actions += [action for action in parser._actions if action.dest in dests]
-    if actions:
-        return actions[0].dest, actions[0].default
-    held = [reserved[name] for name in spellings if name in reserved]
-    return (held[0], False) if held else None
+def _owner(parser: ArgumentParser, spellings: list[str], reserved: Mapping[str, str]) -> tuple[str, Any]:
+    """(destination, default) of what is there already under one of the spellings or destinations, else our own."""
+    known, dests = parser._option_string_actions, _dests(spellings)
+    actions = [known[name] for name in spellings if name in known]
+    for action in (*actions, *(action for action in parser._actions if action.dest in dests)):
+        return action.dest, action.default
+    held = [(reserved[name], False) for name in spellings if name in reserved]
+    return held[0] if held else (dests[0], None)
 
 
 def _options(leaf: FieldInfo) -> dict[str, Any]:
     """Options of add_argument for a setting, from its type and metadata."""
-    unit = f" [{leaf.meta['unit']}]" if leaf.meta["unit"] else ""
-    shown = leaf.default not in (None, False, ())
-    default = f" (default: {leaf.default})" if shown else ""
-    options: dict[str, Any] = {"help": f"{leaf.description}{unit}{default}".replace("%", "%%")}
+    unit = leaf.meta["unit"]
+    shown = f"{leaf.description} [{unit}]" if unit else leaf.description
+    default = f" (default: {leaf.default})" if leaf.default not in (None, False, ()) else ""
+    options: dict[str, Any] = {"help": f"{shown}{default}".replace("%", "%%")}
     if leaf.path == _CRITERIA:
         return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER"}
-    if _is_switch(leaf):
+    if leaf.annotation is bool:
         return options | {"action": "store_true"}
-    kinds = _kinds(leaf)
-    if kinds == [float]:
-        return options | {
-            "type": number,
-            "metavar": leaf.meta["unit"].upper() if leaf.meta["unit"].isalpha() else "NUMBER",
-        }
-    if get_origin(kinds[0]) is Literal:
-        return options | {"choices": list(get_args(kinds[0]))}
+    if float in (leaf.annotation, *get_args(leaf.annotation)):
+        return options | {"type": number, "metavar": unit.upper() if unit.isalpha() else "NUMBER"}
+    if get_origin(leaf.annotation) is Literal:
+        return options | {"choices": list(get_args(leaf.annotation))}
     return options | {"metavar": "PATH"}
-
-
-def _is_switch(leaf: FieldInfo) -> bool:
-    return _kinds(leaf) == [bool]
-
-
-def _kinds(leaf: FieldInfo) -> list[Any]:
-    members = get_args(leaf.annotation) if isinstance(leaf.annotation, types.UnionType) else (leaf.annotation,)
-    return [kind for kind in members if kind is not type(None)]
 
 
 def _read(namespace: Namespace, spellings: list[str], off: bool | None = None) -> Any:

@@ -7,14 +7,16 @@ their own, nearly reciprocal defaults both accept the same ratios to one in 10^6
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import reduce
+from dataclasses import dataclass
+from functools import partial, reduce
 from typing import Any
 
 from mismatch_plugin.config.settings import Settings as Fields
 from mismatch_plugin.config.values import bounds, merge, number, unknown
 
 Settings = dict[str, Any]
+Parameters = Mapping[str, Any]
+"""Name → value of a preset's parameters."""
 
 THREE_POLICIES = (
     "Rejection without weights (geo_rs, k3_rs) is algorithm 0, PPO, because no weight multiplies the loss, and has "
@@ -22,309 +24,190 @@ THREE_POLICIES = (
 )
 """How both are right: the number is that of the two switches, and the guide counts the policies."""
 
-_GEOMETRIC = "0.999_1.001"
-_K3 = 0.01
-
 
 @dataclass(frozen=True)
 class Preset:
     """One preset: what the table of presets shows, and how its parameters become settings."""
 
-    name: str
+    names: str
+    """Its name, and after it the aliases, with spaces between."""
     algorithm: int
-    parameters: Mapping[str, Any]  # name → default
+    parts: tuple[Callable[[Parameters], Settings], ...]
+    """Each makes some of the settings from the parameters."""
+    parameters: Parameters
+    """With their defaults."""
     summary: str
     when: str
-    parts: Callable[..., tuple[Settings, ...]] = field(repr=False)
-    aliases: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names.split()[0]
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The others."""
+        return tuple(self.names.split()[1:])
 
     def settings(self, **overrides: Any) -> Settings:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
         for name in overrides:
-            if name not in self.parameters:
-                if name in Fields.model_fields:
-                    raise ValueError(
-                        f"{name} is a setting, no parameter of preset {self.name}. To change it: "
-                        f"preset(…).replace({name}=…)."
-                    )
-                if not self.parameters:
-                    raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
-                raise unknown(f"parameter of preset {self.name}", name, self.parameters)
-        flags: Settings = {}
-        if self.algorithm in (1, 3):
-            flags["use_rollout_log_probs"] = True
-        if self.algorithm in (2, 3):
-            flags["use_tis"] = True
-        return reduce(merge, self.parts(**{**self.parameters, **overrides}), flags)
+            if name in self.parameters:
+                continue
+            if name in Fields.model_fields:
+                raise ValueError(
+                    f"{name} is a setting, no parameter of preset {self.name}. To change it: "
+                    f"preset(…).replace({name}=…)."
+                )
+            if not self.parameters:
+                raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
+            raise unknown(f"parameter of preset {self.name}", name, self.parameters)
+        switches = {"use_rollout_log_probs": self.algorithm & 1, "use_tis": self.algorithm & 2}
+        given: Settings = {name: True for name, on in switches.items() if on}
+        return reduce(merge, (part({**self.parameters, **overrides}) for part in self.parts), given)
 
 
 def find_preset(name: str) -> Preset:
     """The record of a preset by name or alias. Raises ValueError for a name that is neither."""
     for record in PRESETS:
-        if name == record.name or name in record.aliases:
+        if name in record.names.split():
             return record
     raise unknown("preset", name, preset_names())
 
 
 def preset_names() -> tuple[str, ...]:
     """Every name that `preset` knows, aliases behind the name that they mean."""
-    return tuple(name for record in PRESETS for name in (record.name, *record.aliases))
+    return tuple(name for record in PRESETS for name in record.names.split())
 
 
-def _weights(level: str, threshold: Any, name: str = "threshold", lower: Any = None) -> Settings:
-    """Importance weights truncated at `threshold`; with two bounds, IcePop: masked, the rejected still counted."""
-    low, upper = bounds(threshold, name)
-    if lower is not None:
-        low = number(lower, f"{name}_lower")
-    if low is None:
-        return {"tis": {"level": level, "upper_bound": upper}}
-    mask = {"level": level, "mode": "mask", "lower_bound": low, "upper_bound": upper}
-    return {"tis": mask, "denominator": "original"}
+def _bounds(given: Parameters, name: str) -> Settings:
+    """Bounds that the parameters `name` and `name_lower` give; lower_bound is left out where neither has one."""
+    lower, upper = bounds(given[name], name)
+    apart = given.get(f"{name}_lower")
+    if apart is not None:
+        if lower is not None:
+            raise ValueError(f"{name} {given[name]!r} has a lower bound already: leave {name}_lower {apart!r} out.")
+        lower = number(apart, f"{name}_lower")
+    return {"upper_bound": upper} | ({} if lower is None else {"lower_bound": lower})
 
 
-def _icepop(threshold: Any, threshold_lower: Any) -> Settings:
-    return _weights("token", number(threshold, "threshold"), lower=number(threshold_lower, "threshold_lower"))
+def _weights(level: str, given: Parameters) -> Settings:
+    """Importance weights truncated at the threshold; with two bounds, IcePop: masked, the rejected still counted."""
+    tis = {"level": level, **_bounds(given, "is_threshold" if "is_threshold" in given else "threshold")}
+    return {"tis": {**tis, "mode": "mask"}, "denominator": "original"} if "lower_bound" in tis else {"tis": tis}
 
 
-def _reject(aggregate: str, threshold: Any, lower: Any = None, name: str = "rs_threshold") -> Settings:
-    """Rejection of sequences whose ratio is outside [lower, threshold]; lower is the reciprocal if it is None."""
-    low, upper = bounds(threshold, name)
-    if low is not None and lower is not None:
-        raise ValueError(f"{name} {threshold!r} has a lower bound already: leave {name}_lower {lower!r} out.")
-    criterion: Settings = {"statistic": "ratio", "aggregate": aggregate, "upper_bound": upper}
-    if low is not None or lower is not None:
-        criterion["lower_bound"] = low if lower is None else number(lower, f"{name}_lower")
+def _reject(aggregate: str, statistic: str, given: Parameters) -> Settings:
+    """Rejection of sequences outside rs_threshold; the lower bound of a ratio is its reciprocal unless given."""
+    criterion = {"statistic": statistic, "aggregate": aggregate, **_bounds(given, "rs_threshold")}
     return {"rs": {"criteria": (criterion,)}}
 
 
-def _geometric(rs_threshold: Any, rs_threshold_lower: Any = None) -> Settings:
-    return _reject("sequence_mean", rs_threshold, rs_threshold_lower)
+def _one_bound(part: Callable[[Parameters], Settings], given: Parameters) -> Settings:
+    """`part` of thresholds that may not be "lower_upper" strings."""
+    names = ("threshold", "rs_threshold")
+    return part({name: number(value, name) if name.startswith(names) else value for name, value in given.items()})
 
 
-def _k3(rs_threshold: Any) -> Settings:
-    upper = number(rs_threshold, "rs_threshold")
-    return {"rs": {"criteria": ({"statistic": "k3", "aggregate": "sequence_mean", "upper_bound": upper},)}}
+def _reject_above(given: Parameters) -> Settings:
+    return _RATIO({"rs_threshold": given["threshold"], "rs_threshold_lower": 0.0})
 
 
-def _veto(veto_threshold: Any) -> Settings:
-    return {} if veto_threshold is None else {"rs": {"veto_threshold": number(veto_threshold, "veto_threshold")}}
+def _veto(given: Parameters) -> Settings:
+    threshold = given["veto_threshold"]
+    return {} if threshold is None else {"rs": {"veto_threshold": number(threshold, "veto_threshold")}}
 
 
-_UNWEIGHTED: Settings = {"tis": {"level": "none"}}
+def _metrics_bound(given: Parameters) -> Settings:
+    return {"tis": {"upper_bound": number(given["threshold"], "threshold")}}
 
-PRESETS: tuple[Preset, ...] = (
-    Preset(
-        "decoupled_token_is",
-        2,
-        {"threshold": 2.0},
+
+def _unweighted(_: Parameters) -> Settings:
+    return {"tis": {"level": "none"}}
+
+
+_TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
+_RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
+_K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
+_ICEPOP, _ONE_SEQUENCE = partial(_one_bound, _TOKEN), partial(_one_bound, _SEQUENCE)
+
+_THRESHOLD: Parameters = {"threshold": 2.0}
+_TWO_BOUNDS: Parameters = {"threshold": 5.0, "threshold_lower": 0.5}
+_WITH_VETO: Parameters = {"rs_threshold": 1.001, "rs_threshold_lower": None, "veto_threshold": 1e-4}
+_RS_RATIO: Parameters = {"rs_threshold": 2.0, "rs_threshold_lower": None}
+_RS_GEO: Parameters = {"rs_threshold": "0.999_1.001"}
+_RS_K3: Parameters = {"rs_threshold": 0.01}
+_IS: Parameters = {"is_threshold": 2.0}
+
+# fmt: off
+PRESETS = (
+    Preset("decoupled_token_is token_is", 2, (_TOKEN,), _THRESHOLD,
         "decoupled PPO, token weights truncated above",
-        "moderate mismatch or slight staleness; the usual first choice",
-        lambda threshold: (_weights("token", threshold),),
-        aliases=("token_is",),
-    ),
-    Preset(
-        "decoupled_seq_is",
-        2,
-        {"threshold": 2.0},
+        "moderate mismatch or slight staleness; the usual first choice"),
+    Preset("decoupled_seq_is seq_is", 2, (_SEQUENCE,), _THRESHOLD,
         "decoupled PPO, sequence weights truncated above",
         "rewards of whole responses and responses short enough for a product of ratios; unbiased up to the bound only "
-        "while π_θ is π_old, on the first mini-batch",
-        lambda threshold: (_weights("sequence", threshold),),
-        aliases=("seq_is",),
-    ),
-    Preset(
-        "decoupled_seq_is_rs",
-        2,
-        {"is_threshold": 2.0, "rs_threshold": 2.0, "rs_threshold_lower": None},
+        "while π_θ is π_old, on the first mini-batch"),
+    Preset("decoupled_seq_is_rs seq_is_rs", 2, (_SEQUENCE, _RATIO), _IS | _RS_RATIO,
         "decoupled PPO, truncated sequence weights, sequences outside the bounds rejected",
-        "strong mismatch with outliers: old data, replay buffers",
-        lambda is_threshold, rs_threshold, rs_threshold_lower: (
-            _weights("sequence", is_threshold, "is_threshold"),
-            _reject("sequence_sum", rs_threshold, rs_threshold_lower),
-        ),
-        aliases=("seq_is_rs",),
-    ),
-    Preset(
-        "seq_mis",
-        2,
-        {"threshold": 2.0},
+        "strong mismatch with outliers: old data, replay buffers"),
+    Preset("seq_mis", 2, (_ONE_SEQUENCE, _reject_above), _THRESHOLD,
         "decoupled PPO, truncated sequence weights, sequences above the bound rejected (no lower bound)",
-        "as decoupled_seq_is_rs, where sequences that the trainer finds unlikely should stay",
-        lambda threshold: (
-            _weights("sequence", number(threshold, "threshold")),
-            _reject("sequence_sum", number(threshold, "threshold"), 0.0),
-        ),
-    ),
-    Preset(
-        "decoupled_geo_rs",
-        0,
-        {"rs_threshold": 1.001, "rs_threshold_lower": None, "veto_threshold": 1e-4},
+        "as decoupled_seq_is_rs, where sequences that the trainer finds unlikely should stay"),
+    Preset("decoupled_geo_rs geo_rs", 0, (_GEO, _veto), _WITH_VETO,
         "PPO without weights, rejection by geometric mean, one-token veto",
-        "nearly equal policies, and every sequence that drifts is to go",
-        lambda rs_threshold, rs_threshold_lower, veto_threshold: (
-            _geometric(rs_threshold, rs_threshold_lower),
-            _veto(veto_threshold),
-        ),
-        aliases=("geo_rs",),
-    ),
-    Preset(
-        "ppo_is_bypass",
-        1,
-        {"threshold": 2.0},
+        "nearly equal policies, and every sequence that drifts is to go"),
+    Preset("ppo_is_bypass", 1, (_metrics_bound,), _THRESHOLD,
         "PPO clipped against the rollout policy; the threshold sets metrics only",
-        "small mismatch, and one forward pass to be saved",
-        lambda threshold: ({"tis": {"upper_bound": number(threshold, "threshold")}},),
-    ),
-    Preset(
-        "pg_is",
-        3,
-        {"threshold": 2.0},
+        "small mismatch, and one forward pass to be saved"),
+    Preset("pg_is pure_is bypass_pg_is", 3, (_SEQUENCE,), _THRESHOLD,
         "REINFORCE, sequence weights truncated above, no PPO clip",
-        "one optimizer step per rollout, unbiased up to the bound (the weight is that of π_θ), one forward pass saved",
-        lambda threshold: (_weights("sequence", threshold),),
-        aliases=("pure_is", "bypass_pg_is"),
-    ),
-    Preset(
-        "pg_rs",
-        3,
-        {"rs_threshold": 1.001, "rs_threshold_lower": None, "veto_threshold": 1e-4},
+        "one optimizer step per rollout, unbiased up to the bound (the weight is that of π_θ), one forward pass saved"),
+    Preset("pg_rs", 3, (_unweighted, _GEO, _veto), _WITH_VETO,
         "REINFORCE without weights, rejection by geometric mean, one-token veto",
-        "as pg_is, where outliers are to be dropped rather than weighted",
-        lambda rs_threshold, rs_threshold_lower, veto_threshold: (
-            _UNWEIGHTED,
-            _geometric(rs_threshold, rs_threshold_lower),
-            _veto(veto_threshold),
-        ),
-    ),
-    Preset(
-        "disabled",
-        0,
-        {},
+        "as pg_is, where outliers are to be dropped rather than weighted"),
+    Preset("disabled", 0, (), {},
         "PPO uncorrected; metrics only",
-        "to measure the mismatch before choosing a correction",
-        lambda: (),
-    ),
-    Preset(
-        "decoupled_token_icepop",
-        2,
-        {"threshold": 5.0, "threshold_lower": 0.5},
+        "to measure the mismatch before choosing a correction"),
+    Preset("decoupled_token_icepop token_icepop", 2, (_ICEPOP,), _TWO_BOUNDS,
         "decoupled PPO, token weights outside the bounds set to zero (IcePop)",
-        "mixture-of-experts models, where single tokens drift far",
-        lambda threshold, threshold_lower: (_icepop(threshold, threshold_lower),),
-        aliases=("token_icepop",),
-    ),
-    Preset(
-        "decoupled_geo_rs_token_tis",
-        2,
-        {"is_threshold": 2.0, "rs_threshold": _GEOMETRIC},
+        "mixture-of-experts models, where single tokens drift far"),
+    Preset("decoupled_geo_rs_token_tis geo_rs_token_tis", 2, (_TOKEN, _GEO), _IS | _RS_GEO,
         "decoupled PPO, truncated token weights, rejection by geometric mean",
-        "long responses with moderate mismatch and some that drift as a whole",
-        lambda is_threshold, rs_threshold: (
-            _weights("token", is_threshold, "is_threshold"),
-            _geometric(rs_threshold),
-        ),
-        aliases=("geo_rs_token_tis",),
-    ),
-    Preset(
-        "decoupled_geo_rs_seq_tis",
-        2,
-        {"is_threshold": 2.0, "rs_threshold": _GEOMETRIC},
+        "long responses with moderate mismatch and some that drift as a whole"),
+    Preset("decoupled_geo_rs_seq_tis geo_rs_seq_tis", 2, (_SEQUENCE, _GEO), _IS | _RS_GEO,
         "decoupled PPO, truncated sequence weights, rejection by geometric mean",
-        "as decoupled_seq_is, with a filter that does not depend on length",
-        lambda is_threshold, rs_threshold: (
-            _weights("sequence", is_threshold, "is_threshold"),
-            _geometric(rs_threshold),
-        ),
-        aliases=("geo_rs_seq_tis",),
-    ),
-    Preset(
-        "decoupled_k3_rs",
-        0,
-        {"rs_threshold": _K3},
+        "as decoupled_seq_is, with a filter that does not depend on length"),
+    Preset("decoupled_k3_rs k3_rs", 0, (_K3,), _RS_K3,
         "PPO without weights, rejection by the mean k3 divergence",
-        "as decoupled_geo_rs, where drifts of both signs must not cancel",
-        lambda rs_threshold: (_k3(rs_threshold),),
-        aliases=("k3_rs",),
-    ),
-    Preset(
-        "decoupled_k3_rs_token_tis",
-        2,
-        {"is_threshold": 2.0, "rs_threshold": _K3},
+        "as decoupled_geo_rs, where drifts of both signs must not cancel"),
+    Preset("decoupled_k3_rs_token_tis k3_rs_token_tis", 2, (_TOKEN, _K3), _IS | _RS_K3,
         "decoupled PPO, truncated token weights, rejection by the mean k3 divergence",
-        "long responses with moderate mismatch and outliers of either sign",
-        lambda is_threshold, rs_threshold: (_weights("token", is_threshold, "is_threshold"), _k3(rs_threshold)),
-        aliases=("k3_rs_token_tis",),
-    ),
-    Preset(
-        "decoupled_k3_rs_seq_tis",
-        2,
-        {"is_threshold": 2.0, "rs_threshold": _K3},
+        "long responses with moderate mismatch and outliers of either sign"),
+    Preset("decoupled_k3_rs_seq_tis k3_rs_seq_tis", 2, (_SEQUENCE, _K3), _IS | _RS_K3,
         "decoupled PPO, truncated sequence weights, rejection by the mean k3 divergence",
-        "as decoupled_seq_is, with outliers of either sign rejected",
-        lambda is_threshold, rs_threshold: (_weights("sequence", is_threshold, "is_threshold"), _k3(rs_threshold)),
-        aliases=("k3_rs_seq_tis",),
-    ),
-    Preset(
-        "bypass_ppo_clip",
-        1,
-        {},
+        "as decoupled_seq_is, with outliers of either sign rejected"),
+    Preset("bypass_ppo_clip", 1, (), {},
         "PPO clipped against the rollout policy",
-        "as ppo_is_bypass",
-        lambda: (),
-    ),
-    Preset(
-        "bypass_ppo_clip_geo_rs",
-        1,
-        {"rs_threshold": _GEOMETRIC},
+        "as ppo_is_bypass"),
+    Preset("bypass_ppo_clip_geo_rs", 1, (_GEO,), _RS_GEO,
         "PPO clipped against the rollout policy, rejection by geometric mean",
-        "small mismatch with some sequences that drift",
-        lambda rs_threshold: (_geometric(rs_threshold),),
-    ),
-    Preset(
-        "bypass_ppo_clip_k3_rs",
-        1,
-        {"rs_threshold": _K3},
+        "small mismatch with some sequences that drift"),
+    Preset("bypass_ppo_clip_k3_rs", 1, (_K3,), _RS_K3,
         "PPO clipped against the rollout policy, rejection by the mean k3 divergence",
-        "small mismatch with outliers of either sign",
-        lambda rs_threshold: (_k3(rs_threshold),),
-    ),
-    Preset(
-        "bypass_pg_token_icepop",
-        3,
-        {"threshold": 5.0, "threshold_lower": 0.5},
+        "small mismatch with outliers of either sign"),
+    Preset("bypass_pg_token_icepop", 3, (_ICEPOP,), _TWO_BOUNDS,
         "REINFORCE, token weights outside the bounds set to zero (IcePop)",
-        "as decoupled_token_icepop, with one step per rollout and one forward pass saved",
-        lambda threshold, threshold_lower: (_icepop(threshold, threshold_lower),),
-    ),
-    Preset(
-        "bypass_pg_geo_rs",
-        3,
-        {"rs_threshold": _GEOMETRIC},
+        "as decoupled_token_icepop, with one step per rollout and one forward pass saved"),
+    Preset("bypass_pg_geo_rs", 3, (_unweighted, _GEO), _RS_GEO,
         "REINFORCE without weights, rejection by geometric mean",
-        "as pg_rs, without the veto",
-        lambda rs_threshold: (_UNWEIGHTED, _geometric(rs_threshold)),
-    ),
-    Preset(
-        "bypass_pg_geo_rs_seq_tis",
-        3,
-        {"is_threshold": 2.0, "rs_threshold": _GEOMETRIC},
+        "as pg_rs, without the veto"),
+    Preset("bypass_pg_geo_rs_seq_tis", 3, (_SEQUENCE, _GEO), _IS | _RS_GEO,
         "REINFORCE, truncated sequence weights, rejection by geometric mean",
-        "as pg_is, with a filter that does not depend on length",
-        lambda is_threshold, rs_threshold: (
-            _weights("sequence", is_threshold, "is_threshold"),
-            _geometric(rs_threshold),
-        ),
-    ),
-    Preset(
-        "bypass_pg_geo_rs_token_tis",
-        3,
-        {"is_threshold": 2.0, "rs_threshold": _GEOMETRIC},
+        "as pg_is, with a filter that does not depend on length"),
+    Preset("bypass_pg_geo_rs_token_tis", 3, (_TOKEN, _GEO), _IS | _RS_GEO,
         "REINFORCE, truncated token weights, rejection by geometric mean",
-        "as pg_is on long responses, less variance for some bias",
-        lambda is_threshold, rs_threshold: (
-            _weights("token", is_threshold, "is_threshold"),
-            _geometric(rs_threshold),
-        ),
-    ),
+        "as pg_is on long responses, less variance for some bias"),
 )
+# fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

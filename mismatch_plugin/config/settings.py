@@ -31,7 +31,7 @@ ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 class ImportanceSampling(Section):
     """How importance weights are made from the ratio ρ = π_train / π_rollout."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(validate_default=True)
 
     mode: Mode = described(
         "truncate",
@@ -120,8 +120,6 @@ class ImportanceSampling(Section):
 class PPOClip(Section):
     """The clipped surrogate of algorithms 0, 1 and 2."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     eps_clip_low: float = described(
         0.2,
         "ε of the lower clip bound 1 − ε",
@@ -165,8 +163,6 @@ class PPOClip(Section):
 class Terms(Section):
     """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     entropy_coef: float = described(
         0.0,
         "entropy bonus: −coef · entropy is added to the loss",
@@ -205,8 +201,6 @@ class Terms(Section):
 
 class Settings(Section):
     """The fields of a configuration and what follows from them; `MismatchConfig` validates and loads them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     use_rollout_log_probs: bool = described(
         False,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +13,6 @@ from pydantic import ValidationError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from mismatch_plugin.lab.compare import Job
 
@@ -65,6 +63,7 @@ def compare(
     Ctrl-C leaves a report of what is there; --resume goes on.
     """
     from mismatch_plugin.lab import compare as lab
+    from mismatch_plugin.lab.servers import servers_for
     from mismatch_plugin.rollout.server import ServerError, find_python
 
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
@@ -85,7 +84,8 @@ def compare(
         _check_server_dtype(chosen, shared.get("rollout_dtype"))
         labels = [label.strip() for label in algorithms.split(",") if label.strip()]
         jobs = lab.plan(output, labels, seeds, chosen, shared)
-        if start_server and not all(job.done for job in jobs):
+        starts = start_server and not all(job.done for job in jobs)
+        if starts:
             find_python()
         description: dict[str, Any] = {"settings": list(chosen), "variants": labels, "seeds": seeds}
         description["lab"] = {**shared, "of_setting": chosen}
@@ -106,7 +106,9 @@ def compare(
     stopped = False
     failures: list[str] = []
     try:
-        with _servers(jobs, engine, url) as urls:
+        if starts:
+            typer.echo("starting SGLang on CPU")
+        with servers_for(jobs, url) as urls:
             failures = _run(jobs, count, urls)
     except ServerError as error:
         failures = [str(error)]
@@ -174,16 +176,6 @@ def _check_server_dtype(chosen: dict[str, dict[str, Any]], dtype: object) -> Non
                 f"setting {name} is rollout_dtype {wanted}, and the server computes in {dtype}: leave it out, or use "
                 f"--start-server, which starts one for each precision."
             )
-
-
-def _servers(jobs: Sequence[Job], engine: str, url: str | None) -> AbstractContextManager[dict[str, str]]:
-    if engine != "sglang":
-        return nullcontext({})
-    from mismatch_plugin.lab.servers import servers_for
-
-    if url is None and not all(job.done for job in jobs):
-        typer.echo("starting SGLang on CPU")
-    return servers_for(jobs, url)
 
 
 def _settings(

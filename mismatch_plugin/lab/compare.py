@@ -20,7 +20,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, preset
+from mismatch_plugin.config import MismatchConfig, preset
 from mismatch_plugin.config.presets import preset_names
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.lab.run import DONE, METRICS, run_one
@@ -94,11 +94,7 @@ def variant_config(label: str) -> MismatchConfig:
 
 
 def plan(
-    folder: Path,
-    variants: Sequence[str],
-    seeds: int,
-    settings: dict[str, dict[str, Any]],
-    lab: dict[str, Any],
+    folder: Path, variants: Sequence[str], seeds: int, settings: dict[str, dict[str, Any]], lab: dict[str, Any]
 ) -> list[Job]:
     """Every run, seed by seed, so that a comparison stopped early has whole seeds. Raises ValueError for bad labels."""
     if not variants:
@@ -206,8 +202,7 @@ def run_all(
     sentences = []
     while not failures.empty():
         sentences.append(failures.get())
-    crashed = [process.exitcode for process in processes if process.exitcode]
-    if crashed:
+    if crashed := [process.exitcode for process in processes if process.exitcode]:
         sentences.append(f"a worker process ended with exit code {crashed[0]} (out of memory?)")
     return sentences
 
@@ -218,6 +213,8 @@ def _work(queue: Any, failures: Any, locks: dict[str, Any], urls: Mapping[str, s
     import warnings
 
     import torch
+
+    from mismatch_plugin.lab.trainer import warm_up
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -231,18 +228,10 @@ def _work(queue: Any, failures: Any, locks: dict[str, Any], urls: Mapping[str, s
                 continue
             with locks[job.settings.warm_up_key]:  # the first run of a seed warms up for all of them
                 if not (warm / job.settings.warm_up_key).exists():
-                    _warm_up(job, warm)
+                    warm_up(job.settings, warm)
             run_one(job.settings, job.config, job.folder, warm_up_cache=warm, server_url=url)
         except Exception as error:  # one failed run must not end the others
             failures.put(f"{job.setting}, algorithm {job.variant}, seed {job.settings.seed}: {error}")
-
-
-def _warm_up(job: Job, cache: Path) -> None:
-    from mismatch_plugin.lab import model as lab
-    from mismatch_plugin.lab.trainer import warm_up
-
-    lab.initialize_parallel()
-    warm_up(job.settings, cache)
 
 
 def _run_under_torchrun(job: Job, warm: Path, url: str | None) -> None:
@@ -281,16 +270,9 @@ def write_events(jobs: Iterable[Job]) -> int:
             for record in read_objects(path):
                 if record is None or "step" not in record:
                     continue
-                values = {k: v for k, v in record.items() if isinstance(v, float)}
                 metrics = record.get("metrics", {})
-                values |= {name: metrics[name] for name in _EVENT_METRICS if name in metrics}
-                for name, value in values.items():
+                for name, value in {**record, **{name: metrics.get(name) for name in _EVENT_METRICS}}.items():
                     if isinstance(value, float):
                         writer.add_scalar(name, value, record["step"])
         written += 1
     return written
-
-
-def describe(label: str) -> str:
-    """A label with the algorithm's name, for tables."""
-    return f"{label} ({ALGORITHM_NAMES[variant_config(label).algorithm]})"

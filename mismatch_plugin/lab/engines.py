@@ -11,7 +11,6 @@ Importing this imports neither megatron-core nor transformers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -132,7 +131,8 @@ class TransformersEngine:
         """All prompts as one batch, each prefilled once for all its samples."""
         generator = torch.Generator().manual_seed(seed)
         steps: list[Drawn] = []
-        with _without_function_modes():
+        # On CPU the megatron shim looks at every torch call of the process; nothing in here needs it to.
+        with torch._C.DisableTorchFunction():
             logits, cache, mask = self._prefill(prompts, samples_per_prompt)
             done = torch.zeros(logits.shape[0], dtype=torch.bool)
             while True:
@@ -200,9 +200,3 @@ class TransformersEngine:
             )
             records.append(record)
         return records
-
-
-def _without_function_modes() -> Any:
-    """On CPU the megatron shim looks at every torch call of the process; nothing in here needs it to."""
-    disable = getattr(torch._C, "DisableTorchFunction", None)
-    return nullcontext() if disable is None else disable()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
+from torch.nn import functional as F
 
 from mismatch_plugin.lab.model_settings import ModelSettings
 
@@ -93,40 +94,42 @@ def _unshard(parts: list[Tensor], parameter: Any) -> Tensor:
     return torch.cat([piece[i] for i in range(stride) for piece in pieces], dim=dim)
 
 
-@torch.no_grad()
 def draw_parameters(model: list[Any], settings: ModelSettings) -> None:
     """Draw every full weight in float64 from a generator seeded by its global name, and keep this rank's part."""
-    size = parallel_state.get_tensor_model_parallel_world_size()
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for name, parameter in named_parameters(model):
+
+    def drawn(name: str, shape: list[int]) -> Tensor:
         if settings.tied_embeddings and name == OUTPUT:
             name = EMBEDDING
-        split = getattr(parameter, "tensor_model_parallel", False)
-        shape = list(parameter.shape)
-        if split:
-            shape[parameter.partition_dim] *= size
         generator = torch.Generator().manual_seed(zlib.crc32(f"{settings.seed}.{name}".encode()))
         full = torch.randn(shape, generator=generator, dtype=torch.float64)
-        if parameter.dim() == 1:
-            full = full * settings.norm_jitter + (1.0 if name.endswith("weight") else 0.0)
-        else:
-            full = full * settings.init_std
-        parameter.copy_(shard(full, parameter, size, rank) if split else full)
+        if full.dim() == 1:
+            return full * settings.norm_jitter + (1.0 if name.endswith("weight") else 0.0)
+        return full * settings.init_std
+
+    _fill(model, drawn)
 
 
-@torch.no_grad()
 def load_parameters(model: list[Any], weights: Mapping[str, Tensor]) -> None:
     """Inverse of `gather_parameters`: each rank keeps its part of the full weights; padding of the vocabulary is 0.
 
     Call it before an optimizer is built, which may keep copies. No collective.
     """
+
+    def given(name: str, shape: list[int]) -> Tensor:
+        full = weights[EMBEDDING if name == OUTPUT and OUTPUT not in weights else name]
+        return F.pad(full, (0, 0, 0, shape[0] - len(full))) if name in (EMBEDDING, OUTPUT) else full
+
+    _fill(model, given)
+
+
+@torch.no_grad()
+def _fill(model: list[Any], whole: Callable[[str, list[int]], Tensor]) -> None:
+    """Copy this rank's part of `whole(global name, full shape)` into every parameter."""
     size = parallel_state.get_tensor_model_parallel_world_size()
     rank = parallel_state.get_tensor_model_parallel_rank()
     for name, parameter in named_parameters(model):
-        full = weights[EMBEDDING if name == OUTPUT and OUTPUT not in weights else name]
-        split = getattr(parameter, "tensor_model_parallel", False)
-        if name in (EMBEDDING, OUTPUT):
-            padded = full.new_zeros(parameter.shape[0] * (size if split else 1), full.shape[1])
-            padded[: full.shape[0]] = full
-            full = padded
+        split, shape = getattr(parameter, "tensor_model_parallel", False), list(parameter.shape)
+        if split:
+            shape[parameter.partition_dim] *= size
+        full = whole(name, shape)
         parameter.copy_(shard(full, parameter, size, rank) if split else full)

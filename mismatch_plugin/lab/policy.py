@@ -62,11 +62,7 @@ class Policy:
         else:
             _widen_embeddings(self.model)
         self.optimizer: Any = lab.build_optimizer(
-            self.model,
-            lr=lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            clip_grad=settings.clip_grad,
+            self.model, lr=lr, betas=settings.betas, weight_decay=settings.weight_decay, clip_grad=settings.clip_grad
         )
         self.groups = ParallelGroups.from_megatron()
         self.device = next(self.model[0].parameters()).device
@@ -76,11 +72,7 @@ class Policy:
         """The corrected loss on this policy. Call it once: it wraps the model's `finalize_model_grads_func`."""
         self.backend = config.log_prob_backend  # for old log-probs, too
         return MegatronLoss(
-            config,
-            self.model[0].config,
-            self.groups,
-            vocab_size=self.task.vocab,
-            temperature=self.settings.temperature,
+            config, self.model[0].config, self.groups, vocab_size=self.task.vocab, temperature=self.settings.temperature
         )
 
     def weights(self) -> dict[str, Tensor]:

@@ -10,13 +10,11 @@ import random
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 Split = Literal["train", "held_out"]
 
 BOS, SEP, EOS, PAD = 10, 11, 12, 13  # 0 to 9 are the digits
-_VOCAB = 14
-_HELD_OUT_SHARE = 8  # one prompt in this many is held out
 
 
 class Score(NamedTuple):
@@ -26,64 +24,29 @@ class Score(NamedTuple):
     exact: float
 
 
-class Task(Protocol):
-    """What the lab needs of a task. All ids are below `vocab`; a response ends with `eos`."""
-
-    @property
-    def name(self) -> str:
-        """As `get_task` knows it."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """Size of the vocabulary, special tokens included."""
-        ...
-
-    @property
-    def eos(self) -> int:
-        """The id that ends a response and counts as part of it."""
-        ...
-
-    @property
-    def pad(self) -> int:
-        """An id that never occurs in prompts and answers."""
-        ...
-
-    @property
-    def max_response(self) -> int:
-        """Length of the longest right answer, `eos` included."""
-        ...
-
-    def prompts(self, count: int, seed: int, split: Split = "train") -> list[list[int]]:
-        """`count` prompts drawn with `seed`. No prompt is in both splits."""
-        ...
-
-    def target(self, prompt: Sequence[int]) -> list[int]:
-        """The right answer, `eos` included."""
-        ...
-
-    def score(self, prompt: Sequence[int], response: Sequence[int]) -> Score:
-        """The reward of a response."""
-        ...
-
-
 @dataclass(frozen=True)
-class DigitTask:
-    """A task on digits, from two functions.
-
-    draw: the digits of a prompt, from a random generator. solve: the digits of the right answer.
-    """
+class Task:
+    """A task on digits, from two functions. All ids are below `vocab`."""
 
     name: str
     draw: Callable[[random.Random], list[int]]
+    """The digits of a prompt."""
     solve: Callable[[list[int]], list[int]]
+    """The digits of the right answer."""
     max_response: int
-    vocab: int = _VOCAB
+    """Length of the longest right answer, `eos` included."""
+    vocab: int = 14
+    """Size of the vocabulary, special tokens included."""
     eos: int = EOS
+    """The id that ends a response and counts as part of it."""
     pad: int = PAD
+    """An id that never occurs in prompts and answers."""
 
     def prompts(self, count: int, seed: int, split: Split = "train") -> list[list[int]]:
-        """`count` prompts [BOS, digits, SEP]. The split is a property of the prompt, not of the draw."""
+        """`count` prompts [BOS, digits, SEP] drawn with `seed`.
+
+        No prompt is in both splits: the split is a property of the prompt, not of the draw.
+        """
         generator = random.Random(f"{self.name}.{split}.{seed}")
         found: list[list[int]] = []
         while len(found) < count:
@@ -104,31 +67,20 @@ class DigitTask:
 
 
 def _is_held_out(prompt: Sequence[int]) -> bool:
-    return zlib.crc32(bytes(prompt)) % _HELD_OUT_SHARE == 0
+    return zlib.crc32(bytes(prompt)) % 8 == 0  # one prompt in eight
 
 
 def _draw_six(generator: random.Random) -> list[int]:
     return generator.choices(range(10), k=6)
 
 
-def _reverse(digits: list[int]) -> list[int]:
-    return digits[::-1]
-
-
 def _draw_four_to_seven(generator: random.Random) -> list[int]:
     return generator.choices(range(10), k=generator.randint(4, 7))
 
 
-def _swap(digits: list[int]) -> list[int]:
-    return [digits[-1], *digits[1:-1], digits[0]]
-
-
-_TASKS: dict[str, Task] = {
-    task.name: task
-    for task in (
-        DigitTask("reverse", _draw_six, _reverse, max_response=7),
-        DigitTask("swap", _draw_four_to_seven, _swap, max_response=8),
-    )
+_TASKS = {
+    "reverse": Task("reverse", _draw_six, lambda digits: digits[::-1], max_response=7),
+    "swap": Task("swap", _draw_four_to_seven, lambda x: [x[-1], *x[1:-1], x[0]], max_response=8),
 }
 TASKS = tuple(_TASKS)
 

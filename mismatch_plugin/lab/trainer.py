@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -64,16 +65,13 @@ class Evaluation:
             temperature=self.settings.eval_temperature,
             seed=self.settings.seed_for("evaluation"),
         )
-        return _mean_score(score_all(self.task, records))
+        return scored(self.task, records)[1]
 
 
-def score_all(task: Task, records: Sequence[RolloutRecord]) -> list[Score]:
-    """The reward of every record."""
-    return [task.score(record.prompt_ids, record.response_ids) for record in records]
-
-
-def _mean_score(scores: Sequence[Score]) -> Score:
-    return Score(*(math.fsum(column) / len(scores) for column in zip(*scores, strict=True)))
+def scored(task: Task, records: Sequence[RolloutRecord]) -> tuple[list[Score], Score]:
+    """The reward of every record, and their mean."""
+    scores = [task.score(record.prompt_ids, record.response_ids) for record in records]
+    return scores, Score(*map(statistics.fmean, zip(*scores, strict=True)))
 
 
 def group_advantages(rewards: Sequence[float], group: int) -> list[float]:
@@ -138,24 +136,20 @@ def train(
         raise ValueError("the lab keeps no reference policy: leave out --mismatch-kl-coef.")
     if is_first_rank() and engine is None and settings.engine != "transformers":
         raise ValueError(f"the engine is {settings.engine}: give the one to roll out with.")
-    return _Run(settings, config, warm_weights, on_step, engine).all_steps()
+    return Run(settings, config, warm_weights, on_step, engine).all_steps()
 
 
-class _Run:
-    """State of one run."""
+class Run:
+    """State of one run; the arguments are those of `train`."""
 
     def __init__(
-        self,
-        settings: LabSettings,
-        config: MismatchConfig,
-        warm_weights: Mapping[str, Tensor],
-        on_step: OnStep,
-        engine: RolloutEngine | None,
+        self, settings: LabSettings, config: MismatchConfig, weights: Mapping[str, Tensor], on_step: OnStep, engine: Any
     ) -> None:
         self.settings, self.config, self.on_step = settings, config, on_step
-        self.policy = Policy(settings, warm_weights, lr=settings.lr)
+        self.policy = Policy(settings, weights, lr=settings.lr)
         self.hook = self.policy.hook(config)
-        self.engine = self.evaluation = None
+        self.engine: RolloutEngine | None = None
+        self.evaluation: Evaluation | None = None
         if is_first_rank():
             self.engine = engine or make_engine(settings, settings.rollout_dtype)
             self.evaluation = Evaluation(settings)
@@ -203,9 +197,8 @@ class _Run:
                 top_p=settings.top_p,
                 seed=settings.seed_for("rollout", step),
             )
-            scores = score_all(task, records)
-            mean = _mean_score(scores)
-            length = sum(len(record.response_ids) for record in records) / len(records)
+            scores, mean = scored(task, records)
+            length = statistics.fmean(len(record.response_ids) for record in records)
             facts = {"reward": mean.dense, "exact": mean.exact, "response_length": length, "weight_version": version}
             advantages = group_advantages([score.dense for score in scores], settings.samples_per_prompt)
             drawn = self._samples(records, advantages), facts

@@ -39,10 +39,14 @@ def test_merge_keys_are_merged_and_what_is_written_out_wins(tmp_path: Path) -> N
     assert again["c"] == {"x": 2, "y": 3} and again["d"] == {"x": 2}
 
 
-@pytest.mark.parametrize("text", ["a: {x: 1, x: 2}", "a: {<<: {x: 1}, <<: {y: 2}}", "{a: 1, 'a': 2}"])
+@pytest.mark.parametrize(
+    "text", ["a: {x: 1, x: 2}", "a:\n  x: 1\nb: 2\na: 3\n", "a: {<<: {x: 1}, <<: {y: 2}}", "{a: 1, 'a': 2}"]
+)
 def test_a_key_that_is_there_twice_is_refused_next_to_merge_keys_too(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="is there twice: keep one of them"):
         read_mapping(write(tmp_path, text))
+    with pytest.raises(ValueError, match="'use_tis' is there twice"):
+        read_mapping(write(tmp_path, '{"use_tis": true, "use_tis": false}', "a.json"))
 
 
 BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(

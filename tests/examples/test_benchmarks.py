@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import typer
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from examples.benchmarks import machine
 from examples.benchmarks.bench import Part, bench
+from examples.benchmarks.communication import Link, sent_bytes
 from examples.benchmarks.correction import CONTENDERS
 from examples.benchmarks.correction_cases import Batch, ours
 from examples.benchmarks.counting import count
-from examples.benchmarks.links import Link, sent_bytes
 from examples.benchmarks.log_prob_cases import contenders, sharded
 from examples.benchmarks.log_probs import Problem, extra_peaks, speed
 from examples.benchmarks.machine import Case, Timing, measure, memory_in_use, peak_since, version
@@ -50,6 +50,12 @@ def sections(folder: Path) -> dict[str, Section]:
 
 def rows(section: Section, **values: Any) -> list[dict[str, Any]]:
     return [row for row in section.rows if all(row.get(key) == value for key, value in values.items())]
+
+
+def invoke(*options: str) -> Result:
+    app = typer.Typer()
+    app.command()(bench)
+    return CliRunner().invoke(app, options)
 
 
 def test_every_part_has_its_machine_and_finite_figures(sections: dict[str, Section]) -> None:
@@ -247,12 +253,9 @@ def test_results_keep_the_other_sections(tmp_path: Path) -> None:
 
 def test_contenders_take_turns_and_prepare_outside() -> None:
     calls: list[str] = []
-    cases = [
-        Case(name, lambda state, name=name: calls.append(f"{name}{state}"), lambda: calls.append("prepare") or 1)
-        for name in "ab"
-    ]
+    cases = [Case(name, lambda name=name: calls.append(name), lambda: calls.append("prepare")) for name in "ab"]
     measure(cases, CPU, repeats=2, calls=1)
-    assert [call for call in calls if call != "prepare"] == ["a1", "b1"] * 3  # the first round warms up
+    assert [call for call in calls if call != "prepare"] == ["a", "b"] * 3  # the first round warms up
     assert calls[::2] == ["prepare"] * 6
 
 
@@ -290,9 +293,7 @@ def test_a_folder_that_cannot_be_used_is_refused_before_measuring(tmp_path: Path
     else:
         folder.mkdir()
         (folder / "results.json").write_text(content)
-    app = typer.Typer()
-    app.command()(bench)
-    result = CliRunner().invoke(app, ["--quick", "--device", "cpu", "--output", str(folder)])
+    result = invoke("--quick", "--device", "cpu", "--output", str(folder))
     said = re.sub(r"[\s│]+", " ", result.output)
     assert result.exit_code == 2 and "Give another folder" in said and "…" not in said
 
@@ -304,10 +305,8 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
         return [Section(name, name, [])]
 
     monkeypatch.setattr("examples.benchmarks.workers.in_processes", fails_first)
-    app = typer.Typer()
-    app.command()(bench)
-    options = ["--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu"]
-    result = CliRunner().invoke(app, [*options, "--output", str(tmp_path)])
+    options = ("--only", "log_probs", "--only", "communication", "--no-page", "--device", "cpu")
+    result = invoke(*options, "--output", str(tmp_path))
     assert result.exit_code == 1 and "log_probs failed: rank 0 of a benchmark died" in result.output
     assert [section.name for section in load(tmp_path)] == ["communication"]
 
@@ -315,7 +314,5 @@ def test_a_part_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
 def test_cuda_is_refused_where_there_is_none(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    app = typer.Typer()
-    app.command()(bench)
-    result = CliRunner().invoke(app, ["--quick", "--device", "cuda", "--output", str(tmp_path)])
+    result = invoke("--quick", "--device", "cuda", "--output", str(tmp_path))
     assert result.exit_code == 2 and "no CUDA device" in re.sub(r"[\s│]+", " ", result.output)

@@ -6,7 +6,6 @@ import ast
 import json
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 import mismatch_plugin as mp
+from examples.collect_report import collect
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.base import Plan
@@ -345,7 +345,6 @@ def test_explaining_four_runs_leaves_no_trace(where: str, tmp_path: Path) -> Non
 
 
 def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
-    collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
     with pytest.raises(ValueError, match="did the runs get --mismatch-report-dir"):
         collect(tmp_path)
     command = [sys.executable, str(EXAMPLES / "collect_report.py"), str(tmp_path)]
@@ -371,7 +370,6 @@ PRESETS = {"0": "disabled", "1": "bypass_ppo_clip", "2": "seq_is", "3": "pg_is"}
 def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
     pytest.importorskip("jinja2", reason="the report needs jinja2 (extra lab)")
-    collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
     for algorithm, preset in PRESETS.items():
         _collected(tmp_path, algorithm, preset, seed=7)
     html = collect(tmp_path).read_text(encoding="utf-8")
@@ -387,7 +385,6 @@ def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: P
 
 
 def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:
-    collect = runpy.run_path(str(EXAMPLES / "collect_report.py"))["collect"]
     _collected(tmp_path / "mixed", "1", "seq_is")
     with pytest.raises(ValueError, match=r"seed0 holds a run of algorithm 2: move it to a folder of that name"):
         collect(tmp_path / "mixed")

@@ -1,4 +1,4 @@
-"""The plan of a comparison, its folder, and its refusals. The runs themselves are tested in `test_lab.py`."""
+"""The plan of a comparison, its folder, and its refusals. The runs themselves are tested in `test_run.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
-from mismatch_plugin.lab.command import DEFAULT_ALGORITHMS
+from mismatch_plugin.lab import command
 from mismatch_plugin.lab.compare import SETTINGS, open_folder, plan, variant_config
 from mismatch_plugin.lab.run import _finished
 
@@ -72,49 +72,58 @@ def test_two_settings_that_are_one_run_are_refused(tmp_path: Path) -> None:
         plan(tmp_path, ["0"], 1, {"control": {}, "0": {"staleness": 0}}, {})
 
 
+def refused(folder: Path, *options: str) -> str:
+    """What `compare` says when it refuses the options, before it makes a folder."""
+    result = CliRunner().invoke(app, ["compare", "--output", str(folder), *options], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    assert not folder.exists()
+    return " ".join(result.output.replace("│", " ").split())
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--engine", "vllm"], "engine 'vllm' is unknown: choose transformers or sglang"),
-        (["--url", "http://127.0.0.1:1"], "--url is for a server: add --engine sglang"),
-        (["--start-server"], "--start-server is for a server: add --engine sglang"),
-        (["--engine", "sglang"], "needs --start-server or --url, and not both"),
-        (["--engine", "sglang", "--start-server", "--url", "http://127.0.0.1:1"], "and not both"),
-        (["--engine", "sglang", "--start-server", "--workers", "2"], "one server has one set of weights"),
-        (
-            ["--engine", "sglang", "--start-server", "--rollout-dtype", "int8"],
-            "int8 is made by the engine transformers",
-        ),
-        (["--engine", "sglang", "--start-server", "--settings", "int4"], "int4 is made by the engine transformers"),
-        (["--engine", "sglang", "--url", "127.0.0.1:1"], "is not a server's address"),
+        ("--engine vllm", "engine 'vllm' is unknown: choose transformers or sglang"),
+        ("--url http://127.0.0.1:1", "--url is for a server: add --engine sglang"),
+        ("--start-server", "--start-server is for a server: add --engine sglang"),
+        ("--engine sglang", "needs --start-server or --url, and not both"),
+        ("--engine sglang --start-server --url http://127.0.0.1:1", "and not both"),
+        ("--engine sglang --start-server --workers 2", "one server has one set of weights"),
+        ("--engine sglang --start-server --rollout-dtype int8", "int8 is made by the engine transformers"),
+        ("--engine sglang --start-server --settings int4", "int4 is made by the engine transformers"),
+        ("--engine sglang --url 127.0.0.1:1", "is not a server's address"),
+        ("--algorithms 5", "algorithm '5' is unknown"),
+        ("--algorithms ,", "algorithms is empty"),
+        ("--seeds 0", "seeds is 0"),
+        ("--workers -1", "workers is -1"),
+        ("--settings int5", "settings 'int5'"),
+        ("--steps 0", "steps is 0"),
+        ("--staleness -1", "staleness is -1"),
+        ("--top-p 0", "top_p is 0.0: it should be greater than 0."),
+        ("--task chess", "Invalid value: task 'chess' is unknown"),
+        ("--tp 3", "Invalid value: tp is 3 and must divide kv_groups, which is 4."),
+        ("--pp 5", "pp is 5"),
+        ("--staleness 4 --settings int4", "--settings int4 and staleness are two ways to choose"),
     ],
 )
-def test_engine_options_that_contradict_each_other(tmp_path: Path, options: list[str], sentence: str) -> None:
-    folder = tmp_path / "run"
-    result = CliRunner().invoke(app, ["compare", "--output", str(folder), *options], env={"COLUMNS": "200"})
-    assert result.exit_code == 2, result.output
-    assert sentence in " ".join(result.output.replace("│", " ").split())
-    assert not folder.exists()
+def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, options: str, sentence: str) -> None:
+    assert sentence in refused(tmp_path / "run", *options.split())
 
 
 def test_a_server_that_does_not_answer(tmp_path: Path) -> None:
     with socket.socket() as taken:  # bound and never listening: every connection is refused
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        options = ["--engine", "sglang", "--url", url, "--output", str(tmp_path / "run")]
-        result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
-    assert result.exit_code == 2 and "does not answer" in " ".join(result.output.split()), result.output
+        assert "does not answer" in refused(tmp_path / "run", "--engine", "sglang", "--url", url)
 
 
-def test_without_an_environment_a_comparison_says_how_to_make_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MISMATCH_SGLANG_PYTHON", str(tmp_path / "absent"))
-    options = ["--engine", "sglang", "--start-server", "--output", str(tmp_path / "run")]
-    result = CliRunner().invoke(app, ["compare", *options], env={"COLUMNS": "200"})
-    assert result.exit_code == 2, result.output
-    assert "make one with ci/sglang_cpu.sh" in " ".join(result.output.replace("│", " ").split())
-    assert not (tmp_path / "run").exists()
+    said = refused(tmp_path / "run", "--engine", "sglang", "--start-server")
+    assert "make one with ci/sglang_cpu.sh" in said
+    monkeypatch.setattr(command, "_NEEDED", ("json", "no_such_module"))
+    said = refused(tmp_path / "run")
+    assert "no_such_module cannot be imported" in said and "[lab]" in said
 
 
 def test_servers_are_started_for_what_is_not_done(tmp_path: Path) -> None:
@@ -142,8 +151,10 @@ def test_a_folder_is_never_overwritten(tmp_path: Path) -> None:
         open_folder(folder, {**description, "seeds": 2}, resume=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="is not empty and holds no run"):
-        open_folder(tmp_path / "other", description, resume=False)
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="is not empty and holds no run"):
+            open_folder(tmp_path / "other", description, resume)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["notes.txt"]
     with pytest.raises(ValueError, match="is a file"):
         open_folder(tmp_path / "other" / "notes.txt", description, resume=False)
 
@@ -208,4 +219,4 @@ def test_resuming_with_other_options_names_them(tmp_path: Path, now: dict[str, A
 def test_the_default_algorithms_stand_whole_in_the_help() -> None:
     output = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     words = output.replace("│", " ").split()
-    assert all(f"{name}" in " ".join(words) for name in DEFAULT_ALGORITHMS.split(",")) and "…" not in output
+    assert all(f"{name}" in " ".join(words) for name in command.DEFAULT_ALGORITHMS.split(",")) and "…" not in output

@@ -15,25 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from mismatch_plugin.cli import app
-from mismatch_plugin.lab import command
 from tests.report.test_page import write_folder
 
 needs_lab = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("megatron", "transformers", "matplotlib")), reason="needs [lab]"
 )
-OPTIONS = [
-    "--algorithms",
-    "0,1",
-    "--settings",
-    "control",
-    "--seeds",
-    "1",
-    "--steps",
-    "40",
-    "--workers",
-    "1",
-    "--no-exact",
-]
+OPTIONS = "--algorithms 0,1 --settings control --seeds 1 --steps 40 --workers 1 --no-exact"
 SECONDS = 180
 
 
@@ -42,10 +29,10 @@ def start(folder: Path) -> subprocess.Popen[str]:
 
     A shell that runs these tests in the background has them ignore SIGINT, which children inherit.
     """
-    command = [sys.executable, "-m", "mismatch_plugin", "compare", "--resume", "--output", str(folder), *OPTIONS]
+    words = f"-m mismatch_plugin compare --resume --output {folder} {OPTIONS}".split()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        command,
+        [sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -112,50 +99,3 @@ def test_the_end_shows_the_final_values_on_80_columns(tmp_path: Path) -> None:
     assert rows["2 decoupled PPO, token truncate"][-1] == "▲"
     table = said[: next(index for index, line in enumerate(said) if line.startswith("report: "))]
     assert max(map(len, table)) <= 80 and "one standard error over seeds" in " ".join(" ".join(table).split())
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        (["--algorithms", "5"], "algorithm '5' is unknown"),
-        (["--algorithms", ","], "algorithms is empty"),
-        (["--seeds", "0"], "seeds is 0"),
-        (["--workers", "-1"], "workers is -1"),
-        (["--settings", "int5"], "settings 'int5'"),
-        (["--steps", "0"], "steps is 0"),
-        (["--staleness", "-1"], "staleness is -1"),
-        (["--top-p", "0"], "top_p is 0.0: it should be greater than 0."),
-        (["--task", "chess"], "Invalid value: task 'chess' is unknown"),
-        (["--tp", "3"], "Invalid value: tp is 3 and must divide kv_groups, which is 4."),
-        (["--pp", "5"], "pp is 5"),
-        (["--staleness", "4", "--settings", "int4"], "staleness"),
-    ],
-)
-def test_bad_options_are_refused_before_anything_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], sentence: str
-) -> None:
-    def run(*_: object) -> None:
-        raise AssertionError("not refused")
-
-    monkeypatch.setattr(command, "_run", run)
-    folder = tmp_path / "run"
-    result = CliRunner().invoke(app, ["compare", "--output", str(folder), *options])
-    assert result.exit_code == 2, result.output
-    assert sentence in " ".join(result.output.replace("│", " ").split()), result.output
-    assert not folder.exists()
-
-
-def test_a_missing_extra_is_named_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "_NEEDED", ("json", "no_such_module"))
-    result = CliRunner().invoke(app, ["compare", "--output", str(tmp_path / "run")])
-    said = " ".join(result.output.replace("│", " ").split())
-    assert result.exit_code == 2 and "no_such_module cannot be imported" in said and "[lab]" in said
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_that_holds_something_else_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    result = CliRunner().invoke(app, ["compare", "--output", str(tmp_path), "--resume"])
-    said = " ".join(result.output.replace("│", " ").split())
-    assert result.exit_code == 2 and "is not empty and holds no run" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

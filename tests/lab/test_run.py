@@ -264,7 +264,7 @@ def test_staleness_is_counted_in_optimizer_steps() -> None:
     # The weights of version 3 are really those after three steps: a run of three steps ends with them.
     short = settings.model_copy(update={"steps": 3})
     policy = trainer.Policy(settings, None, lr=1.0)
-    run = trainer._Run(short, mp.MismatchConfig(), policy.weights(), lambda record: None, None)
+    run = trainer.Run(short, mp.MismatchConfig(), policy.weights(), lambda record: None, None)
     run.all_steps()
     assert torch.equal(run.policy.export()["lm_head.weight"], loaded[3])
     assert not torch.equal(loaded[3], loaded[1])
