@@ -85,8 +85,7 @@ def explain(
     """
     from mismatch_plugin.explain import LEVELS, MODES, explain_table
 
-    modes = tuple(item.value for item in mode or Mode)
-    levels = tuple(item.value for item in level or Level)
+    modes, levels = mode or MODES, level or LEVELS
     table = explain_table([name for name in MODES if name in modes], [name for name in LEVELS if name in levels])
     _show(table, markdown)
 
@@ -103,15 +102,11 @@ def presets(
     """
     from mismatch_plugin.report.presets import PRESET_NAMES, preset_table, presets_table
 
-    if name is not None:
-        try:
-            table = preset_table(name)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="NAME") from error
-        _show(table, markdown)
-    else:
-        table = presets_table()
-        _show(table if markdown else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
+    try:
+        table = presets_table() if name is None else preset_table(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="NAME") from error
+    _show(table if markdown or name else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
 
 
 app.command()(compare)

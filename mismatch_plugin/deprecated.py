@@ -6,12 +6,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import Correction, SequenceGroups, correct
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
-from mismatch_plugin.core.packed import PackedSequences
 
 
 def compile_policy_loss(
@@ -19,11 +16,7 @@ def compile_policy_loss(
 ) -> Callable[..., PolicyLoss]:
     """`policy_loss` of one configuration, eager: called as loss(log_probs, packed, batch_factor=None)."""
     _warn("compile_policy_loss", "policy_loss(log_probs, packed, config)", options)
-
-    def loss(log_probs: Tensor, packed: PackedSequences, batch_factor: Tensor | float | None = None) -> PolicyLoss:
-        return policy_loss(log_probs, packed, config, groups, batch_factor)
-
-    return loss
+    return lambda log_probs, packed, batch_factor=None: policy_loss(log_probs, packed, config, groups, batch_factor)
 
 
 def compile_correct(
@@ -31,11 +24,7 @@ def compile_correct(
 ) -> Callable[..., Correction]:
     """`correct` of one configuration, eager: called as correct(packed, batch_factor=None)."""
     _warn("compile_correct", "correct(packed, config)", options)
-
-    def corrected(packed: PackedSequences, batch_factor: Tensor | float | None = None) -> Correction:
-        return correct(packed, config, groups, batch_factor)
-
-    return corrected
+    return lambda packed, batch_factor=None: correct(packed, config, groups, batch_factor)
 
 
 def _warn(name: str, instead: str, options: dict[str, Any]) -> None:

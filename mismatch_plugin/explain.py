@@ -41,7 +41,9 @@ def example_batch() -> PackedSequences:
 def explain_table(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> Table:
     """Input, then one row a setting: the weight of every token, and which tokens leave the loss."""
     packed = example_batch()
-    rows = [*_inputs()]
+    policies = list(zip(*(token[:2] for row in _SEQUENCES.values() for token in row), strict=True))
+    names = ("π_rollout", "π_train")
+    rows = [(name, *(f"{p:g}" for p in values)) for name, values in zip(names, policies, strict=True)]
     for level in levels:
         # An upper bound of inf leaves the aggregated ratio as it is.
         rows.append((f"{level}: ratio", *_outcome(packed, _tis(level, "truncate", math.inf))))
@@ -79,12 +81,6 @@ def notes(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> tuple
     return tuple(lines)
 
 
-def _inputs() -> Iterator[tuple[str, ...]]:
-    tokens = [token for row in _SEQUENCES.values() for token in row]
-    yield ("π_rollout", *(f"{rollout:g}" for rollout, _, _ in tokens))
-    yield ("π_train", *(f"{train:g}" for _, train, _ in tokens))
-
-
 def _tis(level: str, mode: str, upper: float = UPPER, **more: Any) -> dict[str, Any]:
     return {"use_tis": True, "tis": {"level": level, "mode": mode, "upper_bound": upper, **more}}
 
@@ -105,9 +101,5 @@ def _outcome(packed: PackedSequences, settings: dict[str, Any]) -> list[str]:
         warnings.simplefilter("ignore", MismatchWarning)  # bounds for show are not bounds for use
         config = MismatchConfig.model_validate(settings)
     correction = correct(packed, config)
-    cells = []
-    for weight, keep, mask in zip(
-        correction.weights.tolist(), correction.keep.tolist(), packed.loss_mask.tolist(), strict=True
-    ):
-        cells.append(PADDING if not mask else f"{weight:.3g}" + ("" if keep else f" {REJECTED}"))
-    return cells
+    tokens = zip(correction.weights.tolist(), correction.keep.tolist(), packed.loss_mask.tolist(), strict=True)
+    return [f"{weight:.3g}" + ("" if keep else f" {REJECTED}") if mask else PADDING for weight, keep, mask in tokens]

@@ -9,12 +9,11 @@ is run.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -23,7 +22,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.hooks.version import folder, read_version
+from mismatch_plugin.files import replacing
+from mismatch_plugin.hooks import version
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,17 +49,19 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Patch:
-    """One entry of the manifest. before, after: SHA-256 of the file. optional: applied only when asked for."""
+    """One entry of the manifest. patch: its path there. before, after: `sha256` of the file. optional: applied only
+    when asked for. edits: what `patches/generate.py` makes it from."""
 
     host: str
     repository: str
     commit: str
     file: str
-    path: Path
+    patch: str
     why: str
     optional: bool
-    before: str
-    after: str
+    before: Mapping[str, str]
+    after: Mapping[str, str]
+    edits: Sequence[Any] = ()
 
 
 def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -> list[Patch]:
@@ -67,13 +69,12 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    manifest: dict[str, Any] = json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
-    every = [_patch(entry) for entry in manifest["patches"]]
-    hosts = list(dict.fromkeys(patch.host for patch in every))
-    if host not in hosts:
-        more = " verl needs none: it finds the installed package by its entry point." if host == "verl" else ""
-        raise PatchError(f"there is no patch for host {host!r}: there are those of {', '.join(hosts)}.{more}")
+    every = [Patch(**entry) for entry in version.manifest()["patches"]]
     mine = [patch for patch in every if patch.host == host]
+    if not mine:
+        hosts = ", ".join(dict.fromkeys(patch.host for patch in every))
+        more = " verl needs none: it finds the installed package by its entry point." if host == "verl" else ""
+        raise PatchError(f"there is no patch for host {host!r}: there are those of {hosts}.{more}")
     unknown = sorted(set(files) - {patch.file for patch in mine})
     if unknown:
         raise PatchError(
@@ -91,10 +92,10 @@ def state_of(patch: Patch, root: Path) -> State:
         return State.LINKED
     content = path.read_bytes()
     digest = hashlib.sha256(content).hexdigest()
-    if digest == patch.after or (digest != patch.before and _patched(patch, content, "--reverse") is not None):
-        return State.APPLIED
-    if digest == patch.before:
+    if digest == patch.before["sha256"]:
         return State.RELEASED
+    if digest == patch.after["sha256"] or _patched(patch, content, "--reverse") is not None:
+        return State.APPLIED
     if _patched(patch, content) is None:
         return State.OTHER
     return State.RELEASED if _is_committed(root, patch.file, content) else State.DIRTY
@@ -113,20 +114,22 @@ def revert(patches: Sequence[Patch], root: Path) -> list[str]:
 def _change(patches: Sequence[Patch], root: Path, start: State, end: State, done: str, *how: str) -> list[str]:
     if not root.is_dir():
         raise PatchError(f"{root} is no folder: give the root of the host's checkout.")
-    states = {patch.file: state_of(patch, root) for patch in patches}
-    for patch in patches:
-        if states[patch.file] not in (start, end):
-            raise PatchError(_refusal(patch, states[patch.file], root))
+    changed: dict[Path, bytes] = {}
     said = []
     for patch in patches:
-        if states[patch.file] is end:
+        state, path = state_of(patch, root), root / patch.file
+        if state is end:
             said.append(f"nothing to do: {patch.file} ({end.value})")
             continue
-        changed = _patched(patch, (root / patch.file).read_bytes(), *how)
-        if changed is None:
-            raise PatchError(f"git apply refused {patch.path.name} on {root / patch.file} after its own check passed.")
-        _replace(root / patch.file, changed)
+        content = _patched(patch, path.read_bytes(), *how) if state is start else None
+        if content is None:
+            raise PatchError(_refusal(patch, state, root))
+        changed[path] = content
         said.append(f"{done} {patch.file}")
+    for path, content in changed.items():
+        with replacing(path) as new:
+            new.write_bytes(content)
+            shutil.copymode(path, new)
     return said
 
 
@@ -144,24 +147,10 @@ def _refusal(patch: Patch, state: State, root: Path) -> str:
             f"{patch.file} has changes of its own that are not committed (or is no file of a git checkout): commit or "
             f"revert them first, or check {where} out."
         )
-    found = f"{patch.host} {read_version(patch.host, root)}"
     return (
-        f"{patch.file} is that of {found}, not the file that the patch was made for, and it does not apply: use "
-        f"{where}, or launch through `python -m mismatch_plugin.launch`, which needs no patch."
-    )
-
-
-def _patch(entry: dict[str, Any]) -> Patch:
-    return Patch(
-        entry["host"],
-        entry["repository"],
-        entry["commit"],
-        entry["file"],
-        folder() / entry["patch"],
-        entry["why"],
-        entry["optional"],
-        entry["before"]["sha256"],
-        entry["after"]["sha256"],
+        f"{patch.file} is that of {patch.host} {version.read_version(patch.host, root)}, not the file that the patch "
+        f"was made for, and it does not apply: use {where}, or launch through `python -m mismatch_plugin.launch`, "
+        f"which needs no patch."
     )
 
 
@@ -187,30 +176,16 @@ def _patched(patch: Patch, content: bytes, *how: str) -> bytes | None:
         copy = Path(name, patch.file)
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
-        # A patch made on Linux must also match a checkout with other line endings' settings: nothing is converted here.
-        done = _git(Path(name), "apply", "--whitespace=nowarn", *how, str(patch.path.resolve()))
+        path = (version.folder() / patch.patch).resolve()
+        done = _git(Path(name), "apply", "--whitespace=nowarn", *how, str(path))
         return copy.read_bytes() if done.returncode == 0 else None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a file so that it is there whole, or as it was."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        shutil.copymode(path, name)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _is_committed(root: Path, file: str, content: bytes) -> bool:
     """Whether the last commit holds the file as it is. Compared here: git's own status would run filters."""
-    found = _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}")
+    found = _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}").stdout.strip()
     blob = b"blob %d\0" % len(content) + content
-    digests = (hashlib.sha1(blob, usedforsecurity=False).hexdigest(), hashlib.sha256(blob).hexdigest())
-    return found.returncode == 0 and found.stdout.strip() in digests
+    return found in (hashlib.sha1(blob, usedforsecurity=False).hexdigest(), hashlib.sha256(blob).hexdigest())
 
 
 # The command ----------------------------------------------------------------------------------------------------------
@@ -227,16 +202,16 @@ def check_command(host: Host, root: Root, file: Files = None, optional: Optional
 
     Exits 1 where one can neither be applied nor is; an optional one counts with --optional or --file only.
     """
+    failed = False
     with _told():
         asked = patches_of(host, file or (), optional)
-        shown = patches_of(host, file or (), optional=True)
-        states = {patch.file: state_of(patch, root) for patch in shown}
-    for patch in shown:
-        state = states[patch.file]
-        typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state.value}\n  {patch.why}")
-        if state not in (State.RELEASED, State.APPLIED):
-            typer.echo(f"  {_refusal(patch, state, root)}")
-    if not {states[patch.file] for patch in asked} <= {State.RELEASED, State.APPLIED}:
+        for patch in patches_of(host, file or (), optional=True):
+            state = state_of(patch, root)
+            typer.echo(f"{patch.file}{' (optional)' if patch.optional else ''}: {state.value}\n  {patch.why}")
+            if state not in (State.RELEASED, State.APPLIED):
+                typer.echo(f"  {_refusal(patch, state, root)}")
+                failed |= patch in asked
+    if failed:
         raise typer.Exit(1)
 
 

@@ -61,13 +61,8 @@ def test_version_and_help_import_nothing_heavy():
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def test_explain_markdown_is_the_example():
-    result = _run("explain", "--markdown")
-    assert result.exit_code == 0
-    assert result.output == explain_table().to_markdown()
-
-
-def test_explain_can_be_narrowed():
+def test_explain_is_the_example_and_can_be_narrowed():
+    assert _run("explain", "--markdown").output == explain_table().to_markdown()
     result = _run("explain", "--mode", "clip", "--mode", "mask", "--level", "geometric", "--markdown")
     assert result.output == explain_table(["clip", "mask"], ["geometric"]).to_markdown()
 
@@ -89,18 +84,18 @@ def test_footnotes_are_wrapped_at_words_and_flags_stay_on_one_line():
     assert flags in CliRunner().invoke(app, ["presets", "decoupled_token_icepop"], env=narrow).output
 
 
-def test_explain_refuses_an_unknown_mode():
-    result = _run("explain", "--mode", "chop")
+@pytest.mark.parametrize(
+    ("line", "said"), [("explain --mode chop", "truncate"), ("presets no_such_preset", "no_such_preset")]
+)
+def test_what_is_unknown_is_refused(line: str, said: str):
+    result = _run(*line.split())
     assert result.exit_code == 2
-    assert "chop" in result.output and "truncate" in result.output
+    assert line.split()[-1] in result.output and said in result.output
 
 
 def test_presets_lists_every_preset():
     output = _run("presets").output
     assert [name for name in NAMES if name not in output] == []
-
-
-def test_presets_markdown_is_the_table():
     assert _run("presets", "--markdown").output == presets_table().to_markdown()
 
 
@@ -115,12 +110,4 @@ def test_one_preset_shows_all_its_settings(name: str):
 
 def test_an_alias_shows_its_preset():
     entry = next(entry for entry in PRESETS if entry.aliases)
-    result = _run("presets", entry.aliases[0])
-    assert result.exit_code == 0
-    assert preset_table(entry.name).notes[-1] in result.output
-
-
-def test_presets_refuses_an_unknown_name():
-    result = _run("presets", "no_such_preset")
-    assert result.exit_code == 2
-    assert "no_such_preset" in result.output
+    assert preset_table(entry.name).notes[-1] in _run("presets", entry.aliases[0]).output

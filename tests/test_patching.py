@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,11 @@ import torch
 from typer.testing import CliRunner
 
 from mismatch_plugin import patching
+from mismatch_plugin.hooks import version
 from mismatch_plugin.patching import Patch, PatchError, State, apply, patches_of, revert, state_of
 
-MANIFEST: list[dict[str, Any]] = json.loads((patching.folder() / "manifest.json").read_text())["patches"]
-HOSTS = ("slime", "miles", "megatron-lm", "nemo-rl")
+MANIFEST: list[dict[str, Any]] = version.manifest()["patches"]
 FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
-COMMITS = {
-    "slime": "624b824a898ab0ec1fcb4d373004c7f3852bf515",
-    "miles": "31f1ca961a94cb860cec3b2dea34ec332bfa8f76",
-    "megatron-lm": "d98e8a64ddf34856e74b24714e3bedb2f5a39553",
-    "nemo-rl": "7ea279abfbeb698b092856d0dab61e7cf39bc909",
-}
 
 
 def _git(root: Path, *arguments: str) -> None:
@@ -36,15 +31,20 @@ def _git(root: Path, *arguments: str) -> None:
     subprocess.run(command, cwd=root, check=True, capture_output=True)
 
 
+def _commit(root: Path) -> None:
+    _git(root, "init", "--quiet")
+    _git(root, "add", ".")
+    _git(root, "commit", "--quiet", "--message", "x")
+
+
 # What the manifest records --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda entry: entry["patch"])
 def test_a_patch_changes_its_one_file_and_little_of_it(entry: dict[str, Any]) -> None:
-    text = (patching.folder() / entry["patch"]).read_text()
+    text = (version.folder() / entry["patch"]).read_text()
     assert re.findall(r"^diff --git a/(\S+) b/(\S+)$", text, re.M) == [(entry["file"], entry["file"])]
     assert f"index {entry['before']['blob']}..{entry['after']['blob']}" in text
-    assert entry["commit"] == COMMITS[entry["host"]]
     added = [line for line in text.splitlines() if line.startswith("+") and not line.startswith("+++")]
     context = [line for line in text.splitlines() if line.startswith(" ")]
     hunks = text.count("\n@@")
@@ -56,7 +56,7 @@ def test_a_patch_changes_its_one_file_and_little_of_it(entry: dict[str, Any]) ->
 @pytest.mark.parametrize("entry", MANIFEST, ids=lambda entry: entry["patch"])
 def test_a_patch_is_made_of_the_manifest_s_edits(entry: dict[str, Any]) -> None:
     """Removed and added lines of the patch are those of the edits."""
-    text = (patching.folder() / entry["patch"]).read_text()
+    text = (version.folder() / entry["patch"]).read_text()
     for sign, key in (("-", "find"), ("+", "replace")):
         changed = [line[1:] for line in text.splitlines() if re.match(rf"\{sign}(?!{re.escape(sign * 2)} )", line)]
         allowed = {line for edit in entry["edits"] for line in edit[key].splitlines()}
@@ -66,7 +66,7 @@ def test_a_patch_is_made_of_the_manifest_s_edits(entry: dict[str, Any]) -> None:
 def test_every_patched_name_exists() -> None:
     """What the patches import is there to be imported."""
     for entry in MANIFEST:
-        text = (patching.folder() / entry["patch"]).read_text()
+        text = (version.folder() / entry["patch"]).read_text()
         for module, names in re.findall(r"^\+from (mismatch_plugin\S*) import (.+)$", text, re.M):
             imported = __import__(module, fromlist=["x"])
             for name in names.split(","):
@@ -80,37 +80,21 @@ def test_every_patched_name_exists() -> None:
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout with two files, and patches for both, one of them optional."""
     root, made = tmp_path / "host", tmp_path / "patches"
-    root.mkdir()
+    (root / "pkg").mkdir(parents=True)
     made.mkdir()
     entries = []
     for name, optional in (("pkg/a.py", False), ("pkg/b.py", True)):
         before = "".join(f"line_{index} = {index}\n" for index in range(9))
         after = before.replace("line_4 = 4\n", "line_4 = 4\nours = True\n")
-        path = root / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(after)
-        _git(tmp_path, "init", "--quiet", str(root))
+        (root / name).write_text(before)
         patch = f"--- a/{name}\n+++ b/{name}\n@@ -5,2 +5,3 @@\n line_4 = 4\n+ours = True\n line_5 = 5\n"
-        path.write_text(before)
-        (made / path.with_suffix(".patch").name).write_text(patch)
-        digests = [{"sha256": hashlib.sha256(text.encode()).hexdigest()} for text in (before, after)]
-        entries.append(
-            {
-                "host": "own",
-                "repository": "some/host",
-                "commit": "0" * 40,
-                "file": name,
-                "patch": path.with_suffix(".patch").name,
-                "optional": optional,
-                "why": "to test",
-                "before": digests[0],
-                "after": digests[1],
-            }
-        )
+        (made / f"{optional}.patch").write_text(patch)
+        old, new = ({"sha256": hashlib.sha256(text.encode()).hexdigest()} for text in (before, after))
+        entry = Patch("own", "some/host", "0" * 40, name, f"{optional}.patch", "to test", optional, old, new)
+        entries.append(asdict(entry))
     (made / "manifest.json").write_text(json.dumps({"patches": entries}))
-    _git(root, "add", ".")
-    _git(root, "commit", "--quiet", "--message", "x")
-    monkeypatch.setattr(patching, "folder", lambda: made)
+    _commit(root)
+    monkeypatch.setattr(version, "folder", lambda: made)
     return root
 
 
@@ -120,6 +104,7 @@ def _text(root: Path, name: str = "pkg/a.py") -> str:
 
 def test_apply_and_revert_are_idempotent(tree: Path) -> None:
     before, patches = _text(tree), patches_of("own")
+    (tree / "pkg" / "a.py").chmod(0o755)
     assert apply(patches, tree) == ["applied to pkg/a.py"]
     assert "ours = True" in _text(tree)
     assert "ours" not in _text(tree, "pkg/b.py")  # optional
@@ -127,6 +112,8 @@ def test_apply_and_revert_are_idempotent(tree: Path) -> None:
     assert revert(patches, tree) == ["reverted in pkg/a.py"]
     assert revert(patches, tree) == ["nothing to do: pkg/a.py (not applied)"]
     assert _text(tree) == before
+    assert (tree / "pkg" / "a.py").stat().st_mode & 0o777 == 0o755
+    assert sorted(path.name for path in (tree / "pkg").iterdir()) == ["a.py", "b.py"]
 
 
 def test_optional_patches_and_single_files(tree: Path) -> None:
@@ -141,14 +128,14 @@ def test_a_dirty_file_is_refused_and_nothing_is_changed(tree: Path) -> None:
     with pytest.raises(PatchError, match=r"pkg/b\.py has changes of its own that are not committed"):
         apply(patches_of("own", optional=True), tree)
     assert "ours" not in _text(tree)  # the first file was fine, and still is as it was
-    _git(tree, "commit", "--quiet", "--all", "--message", "y")
+    _commit(tree)
     assert apply(patches_of("own", optional=True), tree)[1] == "applied to pkg/b.py"
 
 
 def test_a_patched_file_may_be_committed_and_reverted(tree: Path) -> None:
     apply(patches_of("own"), tree)
     (tree / "pkg" / "a.py").write_text("above = 0\n" + _text(tree))
-    _git(tree, "commit", "--quiet", "--all", "--message", "y")
+    _commit(tree)
     assert state_of(patches_of("own")[0], tree) is State.APPLIED
     revert(patches_of("own"), tree)
     assert "ours" not in _text(tree)
@@ -156,7 +143,7 @@ def test_a_patched_file_may_be_committed_and_reverted(tree: Path) -> None:
 
 def test_another_version_is_refused(tree: Path) -> None:
     (tree / "pkg" / "a.py").write_text(_text(tree).replace("line_4", "row_4"))
-    _git(tree, "commit", "--quiet", "--all", "--message", "y")
+    _commit(tree)
     with pytest.raises(PatchError, match=r"not the file that the patch was made for.* use some/host at 0{10}, or lau"):
         apply(patches_of("own"), tree)
 
@@ -184,8 +171,7 @@ def test_nothing_that_the_checkout_s_git_configuration_names_is_run(tree: Path, 
     program.chmod(0o755)
     (tree / ".gitattributes").write_text("*.py filter=own diff=own merge=own\n")
     (tree / "pkg" / "a.py").write_text("above = 0\n" + _text(tree))
-    _git(tree, "add", ".")
-    _git(tree, "commit", "--quiet", "--message", "y")
+    _commit(tree)
     keys = ("core.fsmonitor", "filter.own.clean", "filter.own.smudge", "filter.own.process", "diff.own.textconv")
     for key in (*keys, "diff.own.command", "diff.external", "core.pager", "core.sshCommand", "core.editor"):
         _git(tree, "config", key, str(program))
@@ -199,19 +185,37 @@ def test_nothing_that_the_checkout_s_git_configuration_names_is_run(tree: Path, 
     assert not mark.exists(), mark.read_text()
 
 
-def test_a_patched_file_keeps_its_mode(tree: Path) -> None:
-    (tree / "pkg" / "a.py").chmod(0o755)
-    apply(patches_of("own"), tree)
-    assert (tree / "pkg" / "a.py").stat().st_mode & 0o777 == 0o755
-    assert sorted(path.name for path in (tree / "pkg").iterdir()) == ["a.py", "b.py"]
-
-
 def test_a_checkout_inside_another_repository(tree: Path, tmp_path: Path) -> None:
     """git apply in a subfolder of a repository would skip the file without a word."""
     shutil.rmtree(tree / ".git")
     _git(tmp_path, "init", "--quiet")
     assert apply(patches_of("own"), tree) == ["applied to pkg/a.py"]
     assert "ours" in _text(tree)
+
+
+def test_a_checkout_behind_a_link_is_patched(tree: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("host")
+    apply(patches_of("own"), link)
+    assert "ours" in _text(tree)
+    assert state_of(patches_of("own")[0], link) is State.APPLIED
+
+
+@pytest.mark.parametrize("linked", ["pkg/b.py", "pkg"])
+@pytest.mark.parametrize("applied", [False, True])
+def test_a_file_behind_a_link_is_refused_and_nothing_is_changed(
+    tree: Path, tmp_path: Path, linked: str, applied: bool
+) -> None:
+    patches = patches_of("own", optional=True)
+    if applied:
+        apply(patches, tree)
+    before = _text(tree), _text(tree, "pkg/b.py")
+    (tree / linked).rename(tmp_path / "elsewhere")
+    (tree / linked).symlink_to(tmp_path / "elsewhere")
+    assert state_of(patches[1], tree) is State.LINKED
+    with pytest.raises(PatchError, match=r"pkg/.\.py is reached by a symbolic link to .*elsewhere"):
+        (revert if applied else apply)(patches, tree)
+    assert (_text(tree), _text(tree, "pkg/b.py")) == before
 
 
 def test_the_command(tree: Path) -> None:
@@ -254,23 +258,23 @@ def _checkout(host: str, patches: list[Patch], folder: Path) -> Path:
         target = folder / patch.file
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(source, target)
-    _git(folder, "init", "--quiet")
-    _git(folder, "add", ".")
-    _git(folder, "commit", "--quiet", "--message", "x")
+    _commit(folder)
     return folder
 
 
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", FOLDERS)
 def test_patches_apply_compile_and_revert_on_the_host_s_files(host: str, tmp_path: Path) -> None:
     patches = patches_of(host, optional=True)
     root = _checkout(host, patches, tmp_path / "tree")
     before = {patch.file: (root / patch.file).read_bytes() for patch in patches}
     for patch in patches:
         digest = hashlib.sha256(before[patch.file]).hexdigest()
-        assert digest == patch.before, f"{host}'s {patch.file} is not that of {patch.commit}: check that commit out"
+        assert digest == patch.before["sha256"], (
+            f"{host}'s {patch.file} is not that of {patch.commit}: check that commit out"
+        )
     assert apply(patches, root) == [f"applied to {patch.file}" for patch in patches]
     for patch in patches:
-        assert hashlib.sha256((root / patch.file).read_bytes()).hexdigest() == patch.after
+        assert hashlib.sha256((root / patch.file).read_bytes()).hexdigest() == patch.after["sha256"]
     assert compileall.compile_dir(root, quiet=1, force=True)
     assert apply(patches, root) == [f"nothing to do: {patch.file} (applied)" for patch in patches]
     revert(patches, root)

@@ -45,6 +45,11 @@ class Criterion(BaseModel):
         return self.statistic in ("ratio", "k1")
 
     @property
+    def judges_tokens(self) -> bool:
+        """True where single tokens are judged, False where all of a sequence stays or goes."""
+        return self.aggregate == "token"
+
+    @property
     def log_bounds(self) -> tuple[float | None, float | None]:
         """(lower, upper) in the space in which the aggregate is compared; None where there is no bound."""
         lower, upper = self.lower_bound, self.upper_bound

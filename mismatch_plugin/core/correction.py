@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import segment_maxima, segment_sum, segment_sums, spread
 from mismatch_plugin.core.metrics.collect import collect_statistics, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
+from mismatch_plugin.core.segments import Column, segment_max, segment_sum, segment_sums, spread
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
-from mismatch_plugin.core.weights import bound_weight
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -111,31 +110,28 @@ def compute_correction(
     leaves_out = config.metrics != "off" and packed.rollout_log_probs is not None and config.leaves_out_invalid
     tokens = select_tokens(train_T, packed, leaves_out)
     stage = Stage(config, packed, tokens, train_T)
-    tis = config.tis
 
     # Decisions and weights that need one token only.
-    stage.outside_criteria_T = reject_tokens(config, tokens)
-    if config.weighted and stage.level == "token":
-        weights_T, stage.outside_mode_T = bound_weight(tokens.log_ratio, tis.mode, tis.lower, tis.upper, tokens.padding)
-        stage.weights_T = weights_T.mul_(tokens.mask)
-    masked_T = any_of([*stage.outside_criteria_T.values(), stage.outside_mode_T])
+    stage.outside_T = reject_tokens(config, tokens)
+    if stage.units.per_token:
+        stage.weigh(tokens.padding, stage.outside_T)
+    masked_T = any_of(stage.outside_T.values())
     dropped_T = tokens.defective if config.rollout_log_prob_policy == "drop-token" else None
     rejected_T = any_of([masked_T, dropped_T])
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
     if leaves_out:
-        columns = chain(columns, [("trained", packed.loss_mask)])
-    stage.read(*_reduce_sums(columns, packed.offsets, stage.wide_T, groups))
-    stage.maxima_N = _reduce_maxima(maximum_columns(config, tokens), packed.offsets, groups)
+        columns = chain(columns, [Column("trained", packed.loss_mask)])
+    names, partials = segment_sums(columns, packed.offsets)
+    stage.read(names, partials if groups is None else groups.sum(partials))
+    maxima_N = _maxima(config, tokens, packed.offsets, groups)
 
     # Decisions and weights that need the whole sequence.
-    stage.outside_N, stage.values_N = reject_sequences(config, stage.sums_N, stage.means_N, stage.maxima_N)
-    if config.weighted and stage.level != "token":
-        stage.weights_N, stage.outside_mode_N = bound_weight(
-            stage.aggregated(), tis.mode, tis.lower, tis.upper, ratio=stage.unit_ratio
-        )
-    rejected_N = any_of([*stage.outside_N.values(), stage.outside_mode_N])
+    stage.outside_N, stage.values_N = reject_sequences(config, stage.sums_N, stage.means_N, maxima_N)
+    if not stage.units.per_token:
+        stage.weigh(None, stage.outside_N)
+    rejected_N = any_of(stage.outside_N.values())
     stage.kept_N = stage.tokens_N if rejected_T is None else stage.tokens_N - stage.sums_N["rejected"]
     if rejected_N is not None:
         stage.kept_N = stage.kept_N.masked_fill(rejected_N, 0.0)
@@ -146,7 +142,7 @@ def compute_correction(
     if rejected_N is not None:
         keep = keep.masked_fill(spread(rejected_N, index), 0.0)
     stage.keep_T = keep
-    if config.weighted and tis.batch_normalize:
+    if config.weighted and config.tis.batch_normalize:
         stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
     statistics = collect_statistics(stage, counts_sequences=counts)
@@ -158,13 +154,23 @@ def compute_correction(
     if config.dry_run:
         return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N)
     weights = mask
-    if stage.weights_T is not None:
-        weights = stage.weights_T
-    elif stage.weights_N is not None:
-        weights = mask * spread(stage.weights_N.to(mask.dtype), index)
+    if stage.weights_U is not None:
+        weights = stage.units.to_tokens(stage.weights_U.to(mask.dtype), index)
+        weights = weights if stage.units.per_token else mask * weights
     if stage.factor is not None:
         weights = weights / stage.factor
     return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor)
+
+
+def _maxima(
+    config: MismatchConfig, tokens: Tokens, offsets: Tensor, groups: SequenceGroups | None
+) -> dict[str, Tensor]:
+    """What the sequence_max criteria compare, [N] by name."""
+    columns = dict(maximum_columns(config, tokens))
+    if not columns:
+        return {}
+    maxima = torch.stack([segment_max(column, offsets) for column in columns.values()])
+    return dict(zip(columns, (maxima if groups is None else groups.max(maxima)).unbind(0), strict=True))
 
 
 def given_correction(weights_T: Tensor, train_T: Tensor, packed: PackedSequences, config: MismatchConfig) -> Correction:
@@ -203,31 +209,3 @@ def refuse_no_config(config: object) -> None:
             f"config is {config!r}, a {type(config).__name__}: pass a MismatchConfig, such as "
             f'mismatch_plugin.preset("token_is") or MismatchConfig(use_tis=True).'
         )
-
-
-def _reduce_sums(
-    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, wide_T: Tensor, groups: SequenceGroups | None
-) -> tuple[tuple[str, ...], Tensor]:
-    """Names, and Σ over each whole sequence of every column, [K, N] float64. Each column is freed once it is summed."""
-    names: list[str] = []
-    partials = segment_sums(named(columns, names), offsets, wide_T)
-    return tuple(names), partials if groups is None else groups.sum(partials)
-
-
-def _reduce_maxima(
-    columns: Iterable[tuple[str, Tensor]], offsets: Tensor, groups: SequenceGroups | None
-) -> dict[str, Tensor]:
-    names: list[str] = []
-    partials = segment_maxima(named(columns, names), offsets)
-    if partials is None:
-        return {}
-    if groups is not None:
-        partials = groups.max(partials)
-    return dict(zip(names, partials.unbind(0), strict=True))
-
-
-def named(columns: Iterable[tuple[str, Tensor]], names: list[str]) -> Iterator[Tensor]:
-    """The columns one by one, their names appended to `names`."""
-    for name, column in columns:
-        names.append(name)
-        yield column

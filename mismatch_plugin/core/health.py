@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.units import Units, units_of
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -75,8 +76,8 @@ def _enough_units(metrics: Mapping[str, float], config: MismatchConfig) -> bool:
     return metrics.get("sequences", 0.0) >= MIN_UNITS
 
 
-def _weighted_at(*levels: str) -> _Judge:
-    return lambda metrics, config: config.weighted and config.tis.level in levels
+def _weighted_by(judge: Callable[[type[Units]], bool]) -> _Judge:
+    return lambda metrics, config: config.weighted and judge(units_of(config))
 
 
 def _mostly_kept(judge: _Judge) -> _Judge:
@@ -124,15 +125,15 @@ RULES: tuple[Rule, ...] = (
              config.weighted and not config.tis.batch_normalize and not metrics.get("all_rejected")
          ), "weights not normalised, something kept"),
     Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_at("token")),
+         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_by(lambda units: units.per_token)),
          "weights at token level, most tokens kept"),
     Rule("rollout_is_weight_after_seq_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_at("sequence", "geometric")),
+         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_by(lambda units: not units.per_token)),
          "weights at sequence and geometric level, most tokens kept"),
     Rule("seq_log_ratio_mean", "correction", lambda v: v < VANISHING_LOG_WEIGHT, f"below {VANISHING_LOG_WEIGHT:g}",
          "the mean log-ratio times the length makes product weights vanish",
          "Long responses lose their gradient: use geometric or token level, or find the shift that all tokens share.",
-         _weighted_at("sequence"), "weights at sequence level"),
+         _weighted_by(lambda units: units.multiplies), "weights at sequence level"),
     Rule("rollout_is_veto_fraction", "correction", lambda v: v > MAX_VETO_FRACTION, f"above {MAX_VETO_FRACTION:g}",
          "many sequences are vetoed",
          "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),

@@ -16,10 +16,10 @@ from mismatch_plugin.core.correction import (
     given_correction,
     refuse_no_config,
 )
-from mismatch_plugin.core.levels import spread
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import spread
 from mismatch_plugin.core.validity import train_is_valid
 from mismatch_plugin.limits import SAFETY_BOUND
 

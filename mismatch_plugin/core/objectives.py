@@ -43,7 +43,11 @@ def reinforce_loss(log_probs_T: Tensor, advantages_T: Tensor) -> Tensor:
 def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str) -> Tensor:
     """Estimator of KL(π_θ ‖ π_ref) at each token, [T], with gradient through log_probs_T.
 
-    d = log π_θ − log π_ref, clamped to ±20: k1 = d · k2 = d²/2 · k3 = e^−d − 1 + d · low_var_kl = k3 bounded to ±10.
+    With d = log π_θ − log π_ref, clamped to ±20:
+    k1: d
+    k2: d²/2
+    k3: e^−d − 1 + d
+    low_var_kl: k3 bounded to ±10
     """
     difference = (log_probs_T - ref_T).clamp(-SAFETY_BOUND, SAFETY_BOUND)
     if kind == "k1":

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.entries import flatten_entries, refuse_not_finite, refuse_two_policies, whole_number
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions")
@@ -111,7 +112,7 @@ class PackedSequences:
             old = changes.setdefault("old_log_probs", train)
             if train is not old and train is not None and old is not None:
                 where = (changes.get("loss_mask", self.loss_mask), changes.get("lengths", self.lengths))
-                _refuse_two_policies(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
+                refuse_two_policies(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
             changes["old_log_probs"] = train if old is None else old
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             # What was found belongs to the values before.
@@ -239,21 +240,21 @@ class PackedSequences:
             "weight_versions": weight_versions,
         }
         fields: dict[str, Any] = {
-            name: _flatten(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)
+            name: flatten_entries(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)
             for name, values in given.items()
             if values is not None
         }
-        mask = _flatten("loss_masks", loss_masks, lengths, ids)
+        mask = flatten_entries("loss_masks", loss_masks, lengths, ids)
         if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
             odd = mask[(mask != 0) & (mask != 1)][0]
             raise ValueError(f"loss_masks holds {odd:g}: a mask is 1 where a token trains and 0 elsewhere.")
         for name in ("advantages", "ref_log_probs", "entropy"):
             if name in fields and mask.device.type == "cpu":
-                _refuse_not_finite(name, fields[name].cpu(), mask != 0, lengths, ids)
+                refuse_not_finite(name, fields[name].cpu(), mask != 0, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
         train = fields.pop("train_log_probs", None)
         if train is not None and fields.setdefault("old_log_probs", train) is not train:
-            _refuse_two_policies(fields["old_log_probs"], train, mask != 0, lengths, ids)
+            refuse_two_policies(fields["old_log_probs"], train, mask != 0, lengths, ids)
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, **fields)
@@ -278,7 +279,7 @@ class PackedSequences:
             shape = None if loss_masks is None else tuple(loss_masks.shape)
             raise ValueError(f"loss_masks has shape {shape}: from_padded takes [batch, length] tensors.")
         batch, width = loss_masks.shape
-        keep = [width] * batch if lengths is None else [_whole(length) for length in lengths]
+        keep = [width] * batch if lengths is None else [whole_number(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
         rows: dict[str, Any] = {}
@@ -308,93 +309,3 @@ class PackedSequences:
         object.__setattr__(self, "invalid", found)
         object.__setattr__(self, "invalid_counts", counts)
         return self
-
-
-def _refuse_not_finite(
-    name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
-) -> None:
-    """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
-    bad = trained_T & ~values_T.isfinite()
-    if bad.any():
-        token, sequence, position = _first(bad, lengths)
-        raise ValueError(
-            f"{name} of sequence {ids[sequence]} is {float(values_T[token])} at position {position}, a token that "
-            f"trains: find where it comes from, or set its loss mask to 0."
-        )
-
-
-def _refuse_two_policies(
-    old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
-) -> None:
-    """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
-    if old_T.shape != train_T.shape:
-        raise ValueError(
-            f"old_log_probs has shape {tuple(old_T.shape)}, train_log_probs {tuple(train_T.shape)}: they are two names "
-            f"of log π_old, give one of them."
-        )
-    differ = trained_T & (old_T != train_T) & ~(old_T.isnan() & train_T.isnan())
-    if differ.any():
-        token, sequence, position = _first(differ, lengths)
-        raise ValueError(
-            f"old_log_probs of sequence {ids[sequence]} is {float(old_T[token]):g} at position {position}, "
-            f"train_log_probs {float(train_T[token]):g}: they are two names of log π_old, the policy before the step. "
-            f"Give one of them; π_θ goes to policy_loss as log_probs."
-        )
-
-
-def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
-    """(token, sequence, position in it) of the first True."""
-    token = int(bad_T.nonzero()[0])
-    ends = torch.tensor(lengths).cumsum(0)
-    sequence = int((ends <= token).sum())
-    return token, sequence, token - int(ends[sequence]) + lengths[sequence]
-
-
-def _whole(length: Any) -> int:
-    if isinstance(length, bool) or not hasattr(length, "__index__"):
-        raise ValueError(f"lengths holds {length!r}: pass whole numbers of tokens.")
-    return length.__index__()
-
-
-def _flatten(
-    name: str, values: Sequence[Any], lengths: tuple[int, ...], ids: tuple[object, ...], integer: bool = False
-) -> Tensor:
-    if len(values) != len(lengths):
-        raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
-    rows = []
-    for row, length, label in zip(values, lengths, ids, strict=True):
-        if row is None:
-            raise ValueError(
-                f"{name} of sequence {label} is None: pass one number a response token (None for a single one that was "
-                f"not returned), or leave the sequence out."
-            )
-        try:
-            tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise ValueError(
-                f"{name} of sequence {label} is no list of numbers ({str(error).splitlines()[0]}): pass one number a "
-                f"response token."
-            ) from None
-        if tensor.dim() == 0 and name == "advantages":
-            tensor = tensor.expand(length)
-        if tensor.shape != (length,):
-            fix = "the two must cover the same response tokens"
-            if name == "advantages" and tensor.shape == (1,):
-                fix = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
-            raise ValueError(
-                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
-            )
-        rows.append(tensor)
-    if not rows:
-        return torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
-    flat = torch.cat(rows)
-    if integer:
-        return flat.long()
-    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-
-
-def _tensor(row: Any, integer: bool) -> Tensor:
-    if isinstance(row, (list, tuple)):
-        row = [float("nan") if item is None else item for item in row]
-        return torch.tensor(row, dtype=torch.int64 if integer else None)
-    return torch.as_tensor(row)

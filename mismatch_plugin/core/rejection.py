@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
+from mismatch_plugin.core.segments import Column
 from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -28,8 +29,13 @@ PROBABILITY_FLOOR = 1e-6
 def token_statistic(statistic: str, log_ratio_T: Tensor, train_T: Tensor, rollout_T: Tensor) -> Tensor:
     """A criterion's statistic at each token, zero where the log-ratio was masked to zero.
 
-    With l = log π_train − log π_rollout: ratio, k1 = l · k2 = l²/2 · k3 = e^l − 1 − l (l clamped to ±20) ·
-    tv = |π_train − π_rollout| · binary_kl = KL(Bern(π_rollout) ‖ Bern(π_train)) · binary_kl_reverse the other way.
+    With l = log π_train − log π_rollout:
+    ratio, k1: l
+    k2: l²/2
+    k3: e^l − 1 − l, l clamped to ±20
+    tv: |π_train − π_rollout|
+    binary_kl: KL(Bern(π_rollout) ‖ Bern(π_train))
+    binary_kl_reverse: KL(Bern(π_train) ‖ Bern(π_rollout))
     log_ratio_T, train_T, rollout_T: [T]; train and rollout must be equal wherever l was masked. Host syncs: none.
     """
     if statistic in ("ratio", "k1"):
@@ -65,26 +71,26 @@ def reject_tokens(config: MismatchConfig, tokens: Tokens) -> dict[str, Tensor]:
     """For each token-level criterion, by name: [T] bool, True where a response token is outside its bounds."""
     outside = {}
     for criterion in config.criteria:
-        if criterion.aggregate != "token":
+        if not criterion.judges_tokens:
             continue
         value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
         outside[criterion.name] = outside_bounds(value, *criterion.log_bounds, padding=tokens.padding)
     return outside
 
 
-def rejection_columns(config: MismatchConfig, tokens: Tokens, has_k3: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, [T]) columns to be summed per sequence for the sequence criteria, the veto and dropped sequences.
+def rejection_columns(config: MismatchConfig, tokens: Tokens, has_k3: bool) -> Iterator[Column]:
+    """What is summed per sequence for the sequence criteria, the veto and dropped sequences.
 
     Sums of l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of k3. All are 0 at
     padding, as every statistic is.
     """
     for statistic in {c.statistic: None for c in config.criteria if c.aggregate in ("sequence_sum", "sequence_mean")}:
         if statistic not in ("ratio", "k1") and not (statistic == "k3" and has_k3):
-            yield statistic, token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout)
+            yield Column(statistic, token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout))
     if config.rs.veto_threshold is not None:
-        yield "catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold)
+        yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))
     if config.rollout_log_prob_policy == "drop-sequence" and tokens.defective is not None:
-        yield "invalid", tokens.defective
+        yield Column("invalid", tokens.defective)
 
 
 def maximum_columns(config: MismatchConfig, tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
@@ -107,7 +113,7 @@ def reject_sequences(
     """
     outside, values = {}, {}
     for criterion in config.criteria:
-        if criterion.aggregate == "token":
+        if criterion.judges_tokens:
             continue
         if criterion.aggregate == "sequence_max":
             value = maxima_N[criterion.name]

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import bounded_exp
+from mismatch_plugin.core.segments import bounded_exp
 
 
 def outside_bounds(
@@ -37,7 +37,9 @@ def bound_weight(
 ) -> tuple[Tensor, Tensor | None]:
     """The weight of a mode, and for `mask` which units are outside (None for the other modes).
 
-    truncate: min(ρ, hi) · clip: min(max(ρ, lo), hi) · mask: ρ where lo ≤ ρ ≤ hi, else 0.
+    truncate: min(ρ, hi)
+    clip: min(max(ρ, lo), hi)
+    mask: ρ where lo ≤ ρ ≤ hi, else 0
     log_ratio: any shape, unclamped, zero where padded (there nothing is outside). ratio: `bounded_exp` of it, where the
     caller has it. Host syncs: none. Gradient: none (call it without one).
     """

@@ -1,9 +1,10 @@
-"""What the launcher asks of a host, what it hands over, and what the hosts share on the way from flags to a run."""
+"""What the launcher asks of a host, what it hands over, and what the hosts share on the way from flags to a run.
+
+`hooks/README.md` says how to add a host.
+"""
 
 from __future__ import annotations
 
-import importlib.util
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -19,18 +20,23 @@ HOSTS = {
     "slime": "slime",
     "miles": "miles",
     "megatron-lm": "megatron_rl",
-    "verl": "verl",
     "nemo-rl": "nemo_rl",
+    "verl": "verl",
 }
 """Name of a host → its folder here, whose `launch.HOST` says the rest."""
-MINIMUM_MEGATRON = (0, 16)
-"""Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """What was typed. config: of our flags alone. settings: the nested ones among them that were given by flag, preset
-    or file. flags: those that were typed, in their first spelling. host_argv: every other token, in order."""
+    """What was typed.
+
+    config: of our flags alone.
+    settings: the nested ones among them that were given by flag, preset or file.
+    flags: those that were typed, each once, in their first spelling.
+    host: the value of --mismatch-host.
+    explain_only: whether to stop after the block.
+    host_argv: every other token, in order.
+    """
 
     config: MismatchConfig
     settings: dict[str, Any]
@@ -38,6 +44,69 @@ class Given:
     host: str | None
     explain_only: bool
     host_argv: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that is ready to start.
+
+    argv: the host's command line.
+    added: what of it the launcher added.
+    lines: the start-up block.
+    install: called with the script's folder on sys.path, right before the script runs; it changes the host's
+        functions.
+    settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
+    ours: False for a run without us.
+    """
+
+    argv: tuple[str, ...]
+    added: tuple[str, ...]
+    lines: tuple[str, ...]
+    install: Callable[[], None]
+    settle: Callable[[Namespace], None] = lambda namespace: None
+    ours: bool = True
+
+    @classmethod
+    def untouched(cls, host: str, given: Given) -> Plan:
+        """The run as it is without the launcher."""
+        line = f"none of the plugin's flags is given: {host} runs as it is"
+        return cls(given.host_argv, (), (line,), lambda: None, ours=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """One trainer, declared as `HOST` in the `launch.py` of its folder. Nothing of the trainer is imported for it.
+
+    name: as --mismatch-host takes it.
+    packages: a script that imports one of them, or something inside, is this host's.
+    plan: plan(given, script), the run; script is None where a patched tree asks. Raises ValueError for what cannot mean
+        anything there.
+    reads: (module, function) pairs; a call of one means that the command line has been read in this process.
+    flags: those that look like ours and that the host declares itself.
+    trainer: what the launcher is put before.
+    starters: modules that only scripts import whose trainer runs in another program.
+    hands_on: for hosts whose patched parser takes our flags in any process, where such scripts have them written.
+    inside: a folder that only its tree has, relative to the root.
+    version_file: the file that declares its version, relative to the root.
+    distribution: its name on PyPI; "" where it is `name`.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    plan: Callable[[Given, Path | None], Plan]
+    reads: tuple[tuple[str, str], ...]
+    inside: str
+    version_file: str
+    distribution: str = ""
+    flags: frozenset[str] = frozenset()
+    trainer: str = "train.py"
+    starters: tuple[str, ...] = ()
+    hands_on: str = ""
+
+
+def find_host(name: str) -> Host:
+    """What the host of that name declares."""
+    return import_module(f"mismatch_plugin.hooks.{HOSTS[name]}.launch").HOST
 
 
 class Parser(ArgumentParser):
@@ -56,71 +125,7 @@ def peek(argv: Sequence[str], table: dict[str, dict[str, Any]]) -> tuple[Namespa
     actions = [parser.add_argument(flag, **options) for flag, options in table.items()]
     values, _ = parser.parse_known_args(list(argv))
     tokens = {token.partition("=")[0] for token in argv}
-    typed = {action.dest for action in actions if tokens.intersection(action.option_strings)}
-    return values, typed
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run that is ready to start.
-
-    argv: the host's command line. added: what of it the launcher added. lines: the start-up block. install: called
-    with the script's folder on sys.path, right before the script runs; it replaces functions of the host. settle: what
-    a host's Namespace goes through once it is parsed, for hosts that have one. ours: False for a run without us. read:
-    asked when the script has ended, whether what was installed was ever called.
-    """
-
-    argv: tuple[str, ...]
-    added: tuple[str, ...]
-    lines: tuple[str, ...]
-    install: Callable[[], None]
-    settle: Callable[[Namespace], None] = lambda namespace: None
-    ours: bool = True
-    read: Callable[[], bool] = lambda: True
-
-    @classmethod
-    def untouched(cls, host: str, given: Given) -> Plan:
-        """The run as it is without the launcher."""
-        line = f"none of the plugin's flags is given: {host} runs as it is"
-        return cls(given.host_argv, (), (line,), lambda: None, ours=False)
-
-
-@dataclass(frozen=True)
-class Host:
-    """One host. packages: whose import in the script tells it. flags: those near ours that it declares itself.
-
-    plan(given, script): the run. Raises ValueError for what cannot mean anything there.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    flags: frozenset[str]
-    plan: Callable[[Given, Path | None], Plan]
-
-
-def megatron_core_version(folders: Sequence[Path] = ()) -> tuple[str, tuple[int, int]] | None:
-    """(version, (major, minor)) of the megatron-core that the script will import, read and not imported.
-
-    folders: looked at first, as sys.path will have them. None where there is none, or its version cannot be read.
-    """
-    for path in [*(folder / "megatron" / "core" / "package_info.py" for folder in folders), _installed_package_info()]:
-        if path is not None and path.is_file():
-            numbers = dict(re.findall(r"^(MAJOR|MINOR|PATCH)\s*=\s*(\d+)", path.read_text(encoding="utf-8"), re.M))
-            if {"MAJOR", "MINOR"} <= numbers.keys():
-                major, minor = int(numbers["MAJOR"]), int(numbers["MINOR"])
-                return f"{major}.{minor}.{numbers.get('PATCH', 0)}", (major, minor)
-    return None
-
-
-def refuse_old_megatron(folders: Sequence[Path] = ()) -> None:
-    """Raises ValueError where the megatron-core that will be imported is older than the hooks work with."""
-    found = megatron_core_version(folders)
-    if found is not None and found[1] < MINIMUM_MEGATRON:
-        needed = ".".join(map(str, MINIMUM_MEGATRON))
-        raise ValueError(
-            f"megatron-core {found[0]} is too old: the correction ends each step inside finalize_model_grads as "
-            f"megatron-core {needed} has it. Put Megatron {needed} or newer first on PYTHONPATH."
-        )
+    return values, {action.dest for action in actions if tokens.intersection(action.option_strings)}
 
 
 def settled(parse: Callable[..., Namespace], settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
@@ -158,16 +163,3 @@ def stop(message: str) -> NoReturn:
     """End the program with one sentence, before training starts."""
     print(f"mismatch_plugin: {message}", file=sys.stderr)
     raise SystemExit(2)
-
-
-def _installed_package_info() -> Path | None:
-    try:
-        spec = importlib.util.find_spec("megatron.core")
-    except (ImportError, ValueError):
-        return None
-    return None if spec is None or spec.origin is None else Path(spec.origin).with_name("package_info.py")
-
-
-def find_host(name: str) -> Host:
-    """What the host of that name declares."""
-    return import_module(f"mismatch_plugin.hooks.{HOSTS[name]}.launch").HOST

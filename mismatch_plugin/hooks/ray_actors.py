@@ -22,20 +22,20 @@ def check_actors() -> None:
     if not ray.is_initialized():
         ray.init()
     strategy = import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
-    nodes = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
     task = ray.remote(num_cpus=0)(_probe())
     answers = {
-        address: task.options(scheduling_strategy=strategy(node, soft=False)).remote()
-        for node, address in nodes.items()
+        node["NodeManagerAddress"]: task.options(scheduling_strategy=strategy(node["NodeID"], soft=False)).remote()
+        for node in ray.nodes()
+        if node["Alive"]
     }
-    found = {address: ray.get(answer) for address, answer in answers.items()}
-    missing = [f"{address} ({reason})" for address, (version, reason) in sorted(found.items()) if version is None]
+    found = {address: ray.get(answer) for address, answer in sorted(answers.items())}
+    missing = [f"{address} ({reason})" for address, (version, reason) in found.items() if version is None]
     if missing:
         raise ValueError(
             f"mismatch_plugin cannot be imported in Ray's processes on {', '.join(missing)}: pip install it in the "
             f"image of every node, or add its folder to PYTHONPATH under env_vars in --runtime-env-json."
         )
-    other = [f"{address} has {version}" for address, (version, _) in sorted(found.items()) if version != __version__]
+    other = [f"{address} has {version}" for address, (version, _) in found.items() if version != __version__]
     if other:
         raise ValueError(
             f"mismatch_plugin is {__version__} here, but {', '.join(other)}: install one version on every node."

@@ -15,16 +15,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-# Host → (a folder that only its tree has, the file that declares its version, its name as a distribution).
-_PLACES = {
-    "slime": ("slime/utils", "setup.py", "slime"),
-    "miles": ("miles/utils", "setup.py", "miles"),
-    "megatron-lm": ("megatron/rl", "megatron/core/package_info.py", "megatron-core"),
-    "nemo-rl": ("nemo_rl/algorithms", "nemo_rl/package_info.py", "nemo-rl"),
-    "verl": ("verl/trainer", "verl/version/version", "verl"),
-}
-HOSTS = tuple(_PLACES)
-_MANIFEST = "manifest.json"
+from mismatch_plugin.hooks import base
+
+HOSTS = tuple(base.HOSTS)
+MINIMUM_MEGATRON = (0, 16)
+"""Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
+_MEGATRON = "megatron/core"
 
 
 @dataclass(frozen=True)
@@ -50,6 +46,11 @@ def folder() -> Path:
     return inside if inside.is_dir() else here.parent / "patches"
 
 
+def manifest() -> dict[str, Any]:
+    """`patches/manifest.json`: the tested version of every host, and the patches."""
+    return json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
+
+
 def version_line(host: str, folders: Sequence[Path] = ()) -> str:
     """One line for the start-up block: the host's version, and whether it is the tested one.
 
@@ -63,6 +64,8 @@ def version_line(host: str, folders: Sequence[Path] = ()) -> str:
 
 def compared(found: HostVersion, tested: HostVersion) -> str:
     """What is here in words, and how it differs from what was tested, if it does."""
+    if tested == HostVersion(None, None):
+        return f"{found}; no version of it is recorded as tested"
     odd = ", ".join(found.odd_files)
     if found.commit is None or tested.commit is None:
         same = found.version == tested.version and not odd
@@ -78,55 +81,71 @@ def compared(found: HostVersion, tested: HostVersion) -> str:
 
 
 def recorded_version(host: str) -> HostVersion:
-    """The version that the plugin's tests were run with, of `patches/manifest.json`."""
-    entry = _manifest()["tested"][host]
-    return HostVersion(entry["version"], entry["commit"])
+    """The version that the plugin's tests were run with; an unknown one where the manifest has none."""
+    entry = manifest()["tested"].get(host, {})
+    return HostVersion(entry.get("version"), entry.get("commit"))
 
 
 def read_version(host: str, root: Path) -> HostVersion:
     """What the tree at `root` is: a checkout, or the folder in which the host is installed. Nothing is known of a host
     that is not among ours."""
-    if host not in _PLACES:
+    if host not in HOSTS:
         return HostVersion(None, None)
-    _, file, distribution = _PLACES[host]
-    text, (name_of_it, installed_commit) = _text(root / file), _distribution(distribution, root)
+    declared = base.find_host(host)
+    version, commit = _distribution(declared.distribution or host, root)
     odd = [
         entry["file"]
-        for entry in _manifest()["patches"]
+        for entry in manifest()["patches"]
         if entry["host"] == host
         and _digest(root / entry["file"]) not in (entry["before"]["sha256"], entry["after"]["sha256"])
     ]
-    return HostVersion(_declared(text) or name_of_it, _checked_out(root) or installed_commit, tuple(odd))
+    version = _declared(root / declared.version_file) or version
+    return HostVersion(version, _checked_out(root) or commit, tuple(odd))
 
 
 def find_root(host: str, folders: Sequence[Path] = ()) -> Path | None:
     """The folder that holds the host's packages, in `folders` or on sys.path; None where there is none."""
-    inside = _PLACES[host][0]
-    package = inside.split("/")[0]
+    return _holder(base.find_host(host).inside, folders)
+
+
+def refuse_old_megatron(folders: Sequence[Path] = ()) -> None:
+    """Raises ValueError where the megatron-core that will be imported is older than the hooks work with."""
+    found = megatron_core_version(folders)
+    if found is not None and tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_MEGATRON:
+        needed = ".".join(map(str, MINIMUM_MEGATRON))
+        raise ValueError(
+            f"megatron-core {found} is too old: the correction ends each step inside finalize_model_grads as "
+            f"megatron-core {needed} has it. Put Megatron {needed} or newer first on PYTHONPATH."
+        )
+
+
+def megatron_core_version(folders: Sequence[Path] = ()) -> str | None:
+    """The version of the megatron-core that the script will import; None where there is none, or it cannot be read.
+
+    folders: looked at first, as sys.path will have them.
+    """
+    root = _holder(_MEGATRON, folders)
+    return None if root is None else _declared(root / _MEGATRON / "package_info.py")
+
+
+def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
+    """The first folder, of `folders` or of where the package is installed, that has `inside` below it."""
     try:
-        spec = find_spec(package)
+        spec = find_spec(inside.split("/")[0])
     except (ImportError, ValueError):
         spec = None
     found = [] if spec is None else [Path(place).parent for place in spec.submodule_search_locations or ()]
     return next((root for root in [*folders, *found] if (root / inside).is_dir()), None)
 
 
-def _manifest() -> dict[str, Any]:
-    return json.loads((folder() / _MANIFEST).read_text(encoding="utf-8"))
-
-
-def _declared(text: str | None) -> str | None:
+def _declared(path: Path) -> str | None:
     """The version in a package_info.py, in a setup.py, or in a file that holds nothing else."""
-    if text is None:
-        return None
+    text = _text(path)
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE))
     if {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
         return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
-    named = re.search(r"\bversion\s*=\s*[\"']([^\"']+)[\"']", text)
-    if named is not None:
-        return named[1]
-    plain = re.fullmatch(r"\s*(\d[\w.+-]*)\s*", text)
-    return None if plain is None else plain[1]
+    found = re.search(r"\bversion\s*=\s*[\"']([^\"']+)[\"']", text) or re.fullmatch(r"\s*(\d[\w.+-]*)\s*", text)
+    return None if found is None else found[1]
 
 
 def _distribution(name: str, root: Path) -> tuple[str | None, str | None]:
@@ -145,14 +164,13 @@ def _checked_out(root: Path) -> str | None:
     """The commit that a checkout is at, as git's files say; None for what is no checkout."""
     git = root / ".git"
     if git.is_file():  # a work tree of another repository, or a submodule
-        git = root / (_text(git) or "").removeprefix("gitdir:").strip()
-    head = (_text(git / "HEAD") or "").strip()
+        git = root / _text(git).removeprefix("gitdir:").strip()
+    head = _text(git / "HEAD").strip()
     ref = head.removeprefix("ref:").strip()
     if ref != head:
-        common = git / (_text(git / "commondir") or ".").strip()
-        packed = re.search(rf"^([0-9a-f]+) {re.escape(ref)}$", _text(common / "packed-refs") or "", re.MULTILINE)
-        loose = _text(git / ref) or _text(common / ref)
-        head = (loose or (packed[1] if packed else "")).strip()
+        common = git / (_text(git / "commondir").strip() or ".")
+        packed = re.search(rf"^([0-9a-f]+) {re.escape(ref)}$", _text(common / "packed-refs"), re.MULTILINE)
+        head = (_text(git / ref) or _text(common / ref) or (packed[1] if packed else "")).strip()
     return head if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head) else None
 
 
@@ -163,8 +181,9 @@ def _digest(path: Path) -> str | None:
         return None
 
 
-def _text(path: Path) -> str | None:
+def _text(path: Path) -> str:
+    """A file's text, "" where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return None
+        return ""

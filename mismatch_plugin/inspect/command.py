@@ -113,7 +113,9 @@ def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Pa
     except ImportError as error:
         return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
     try:
-        by_token = config.tis.level in ("token", "none")
+        from mismatch_plugin.core.units import units_of
+
+        by_token = units_of(config).per_token
         paths = write_panels(source.rows, source.numbers, folder, by_token=by_token)
     except OSError as error:
         return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
 ROWS = (
@@ -199,7 +200,7 @@ def _recorded(recent: Sequence[Mapping[str, float]], names: Mapping[str, str]) -
 
 
 def _ess_name(config: MismatchConfig) -> str:
-    by_token = config.tis.level in ("token", "none")
+    by_token = units_of(config).per_token
     return f"rollout_is_weight_after_{'' if by_token else 'seq_'}eff_sample_size"
 
 

@@ -11,16 +11,12 @@ from typing import Any
 from mismatch_plugin.hooks.base import find_host, settled, stop
 from mismatch_plugin.launch.plan import make_plan, start_block
 
-
-class _Launched:
-    """Whether the launcher has read the command line already."""
-
-    value = False
+_launched: list[bool] = []  # not empty: the launcher has read the command line already
 
 
 def under_launcher() -> None:
     """Say that the launcher has done it: the decorator then leaves the parser as it is."""
-    _Launched.value = True
+    _launched.append(True)
 
 
 def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
@@ -33,12 +29,12 @@ def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[.
     def decorate(parse_args: Callable[..., Namespace]) -> Callable[..., Namespace]:
         @wraps(parse_args)
         def parse(*args: Any, **kwargs: Any) -> Namespace:
-            if _Launched.value:
+            if _launched:
                 return parse_args(*args, **kwargs)
             try:
                 given, plan = make_plan(find_host(host), sys.argv[1:], None)
             except ValueError as error:
-                return stop(str(error))
+                stop(str(error))
             print(start_block(host, plan), flush=True)
             if given.explain_only:
                 raise SystemExit(0)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from mismatch_plugin.core.acting_bounds import acting_bounds
 from mismatch_plugin.core.correction import refuse_missing
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.units import acting_bounds
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig

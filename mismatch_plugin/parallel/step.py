@@ -12,10 +12,11 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
-from mismatch_plugin.core.levels import segment_sum
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import segment_sum
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -119,7 +120,7 @@ class Step:
         if not by_token:
             names[1:] = ["one@sequences", "kept_any@sequences"]
         if self.config.normalizes_step:
-            measure = "tokens" if self.config.tis.level == "token" else "sequences"
+            measure = units_of(self.config).measure
             names += [f"weight_unit@{measure}", f"units@{measure}"]
         values = [statistics.sum_of(name) for name in names]
         return torch.stack(values + [torch.zeros_like(values[0])] * (5 - len(values)))

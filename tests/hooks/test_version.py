@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mismatch_plugin import patching
 from mismatch_plugin.hooks import megatron_rl
-from mismatch_plugin.hooks.version import HostVersion, compared, find_root, read_version, recorded_version, version_line
+from mismatch_plugin.hooks.base import find_host
+from mismatch_plugin.hooks.version import (
+    HOSTS,
+    HostVersion,
+    compared,
+    find_root,
+    manifest,
+    megatron_core_version,
+    read_version,
+    recorded_version,
+    refuse_old_megatron,
+    version_line,
+)
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import megatron_tree, ray_tree
+from tests.hooks.contracts.launch_trees import megatron_core, megatron_tree, ray_tree
 
-HOSTS = ("slime", "miles", "megatron-lm", "nemo-rl", "verl")
 _FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
 _SHA, _OTHER = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"
 _DECLARED: dict[str, tuple[str, str]] = {
@@ -29,54 +37,14 @@ _DECLARED: dict[str, tuple[str, str]] = {
     "nemo-rl": ("nemo_rl/package_info.py", 'MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ""\n'),
     "verl": ("verl/version/version", "0.3.0\n"),
 }
-_INSIDE = {
-    "slime": "slime/utils",
-    "miles": "miles/utils",
-    "megatron-lm": "megatron/rl",
-    "nemo-rl": "nemo_rl/algorithms",
-    "verl": "verl/trainer",
-}
 
 
 def _tree(root: Path, host: str) -> Path:
     file, text = _DECLARED[host]
-    (root / _INSIDE[host]).mkdir(parents=True)
+    (root / find_host(host).inside).mkdir(parents=True)
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)
     return root
-
-
-def _loose(root: Path) -> None:
-    (root / ".git" / "refs" / "heads").mkdir(parents=True)
-    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
-    (root / ".git" / "refs" / "heads" / "main").write_text(f"{_SHA}\n")
-
-
-def _packed(root: Path) -> None:
-    (root / ".git").mkdir()
-    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
-    (root / ".git" / "packed-refs").write_text(f"# pack-refs\n{_OTHER} refs/heads/mainline\n{_SHA} refs/heads/main\n")
-
-
-def _detached(root: Path) -> None:
-    (root / ".git").mkdir()
-    (root / ".git" / "HEAD").write_text(f"{_SHA}\n")
-
-
-def _work_tree(root: Path) -> None:
-    home = root.parent / "home" / "worktrees" / "one"
-    home.mkdir(parents=True)
-    (root / ".git").write_text(f"gitdir: {home}\n")
-    (home / "HEAD").write_text("ref: refs/heads/side\n")
-    (home / "commondir").write_text("../..\n")
-    side = root.parent / "home" / "refs" / "heads" / "side"
-    side.parent.mkdir(parents=True)
-    side.write_text(f"{_SHA}\n")
-
-
-def _unborn(root: Path) -> None:
-    (root / ".git").mkdir()
-    (root / ".git" / "HEAD").write_text("ref: refs/heads/main\n")
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -85,34 +53,33 @@ def test_the_version_that_a_tree_declares(host: str, tmp_path: Path) -> None:
     assert find_root(host, [tmp_path, root]) == root
     found = read_version(host, root)
     assert (found.version, found.commit) == ("0.3.0", None)
-    assert set(found.odd_files) == ({patch.file for patch in _patches(host)})  # none of them is there
-
-
-@pytest.mark.parametrize("kind", [_loose, _packed, _detached, _work_tree])
-def test_the_commit_of_a_checkout(kind: Callable[[Path], None], tmp_path: Path) -> None:
-    root = _tree(tmp_path / "tree", "verl")
-    kind(root)
-    assert str(read_version("verl", root)) == f"0.3.0 at {_SHA[:10]}"
+    assert set(found.odd_files) == ({patch["file"] for patch in _patches(host)})  # none of them is there
 
 
 @pytest.mark.parametrize("text", ["", "no version", "version = 3\n", "\x00"])
 def test_a_version_that_cannot_be_read_is_unknown(text: str, tmp_path: Path) -> None:
     root = _tree(tmp_path / "tree", "slime")
     (root / "setup.py").write_text(text)
-    _unborn(root)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)  # no commit yet
     assert str(read_version("slime", root)) == "of unknown version"
 
 
-def test_git_itself_says_the_same(tmp_path: Path) -> None:
-    root = _tree(tmp_path / "tree", "verl")
-    name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null")
-    for command in (["init", "-q"], ["add", "."], [*name, "commit", "-qm", "one"]):
-        subprocess.run(["git", *command], cwd=root, check=True)
-    for command in (["pack-refs", "--all"], ["worktree", "add", "-q", "-b", "two", str(tmp_path / "side")]):
-        said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, check=True, capture_output=True, text=True).stdout
-        assert read_version("verl", root).commit == said.strip()
-        subprocess.run(["git", *command], cwd=root, check=True)
-    assert read_version("verl", tmp_path / "side").commit == read_version("verl", root).commit
+def test_the_commit_of_a_checkout_is_what_git_says(tmp_path: Path) -> None:
+    """With the branch in a file of its own, packed, in a work tree, and with none."""
+    root, side = _tree(tmp_path / "tree", "verl"), tmp_path / "side"
+
+    def git(*arguments: str) -> str:
+        name = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "core.hooksPath=/dev/null")
+        return subprocess.run(["git", *name, *arguments], cwd=root, check=True, capture_output=True, text=True).stdout
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "one")
+    commit = git("rev-parse", "HEAD").strip()
+    for command in ("pack-refs --all", f"worktree add -q -b two {side}", "checkout -q --detach", "status"):
+        assert str(read_version("verl", root)) == f"0.3.0 at {commit[:10]}"
+        git(*command.split())
+    assert read_version("verl", side).commit == commit
 
 
 _TESTED = HostVersion("0.3.1", _SHA)
@@ -138,6 +105,7 @@ _TESTED = HostVersion("0.3.1", _SHA)
         (HostVersion("0.3.1", None, ("a.py",)), _TESTED, "0.3.1 is not the tested version, 0.3.1 at 0123456789; other"),
         (HostVersion(None, None), _TESTED, "of unknown version is not the tested version"),
         (HostVersion("0.9.1", _OTHER), HostVersion("0.9.1", None), "0.9.1 at fedcba9876, the tested version"),
+        (HostVersion("1.0", None), HostVersion(None, None), "1.0; no version of it is recorded as tested"),
         (HostVersion("0.9.2", None), HostVersion("0.9.1", None), "0.9.2 is not the tested version, 0.9.1. Use that"),
     ],
 )
@@ -146,24 +114,23 @@ def test_what_is_said(found: HostVersion, tested: HostVersion, said: str) -> Non
     assert line.startswith(said) and ("Use that one, or look at" in line) == ("is not the tested" in line)
 
 
-def _patches(host: str) -> list[patching.Patch]:
-    return [] if host == "verl" else patching.patches_of(host, optional=True)
+def _patches(host: str) -> list[dict[str, Any]]:
+    return [entry for entry in manifest()["patches"] if entry["host"] == host]
 
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_tested_commit_is_that_of_the_patches(host: str) -> None:
-    assert {patch.commit for patch in _patches(host)} <= {recorded_version(host).commit}
-    manifest: dict[str, Any] = json.loads((patching.folder() / "manifest.json").read_text(encoding="utf-8"))
-    assert {entry["repository"] for entry in manifest["patches"] if entry["host"] == host} <= {
-        manifest["tested"][host]["repository"]
-    }
+    tested = manifest()["tested"].get(host, {})
+    for patch in _patches(host):
+        assert (patch["commit"], patch["repository"]) == (tested["commit"], tested["repository"])
 
 
-@pytest.mark.parametrize("host", ["slime", "miles", "megatron-lm"])
+@pytest.mark.parametrize("host", ["slime", "megatron-lm"])
 def test_the_launcher_s_block_says_it(host: str, tmp_path: Path) -> None:
     tree = tmp_path / "tree"
     script = megatron_tree(tree) if host == "megatron-lm" else ray_tree(tree, host)
-    _loose(tree)
+    (tree / ".git").mkdir()
+    (tree / ".git" / "HEAD").write_text(f"{_SHA}\n")
     _, _, _, plan = prepare([str(script), "--use-tis"])
     tested = recorded_version(host)
     version = "0.20.0" if host == "megatron-lm" else "of unknown version"
@@ -201,3 +168,20 @@ def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(host: str) ->
         pytest.skip("NOT RUN (host source absent)")
     found, tested = read_version(host, root), recorded_version(host)
     assert (found.version, found.commit) == (tested.version, tested.commit)
+
+
+# Megatron's version ---------------------------------------------------------------------------------------------------
+
+
+def test_the_megatron_core_that_will_be_imported_is_that_of_the_script_s_folder(tmp_path: Path) -> None:
+    megatron_core(tmp_path, (0, 12))
+    assert megatron_core_version([tmp_path]) == "0.12.0"
+    refuse_old_megatron()  # the tests run with a megatron-core that is new enough, or with none
+
+
+@pytest.mark.parametrize("version", [(0, 12), (0, 15)])
+def test_an_old_megatron_is_refused_before_the_script_runs(version: tuple[int, int], tmp_path: Path) -> None:
+    script = ray_tree(tmp_path / "tree", "slime", megatron=version)
+    with pytest.raises(ValueError, match=rf"megatron-core {version[0]}\.{version[1]}\.0 is too old: .* 0\.16 or newer"):
+        prepare([str(script), "--use-tis"])
+    assert prepare([str(script)])[3].added == ()  # nothing of ours, nothing to refuse

@@ -1,48 +1,136 @@
-"""The launcher: flags with other dashes than two, and a host that is not installed."""
+"""Which tokens of a command line are ours, and which are refused as misspelt."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from mismatch_plugin.launch.command_line import read_command_line
-from tests.hooks.contracts.launch_trees import launch
+from mismatch_plugin.hooks.base import Given, peek
+from mismatch_plugin.launch.command_line import help_text, named_host, read_command_line, script_position
+
+
+def _read(line: str, host_flags: tuple[str, ...] = ()) -> Given:
+    return read_command_line(line.split(), host_flags)
+
+
+def test_our_flags_are_taken_and_the_rest_stays_as_it_is() -> None:
+    line = "--lr 1e-6 --use-tis --tis-level=geometric --n -1 --mismatch-entropy-coef -0.1 a=b --x --use-tis"
+    given = _read(line)
+    assert given.host_argv == ("--lr", "1e-6", "--n", "-1", "a=b", "--x")
+    assert given.settings == {"use_tis": True, "tis": {"level": "geometric"}, "terms": {"entropy_coef": -0.1}}
+    assert given.flags == ("--use-tis", "--tis-level", "--mismatch-entropy-coef")
+
+
+def test_underscores_are_dashes_in_every_flag() -> None:
+    """Also in those of the launcher itself; what the host gets keeps its spelling."""
+    line = "--mismatch_host slime --use_tis --tis_level=sequence --tis_upper_bound 3 --mismatch_explain_only --num_x 1"
+    given = _read(line)
+    assert (given.host, given.explain_only, given.host_argv) == ("slime", True, ("--num_x", "1"))
+    assert given.settings == {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 3.0}}
+    assert given.flags == ("--use-tis", "--tis-level", "--tis-upper-bound")
+    assert named_host(line.split()) == "slime"
+    assert script_position(["--use_tis", "--tis_level", "token", "train.py"]) == 3
+    assert "--use_tis" not in help_text("usage", "description")
 
 
 @pytest.mark.parametrize(
-    ("flag", "meant"),
+    "line",
     [
-        ("-use-tis", "--use-tis"),
-        ("-use_tis", "--use-tis"),
-        ("\u2013use-tis", "--use-tis"),
-        ("\u2014use-tis", "--use-tis"),
-        ("--use\u2011tis", "--use-tis"),
-        ("\u2014tis-levle=token", "--tis-level"),
+        *("--use-tis false", "--mismatch-dry-run True --lr 1", "--tis-batch-normalize off"),
+        *("--use-tis 0", "--mismatch-dry-run 0", "--mismatch_dry_run 1 --lr 1"),
     ],
 )
-def test_a_flag_of_ours_with_other_dashes_is_refused(flag: str, meant: str) -> None:
-    """The host would pass over it, and the run would go uncorrected."""
-    with pytest.raises(ValueError, match=f"^{flag.partition('=')[0]} is unknown: did you mean {meant}\\?"):
-        read_command_line(["--lr", "1", flag], ("--use-tis",))
+def test_a_switch_with_a_value_is_refused(line: str) -> None:
+    """The value would go to the host, which may pass over it, and the switch would be on."""
+    with pytest.raises(ValueError, match="is a switch and takes no value"):
+        _read(line)
 
 
-@pytest.mark.parametrize("token", ["-1", "-u", "\u22121e-3", "\u2014", "-rs-7b", "-tis-clip", "-Duse=1", "-np"])
-def test_other_tokens_with_one_dash_are_the_host_s(token: str) -> None:
-    assert read_command_line(["--x", token], ("--tis-clip",)).host_argv == ("--x", token)
+def test_what_follows_two_dashes_is_the_host_s() -> None:
+    given = _read("--use-tis -- --tis-mode clip --tis-levle")
+    assert given.host_argv == ("--", "--tis-mode", "clip", "--tis-levle")
+    assert given.settings == {"use_tis": True}
+
+
+@pytest.mark.parametrize("line", ["--mismatch-explain-only --mismatch-host slime", ""])
+def test_the_launcher_s_own_flags_are_no_settings(line: str) -> None:
+    given = _read(line)
+    assert (given.flags, given.settings, given.explain_only) == ((), {}, bool(line))
+    assert given.host == ("slime" if line else None)
+
+
+def test_presets_and_files_are_resolved(tmp_path: Path) -> None:
+    path = tmp_path / "mismatch.yaml"
+    path.write_text("tis: {mode: clip}\nuse_tis: true\n")
+    assert _read(f"--mismatch-config {path}").settings == {"use_tis": True, "tis": {"mode": "clip"}}
+    assert _read("--mismatch-preset pg_is").config.algorithm == 3
 
 
 @pytest.mark.parametrize(
-    ("source", "host"),
-    [("import miles.utils.arguments", "miles"), ("from nemo_rl.algorithms.grpo import setup", "nemo-rl")],
+    ("line", "message"),
+    [
+        ("--tis-levle token", "--tis-levle is unknown: did you mean --tis-level?"),
+        ("--use_tiss", "--use_tiss is unknown: did you mean --use-tis?"),
+        ("--tis_levle token", "--tis_levle is unknown: did you mean --tis-level?"),
+        ("--tis-level token --tis_level sequence", "--tis_level sequence contradicts --tis-level token"),
+        ("--use-tls", "--use-tls is unknown: did you mean --use-tis?"),
+        ("--tis-upper=3", "--tis-upper is unknown: did you mean --tis-upper-bound?"),
+        ("--mismatch-colour red", "--mismatch-colour is unknown"),
+        ("--use-rollout-logprob", "--use-rollout-logprob is unknown: did you mean --use-rollout-log"),
+        ("--use-tis --tis-level token --tis-level sequence", "--tis-level sequence contradicts --tis-level token"),
+        ("--use-tis --tis-mode", "Argument --tis-mode: expected one argument."),
+        ("--use-tis --tis-mode cap", "Argument --tis-mode: invalid choice: 'cap'"),
+        ("--tis-mode clip", "--tis-mode clip changes no weight without --use-tis"),
+        # With other dashes the host would pass over it, and the run would go uncorrected.
+        *((f"--lr 1 {flag}", f"^{flag} is unknown: did you mean --use-tis?") for flag in ("-use-tis", "-use_tis")),
+        *((f"{dash}use-tis", f"{dash}use-tis is unknown: did you mean --use-tis?") for dash in "\u2013\u2014"),
+        ("--use\u2011tis", "did you mean --use-tis?"),
+        ("\u2014tis-levle=token", "did you mean --tis-level?"),
+        # What is meant may be the host's.
+        ("--tis_clip=3", "^--tis_clip is unknown: did you mean --tis-clip?"),
+        ("--tis-clp 3", "^--tis-clp is unknown: did you mean --tis-clip?"),
+    ],
 )
-def test_a_host_that_is_not_installed_is_named(source: str, host: str, tmp_path: Path) -> None:
-    script = tmp_path / "scripts" / "train.py"
-    (script.parent / "configs").mkdir(parents=True)
-    (script.parent / "configs" / "grpo_math_1B.yaml").write_text("loss_fn: {}\n")
-    script.write_text(source)
-    done = launch(script, "--use-tis")
-    assert done.status == 2
-    (line,) = done.errors.splitlines()
-    assert line.startswith(f"mismatch_plugin: {host} cannot be imported here (No module named '{source.split()[1][:5]}")
-    assert "PYTHONPATH" in line
+def test_misspelt_and_contradictory_flags_are_refused(line: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        _read(line, ("--tis-clip", "--tis-clip-low", "--use-tis"))
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *("--tensor-model-parallel-size", "--rollout-top-p", "--use-rl", "--lr", "--test-mode", "--tis-clip"),
+        *("-1", "-u", "\u22121e-3", "\u2014", "-rs-7b", "-tis-clip", "-Duse=1", "-np"),
+    ],
+)
+def test_other_tokens_are_the_host_s(token: str) -> None:
+    assert _read(f"{token} 1", ("--tis-clip",)).host_argv == (token, "1")
+
+
+def test_a_flag_near_ours_that_no_host_declares_is_refused() -> None:
+    with pytest.raises(ValueError, match="--tis-clip is unknown"):
+        _read("--tis-clip 3")
+
+
+def test_criteria_may_be_given_more_than_once() -> None:
+    given = _read("--rs-criterion token:k2:0.5 --rs-criterion sequence_max:k3:0.5")
+    assert [criterion["statistic"] for criterion in given.settings["rs"]["criteria"]] == ["k2", "k3"]
+
+
+def test_peek_sees_defaults_and_what_was_typed() -> None:
+    table: dict[str, dict[str, Any]] = {
+        "--loss-type": {"default": "policy_loss"},
+        "--eps-clip": {"type": float, "default": 0.2},
+    }
+    values, typed = peek(["--eps-clip=0.3", "--other", "1", "--eps", "9"], table)
+    assert (values.loss_type, values.eps_clip, typed) == ("policy_loss", 0.3, {"eps_clip"})
+
+
+@pytest.mark.parametrize(
+    ("line", "position"),
+    [("train.py --use-tis", 0), ("--use-tis --tis-level token train.py", 3), ("--mismatch-host=slime -m a.b c", 1)],
+)
+def test_the_script_is_the_first_token_that_is_not_ours(line: str, position: int) -> None:
+    assert script_position(line.split()) == position

@@ -10,14 +10,14 @@ from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.model import MismatchConfig
 from mismatch_plugin.config.values import number, unknown
 
-_MIS_KEYS = (
+MIS_KEYS = (
     *("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
     *("use_rs", "rs_level", "rs_lower_bound", "rs_upper_bound", "rs_veto_threshold"),
 )
 _SLIME_KEYS = (
     *("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low"),
     *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-    *("calculate_per_token_loss", *_MIS_KEYS),
+    *("calculate_per_token_loss", *MIS_KEYS),
 )
 
 
@@ -32,7 +32,7 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     """
     given = known_only(mapping, _SLIME_KEYS, "slime key")
     use_tis = switch_of(given, "use_tis")
-    use_mis = any(key in given for key in _MIS_KEYS)
+    use_mis = any(key in given for key in MIS_KEYS)
     bypass = switch_of(given, "use_rollout_logprobs") or switch_of(given, "use_rollout_log_probs")
     data: dict[str, Any] = {"use_rollout_log_probs": bypass, "use_tis": use_tis}
     if use_mis:

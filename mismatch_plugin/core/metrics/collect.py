@@ -1,8 +1,9 @@
-"""What a batch adds to the step's statistics: token columns summed per sequence, then rows summed over sequences.
+"""Statistics of one `correct` call: which columns are summed per sequence, and what the batch's sums are.
 
-A row holds one number a sequence: mostly the mean of a token quantity over its response tokens. One matrix product
-sums every row under both measures, `tokens` and `sequences`; so the number of kernels does not grow with N.
-Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and keeps its digits when the two engines nearly agree.
+Every figure but an extreme is a sum over sequences of one number a sequence, weighed by its response tokens or by 1:
+one matrix product sums every row under both measures, `tokens` and `sequences`, so that the number of kernels does not
+grow with N. Ratios are carried as ρ − 1 (`expm1`), which is 0 at padding and keeps its digits when the two engines
+nearly agree.
 """
 
 from __future__ import annotations
@@ -13,61 +14,66 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.levels import bounded_exp
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.rejection import token_statistic
+from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.stage import Stage, any_of
+from mismatch_plugin.core.units import center
 from mismatch_plugin.core.validity import KINDS, count_kinds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
-def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-    """(name, [T]) columns to be summed per sequence, 0 at padding; one at a time, so that few live at once."""
+def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+    """[T] columns to be summed per sequence, 0 at padding; one at a time, so that few live at once."""
     config, tokens = stage.config, stage.tokens
     log_ratio = tokens.log_ratio
     if stage.measured:
-        yield "train", tokens.train  # the sum of log π_rollout is that of train − log_ratio
-    yield "log_ratio", log_ratio
-    yield "tokens", tokens.mask
+        yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
+    yield Column("log_ratio", log_ratio)
+    yield Column("tokens", tokens.mask)
     if rejected_T is not None:
-        yield "rejected", rejected_T
-    if stage.weights_T is not None:
-        if config.tis.batch_normalize:
-            yield "weight_unit", stage.weights_T
-            if stage.outside_mode_T is not None:
-                yield "outside_mode", stage.outside_mode_T
-        if config.metrics != "off":
-            weight = stage.weights_T if rejected_T is None else stage.weights_T.masked_fill(rejected_T, 0.0)
-            yield "weight", weight
-            yield "weight_squared", stage.wide_T.copy_(weight).square_()
-            kept = tokens.mask if rejected_T is None else tokens.mask.masked_fill(rejected_T, 0.0)
-            yield "weight_deviation", stage.wide_T.copy_(weight).sub_(kept).square_()
-            del weight, kept
+        yield Column("rejected", rejected_T)
+    if stage.weights_U is not None:
+        yield from _token_weights(stage, stage.weights_U, rejected_T)
     if config.metrics == "off":
         return
     if masked_T is not None and masked_T is not rejected_T:
-        yield "masked", masked_T
-    for name, outside in stage.outside_criteria_T.items():
-        if outside is not masked_T:
-            yield f"out_{name}", outside
+        yield Column("masked", masked_T)
+    for name, outside in stage.outside_T.items():
+        if name != "mode" and outside is not masked_T:
+            yield Column(f"out_{name}", outside)
     if not stage.measured:
         return
     if config.metrics == "full":
         yield from _token_criteria(stage)
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
-    yield "k3", torch.sub(ratio, bounded, out=stage.wide_T)
+    yield Column("k3", torch.sub(ratio, bounded, out=bounded))
     del bounded
-    yield "ratio", ratio
-    yield "ratio_squared", stage.wide_T.copy_(ratio).square_()
-    if stage.level == "token":
-        yield from _clamped_tokens(stage, ratio)
-    if stage.bounds is not None and stage.bounds.level == "token":
-        outside = {"high": log_ratio > stage.bounds.log_upper, "low": log_ratio < stage.bounds.log_lower}
-        excludes_one = not stage.bounds.lower <= 1.0 <= stage.bounds.upper
+    yield Column("ratio", ratio, "ratio_squared")
+    if stage.units.per_token:
+        yield Column("clamped", _clamped(stage, ratio, log_ratio, tokens.padding), "clamped_squared")
+    bounds = stage.bounds
+    if bounds is not None and bounds.units.per_token:
+        outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
+        excludes_one = not bounds.lower <= 1.0 <= bounds.upper
         for name, verdict in outside.items():
-            yield name, verdict.masked_fill_(tokens.padding, False) if excludes_one else verdict
+            yield Column(name, verdict.masked_fill_(tokens.padding, False) if excludes_one else verdict)
+
+
+def _token_weights(stage: Stage, weights_T: Tensor, rejected_T: Tensor | None) -> Iterator[Column]:
+    """Of weights that are known a token at a time: bounded ones, and of the kept tokens Σ w, Σ w², Σ (w − 1)²."""
+    if stage.config.tis.batch_normalize:
+        yield Column("weight_unit", weights_T)
+        if "mode" in stage.outside_T:
+            yield Column("outside_mode", stage.outside_T["mode"])
+    if stage.config.metrics != "off":
+        kept, weight = stage.tokens.mask, weights_T
+        if rejected_T is not None:
+            kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
+        yield Column("weight", weight, "weight_squared")
+        yield Column(None, weight - kept, "weight_deviation")
 
 
 def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
@@ -108,7 +114,7 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
 
 def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     """One number a sequence, all finite; a sequence without response tokens is weighed 0 by both measures."""
-    config, means = stage.config, stage.means_N
+    config, means, units = stage.config, stage.means_N, stage.units
     kept = stage.kept_N / stage.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     if config.weighted and config.tis.batch_normalize:
@@ -121,19 +127,19 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
         return rows
     rows |= {name: means[name] for name in ("train", "log_ratio", "k3", "ratio", "ratio_squared")}
     rows["rollout"] = rows["train"] - rows["log_ratio"]
-    rows |= _perplexities(rows["train"], rows["rollout"])
+    perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
+    rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_abs"] = means["log_ratio"].abs()
-    if stage.level == "token":
+    if units.per_token:
         rows |= {name: means[name] for name in ("clamped", "clamped_squared")}
         rows["seq_ratio_squared"] = rows["ratio"].square()
     else:
-        ratio = stage.unit_ratio
+        ratio = stage.ratio_U
         rows |= {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
         rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-        low, high = _clamp(stage)
-        rows["clamped"] = (rows["unit_ratio"] if stage.center else ratio).clamp(low - stage.center, high - stage.center)
+        rows["clamped"] = _clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
         rows["clamped_squared"] = rows["clamped"].square()
-    if stage.level != "sequence":  # there it is the unit's
+    if not units.multiplies:  # there it is the unit's
         rows["product_square"] = bounded_exp(stage.sums_N["log_ratio"]).square_()
     if stage.bounds is not None:
         rows |= _outside_rows(stage)
@@ -146,29 +152,29 @@ def _outside_rows(stage: Stage) -> dict[str, Tensor]:
     """Whether a unit is above or below the bounds that act; at token level also whether a sequence's mean ρ is."""
     bounds = stage.bounds
     assert bounds is not None
-    if bounds.level == "token":
+    if bounds.units.per_token:
         ratio = stage.means_N["ratio"]
         verdicts = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return {"high": stage.means_N["high"], "low": stage.means_N["low"], **verdicts}
-    log_ratio = stage.aggregated(bounds.level)
+    log_ratio = bounds.units.aggregate(stage.tokens.log_ratio, stage.sums_N)
     return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
-def _token_criteria(stage: Stage) -> Iterator[tuple[str, Tensor]]:
+def _token_criteria(stage: Stage) -> Iterator[Column]:
     """What each token criterion measures, and what is above its bounds if it has two; extremes go to the stage."""
     tokens = stage.tokens
     for criterion in stage.config.criteria:
-        if criterion.aggregate != "token":
+        if not criterion.judges_tokens:
             continue
         value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
         names, extremes = _extremes({f"value_{criterion.name}": value}, {}, tokens.padding)
         stage.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
         low, high = criterion.log_bounds
         if low is not None and high is not None:
-            yield f"above_{criterion.name}", (value > high).masked_fill_(tokens.padding, False)
+            yield Column(f"above_{criterion.name}", (value > high).masked_fill_(tokens.padding, False))
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
-        yield f"value_{criterion.name}", value
+        yield Column(f"value_{criterion.name}", value)
 
 
 def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
@@ -177,7 +183,7 @@ def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     for criterion in stage.config.criteria:
         name = criterion.name
         low, high = criterion.log_bounds
-        if criterion.aggregate == "token":
+        if criterion.judges_tokens:
             found = [key for side in ("value", "above") if (key := f"{side}_{name}") in stage.means_N]
             rows |= {key: stage.means_N[key] for key in found}
             continue
@@ -190,51 +196,38 @@ def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     return rows
 
 
-def _perplexities(train: Tensor, rollout: Tensor) -> dict[str, Tensor]:
-    """exp of minus the mean log-prob, at most e^20."""
-    values = torch.stack([train, rollout]).neg_().clamp_(max=SAFETY_BOUND).exp_()
-    return dict(zip(("training_ppl", "rollout_ppl"), values.unbind(0), strict=True))
-
-
-def _clamp(stage: Stage) -> tuple[float, float]:
-    """[1/hi, hi], also where hi is below 1."""
-    upper = stage.config.tis.upper
+def _clamped(stage: Stage, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
+    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
+    upper, middle = stage.config.tis.upper, center(stage.config)
     low, high = sorted((1.0 / upper, upper))
-    return low, high
-
-
-def _clamped_tokens(stage: Stage, ratio: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """c − center, with c = ρ clamped to [1/hi, hi], and its square, [T], 0 at padding. ratio: ρ − 1."""
-    low, high = _clamp(stage)
-    if stage.center:
-        clamped = ratio.clamp(low - 1.0, high - 1.0)
-    else:
-        clamped = bounded_exp(stage.tokens.log_ratio).clamp_(low, high).masked_fill_(stage.tokens.padding, 0)
-    yield "clamped", clamped
-    yield "clamped_squared", stage.wide_T.copy_(clamped).square_()
+    if middle:
+        return ratio.clamp(low - middle, high - middle)
+    clamped = bounded_exp(log_ratio).clamp_(low, high)
+    return clamped if padding is None else clamped.masked_fill_(padding, 0)
 
 
 def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
     """Weights really used, Σ over kept tokens divided by all tokens of the sequence.
 
-    They stand before batch normalisation, which the metrics apply from the merged sums; but for the scope micro_batch,
-    whose factors differ, after it.
+    They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
+    micro_batch, whose factors differ, after it.
     """
-    if stage.weights_N is not None:
-        unit = _normalized(stage, stage.weights_N)
-        weight = unit * kept
-        squared, deviation = unit * weight, (unit - 1.0).square_() * kept
-    elif stage.weights_T is not None:
+    if stage.weights_U is None:
+        return {}
+    factor = _own_factor(stage)
+    if stage.units.per_token:
         used = kept > 0
         weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
         deviation = stage.means_N["weight_deviation"] * used
-        if (factor := _own_factor(stage)) is not None:
+        if factor is not None:
             # Σ (w/f − 1)² from the sums about w = 1.
             shift = 1.0 - factor
             deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
             weight, squared = weight / factor, squared / factor**2
     else:
-        return {}
+        unit = stage.weights_U if factor is None else stage.weights_U / factor
+        weight = unit * kept
+        squared, deviation = unit * weight, (unit - 1.0).square_() * kept
     rows = {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
     return rows | {"seq_weight_squared": weight.square()}
 
@@ -244,28 +237,21 @@ def _own_factor(stage: Stage) -> Tensor | float | None:
     return stage.factor if stage.config.tis.batch_normalize_scope == "micro_batch" else None
 
 
-def _normalized(stage: Stage, values: Tensor) -> Tensor:
-    factor = _own_factor(stage)
-    return values if factor is None else values / factor
-
-
 def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
     rows: dict[str, Tensor] = {}
-    masked_N = any_of([stage.outside_N[c.name] for c in stage.config.criteria if c.aggregate != "token"])
-    masked_N = any_of([masked_N, stage.outside_mode_N])
-    masked = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.masks_tokens else None)
+    masked_N = any_of(outside for name, outside in stage.outside_N.items() if name not in ("veto", "invalid"))
+    masked = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.outside_T else None)
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
     elif masked_N is not None:
         rows |= {"masked": masked_N, "masked_any": masked_N}
-    for criterion in stage.config.criteria:
-        if criterion.aggregate == "token":
-            assert masked is not None
-            rows[f"out_{criterion.name}"] = stage.means_N.get(f"out_{criterion.name}", masked)
-        else:
-            rows[f"out_{criterion.name}"] = stage.outside_N[criterion.name]
+    for name in (criterion.name for criterion in stage.config.criteria):
+        if name in stage.outside_N:
+            rows[f"out_{name}"] = stage.outside_N[name]
+        elif masked is not None:
+            rows[f"out_{name}"] = stage.means_N.get(f"out_{name}", masked)
     if stage.config.rs.veto_threshold is not None:
         rows |= {"vetoed": stage.outside_N["veto"], "catastrophic": stage.means_N["catastrophic"]}
     return rows
@@ -276,25 +262,28 @@ def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
     nothing."""
     if stage.config.metrics == "off":
         return [], []
-    both, above = {}, {}
+    both: dict[str, Tensor] = {}
+    units: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     if stage.measured:
         both["log_ratio_seq"] = stage.means_N["log_ratio"]
-        if stage.level == "token":
+        units["log_aggregate"] = stage.log_ratio_U
+        if stage.units.per_token:
             both["ratio_seq"] = stage.means_N["ratio"]
-        else:
-            both["log_aggregate"] = stage.aggregated()
         if stage.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in stage.values_N.items()}
-    if stage.weights_N is not None:
-        above["weight"] = _normalized(stage, stage.weights_N.masked_fill(stage.kept_N == 0, 0.0))
-    parts = [_extremes(both, above, has.logical_not())]
+    if stage.weights_U is not None:
+        weights_U, factor = stage.weights_U, _own_factor(stage)
+        used = weights_U * stage.keep_T if stage.units.per_token else weights_U.masked_fill(stage.kept_N == 0, 0.0)
+        weights["weight"] = used if factor is None else used / factor
+    absent = has.logical_not()
+    if stage.units.per_token:
+        padding = stage.tokens.padding
+        parts = [_extremes(both, {}, absent), _extremes(units, {}, padding), _extremes({}, weights, padding)]
+    else:
+        parts = [_extremes(both | units, weights, absent)]
     if stage.token_extremes:
         parts.append((list(stage.token_extremes), torch.stack(list(stage.token_extremes.values()))))
-    if stage.measured and stage.level == "token":
-        parts.append(_extremes({"log_aggregate": stage.tokens.log_ratio}, {}, stage.tokens.padding))
-    if stage.weights_T is not None:
-        weight = _normalized(stage, stage.weights_T * stage.keep_T)
-        parts.append(_extremes({}, {"weight": weight}, stage.tokens.padding))
     return [name for names, _ in parts for name in names], [values for names, values in parts if names]
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mismatch_plugin.core.acting_bounds import acting_bounds
-from mismatch_plugin.core.levels import center
 from mismatch_plugin.core.metrics import full as full
+from mismatch_plugin.core.units import acting_bounds, center, units_of
 from mismatch_plugin.core.validity import DEFECTS
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -23,10 +22,11 @@ class State:
 
     def __init__(self, sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> None:
         self.sums, self.maxima, self.config = sums, maxima, config
-        self.token_level = config.tis.level in ("token", "none")
+        self.units = units_of(config)
+        self.token_level = self.units.per_token
         self.center = center(config)
         bounds = acting_bounds(config)
-        self.bounds_on_tokens = bounds is not None and bounds.level == "token"
+        self.bounds_on_tokens = bounds is not None and bounds.units.per_token
         self.tokens = sums["one@tokens"]
         self.sequences = sums["one@sequences"]
         # Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
@@ -60,7 +60,7 @@ class State:
         """Mean bounded weight over everything merged; 1 without batch normalisation."""
         if not self.has("weight_unit"):
             return 1.0
-        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        measure = self.units.measure
         mean = ratio(self.sums[f"weight_unit@{measure}"], self.sums[f"units@{measure}"], 1.0)
         return mean if mean > 0 else 1.0
 
@@ -161,13 +161,13 @@ def criteria(s: State, measure: str) -> dict[str, float]:
     return {
         criterion.name: s.mean(f"out_{criterion.name}", measure)
         for criterion in s.config.criteria
-        if measure == "tokens" or criterion.aggregate != "token"
+        if measure == "tokens" or not criterion.judges_tokens
     }
 
 
 def criterion_measure(criterion: Criterion) -> str:
     """What a criterion judges: tokens or sequences."""
-    return "tokens" if criterion.aggregate == "token" else "sequences"
+    return "tokens" if criterion.judges_tokens else "sequences"
 
 
 def measured_criteria(s: State) -> list[Criterion]:

@@ -42,18 +42,18 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
     maxima["probability_difference"] = difference.amax() if difference.numel() else difference.new_zeros(())
     del difference
 
-    value = stage.wide_T
+    buffer = torch.empty_like(tokens.log_ratio, dtype=torch.float64)
     slot: Tensor | None = None
     if packed.weight_versions is not None:
         slot = packed.weight_versions.remainder(VERSION_SLOTS)
         maxima["version"], maxima["-version"] = _slot_extremes(
-            slot, value.copy_(packed.weight_versions), tokens.padding
+            slot, buffer.copy_(packed.weight_versions), tokens.padding
         )
 
     def add_drift(name: str, place: Tensor, size: int) -> None:
-        sums[f"{name}_log_ratio"] = _by_bucket(place, size, value.copy_(tokens.log_ratio))
-        sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, value.abs_())
-        sums[f"{name}_tokens"] = _by_bucket(place, size, value.copy_(tokens.mask))
+        sums[f"{name}_log_ratio"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio))
+        sums[f"{name}_log_ratio_abs"] = _by_bucket(place, size, buffer.copy_(tokens.log_ratio).abs_())
+        sums[f"{name}_tokens"] = _by_bucket(place, size, buffer.copy_(tokens.mask))
 
     if slot is not None:
         add_drift("version", slot, VERSION_SLOTS)
@@ -64,8 +64,8 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
     add_drift("position", bucket(packed.response_positions, POSITION_EDGES), len(POSITION_EDGES) + 1)
     if packed.advantages is not None:
         sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
-        sums["advantage_tokens"] = _by_bucket(sign, 3, value)
-        sums["advantage_kept"] = _by_bucket(sign, 3, value.copy_(stage.keep_T))
+        sums["advantage_tokens"] = _by_bucket(sign, 3, buffer.copy_(tokens.mask))
+        sums["advantage_kept"] = _by_bucket(sign, 3, buffer.copy_(stage.keep_T))
     length = bucket(stage.tokens_N, LENGTH_EDGES)
     counted = (stage.tokens_N > 0).double() * float(counts_sequences)
     sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)

@@ -178,7 +178,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("chi2_token", "mean ρ² − 1, l clamped to ±20: an estimate, negative where ρ is mostly below 1", "tokens",
            "ratio_squared", lambda s: s.mean("ratio_squared") + 2.0 * s.mean("ratio")),
     Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
-           lambda s: s.mean("unit_square" if s.config.tis.level == "sequence" else "product_square", "sequences", 1.0)
+           lambda s: s.mean("unit_square" if s.units.multiplies else "product_square", "sequences", 1.0)
            - 1.0),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
            lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat"),

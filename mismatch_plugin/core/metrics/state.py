@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 
@@ -60,10 +61,6 @@ class Statistics:
         """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
         return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
 
-    def with_sums(self, extra: Mapping[str, Tensor]) -> Statistics:
-        """This state with further 0-d sums appended."""
-        return self.with_vector(tuple(extra), torch.stack([value.detach().double() for value in extra.values()]))
-
     def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
         """This state with further sums appended: a float64 vector of as many elements as there are names."""
         sums, names = torch.cat([self.sums, values]), (*self.sum_names, *names)
@@ -80,7 +77,7 @@ class Statistics:
         """
         if not (self.config.weighted and self.config.tis.batch_normalize):
             return self.sums.new_ones(())
-        measure = "tokens" if self.config.tis.level == "token" else "sequences"
+        measure = units_of(self.config).measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
     def metrics(self) -> dict[str, float]:

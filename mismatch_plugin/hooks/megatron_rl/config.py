@@ -11,6 +11,7 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
@@ -119,7 +120,7 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 def sums_tokens(config: MismatchConfig) -> bool:
     """True where log-ratios are added up over a sequence, so that rounding adds up too."""
-    weights = config.weighted and config.tis.level == "sequence"
+    weights = config.weighted and units_of(config).multiplies
     return weights or any(c.aggregate == "sequence_sum" for c in config.criteria)
 
 
@@ -131,9 +132,9 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     """
     tis, metrics = config.tis, config.metrics
     judging = {
-        f"level {tis.level}": config.weighted and tis.level != "token",
+        f"level {tis.level}": config.weighted and not units_of(config).per_token,
         "batch normalisation": config.weighted and tis.batch_normalize,
-        **{f"criterion {c.name}": c.aggregate != "token" for c in config.criteria},
+        **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
         "the veto": config.rs.veto_threshold is not None,
         "--rollout-log-prob-policy drop-sequence": config.rollout_log_prob_policy == "drop-sequence",
     }

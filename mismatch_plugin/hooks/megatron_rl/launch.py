@@ -8,9 +8,10 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, refuse_old_megatron
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek
 from mismatch_plugin.hooks.megatron_rl.adapter import calculate_grpo_loss, install
 from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, refuse_idle, settings
+from mismatch_plugin.hooks.version import refuse_old_megatron
 
 _NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
@@ -84,4 +85,14 @@ def _refuse_other_loss(folders: list[Path]) -> None:
         )
 
 
-HOST = Host("megatron-lm", ("megatron.rl",), frozenset(TABLE), plan)
+HOST = Host(
+    name="megatron-lm",
+    packages=("megatron.rl",),
+    plan=plan,
+    reads=(("megatron.inference.utils", "add_inference_args"),),
+    flags=frozenset(TABLE),
+    trainer="train_rl.py",
+    inside="megatron/rl",
+    version_file="megatron/core/package_info.py",
+    distribution="megatron-core",
+)

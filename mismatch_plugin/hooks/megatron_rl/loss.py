@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.levels import segment_sum, spread
 from mismatch_plugin.core.loss import sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import segment_sum, spread
 from mismatch_plugin.limits import SAFETY_BOUND
 
 HALF = (torch.bfloat16, torch.float16)

@@ -1,8 +1,5 @@
-"""miles under the launcher: see `ray_megatron`."""
+"""miles under the launcher: as slime, of which it is a fork."""
 
-from functools import partial
+from mismatch_plugin.hooks.slime.launch import declared
 
-from mismatch_plugin.hooks.base import Host
-from mismatch_plugin.hooks.slime.launch_plan import FLAGS, plan
-
-HOST = Host("miles", ("miles",), FLAGS, partial(plan, "miles"))
+HOST = declared("miles", hands_on=' (--extra-args "--use-tis …")')

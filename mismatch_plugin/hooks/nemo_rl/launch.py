@@ -87,4 +87,12 @@ def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
     return section | (data.get(_SECTION) or {})
 
 
-HOST = Host("nemo-rl", ("nemo_rl",), frozenset(), plan)
+HOST = Host(
+    name="nemo-rl",
+    packages=("nemo_rl",),
+    plan=plan,
+    reads=(("nemo_rl.algorithms.grpo", "setup"),),
+    trainer="run_grpo.py",
+    inside="nemo_rl/algorithms",
+    version_file="nemo_rl/package_info.py",
+)

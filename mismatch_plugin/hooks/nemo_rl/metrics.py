@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.acting_bounds import acting_bounds
 from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.units import acting_bounds
 
 _TOKENS, _SEQUENCES, _NONE = "TOKENS", "SEQUENCES", "NONE"
 _Sums = Mapping[str, float]

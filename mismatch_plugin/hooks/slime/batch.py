@@ -7,7 +7,8 @@ chunk's before the second's; it may be none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -28,7 +29,7 @@ def owned_ranges(
     """
     if cp_size == 1:
         return (0, response), (response, response)
-    prompt, chunk = total - response, -(-(total if padded is None else padded) // (2 * cp_size))
+    prompt, chunk = total - response, -(-(padded or total) // (2 * cp_size))
     ranges = []
     for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
         start, stop = max(index * chunk, prompt - 1), min((index + 1) * chunk, total - 1)
@@ -37,50 +38,47 @@ def owned_ranges(
 
 
 def pack_local(
-    loss_masks: Sequence[Tensor],
-    total_lengths: Sequence[int],
-    response_lengths: Sequence[int],
-    cp_size: int,
-    cp_rank: int,
-    *,
-    padded_lengths: Sequence[int] | None = None,
-    **tokens: Sequence[Tensor] | None,
+    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, **tokens: Sequence[Tensor] | None
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
-    loss_masks: [response] a sample, whole on every rank; anything but 0 trains. tokens: per-token fields of
-    `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. They are detached.
+    batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
+        response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
+    tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
+        detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
     """
-    padded = padded_lengths or [None] * len(total_lengths)
+    masks, totals, responses = batch["loss_masks"], batch["total_lengths"], batch["response_lengths"]
+    padded = batch.get("max_seq_lens") if getattr(args, "qkv_format", "thd") == "bshd" else None
+    padded = padded or [None] * len(totals)
+    size, rank = groups.cp_size, groups.cp_rank
     ranges = [
-        owned_ranges(total, response, cp_size, cp_rank, pad)
-        for total, response, pad in zip(total_lengths, response_lengths, padded, strict=True)
+        owned_ranges(total, response, size, rank, width)
+        for total, response, width in zip(totals, responses, padded, strict=True)
     ]
     lengths = tuple((b - a) + (d - c) for (a, b), (c, d) in ranges)
-    for sample, (mask, response) in enumerate(zip(loss_masks, response_lengths, strict=True)):
+    for sample, (mask, response) in enumerate(zip(masks, responses, strict=True)):
         if mask.shape != (response,):
             raise ValueError(
                 f"loss_masks of sample {sample} has shape {tuple(mask.shape)}, its response {response} tokens: the "
                 f"mask must cover the whole response on every rank."
             )
-    shares = [mask[start:stop] for mask, parts in zip(loss_masks, ranges, strict=True) for start, stop in parts]
     fields: dict[str, Any] = {}
     for name, values in tokens.items():
+        for sample, (value, length) in enumerate(zip(values or (), lengths, strict=bool(values))):
+            if value.shape != (length,):
+                raise ValueError(
+                    f"{name} of sample {sample} has shape {tuple(value.shape)}, but this rank holds {length} of "
+                    f"the {responses[sample]} response tokens (rank {rank} of {size} in context parallelism)."
+                )
         if values:
-            for sample, (value, length) in enumerate(zip(values, lengths, strict=True)):
-                if value.shape != (length,):
-                    raise ValueError(
-                        f"{name} of sample {sample} has shape {tuple(value.shape)}, but this rank holds {length} of "
-                        f"the {response_lengths[sample]} response tokens (rank {cp_rank} of {cp_size} in context "
-                        f"parallelism)."
-                    )
-            fields[name] = torch.cat(list(values)).detach()
-    mask = torch.cat(shares) != 0
-    if cp_size > 1:
+            joined = torch.cat(list(values))
+            fields[name] = joined if name == "entropy" else joined.detach()
+    mask = torch.cat([mask[start:stop] for mask, parts in zip(masks, ranges, strict=True) for start, stop in parts])
+    if size > 1:
         positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]
         fields["positions"] = torch.cat(positions).to(mask.device)
-    return PackedSequences(loss_mask=mask, lengths=lengths, **fields)
+    return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
 
 
 def without_rejected(

@@ -1,8 +1,193 @@
-"""slime under the launcher: see `ray_megatron`."""
+"""slime and miles under the launcher: path arguments go on the command line, our settings ride on the Namespace."""
 
+from __future__ import annotations
+
+from argparse import Namespace
+from base64 import b64decode
+from collections.abc import Mapping
 from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
-from mismatch_plugin.hooks.base import Host
-from mismatch_plugin.hooks.slime.launch_plan import FLAGS, plan
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.documents import parse_yaml
+from mismatch_plugin.config.flags import destinations
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled
+from mismatch_plugin.hooks.ray_actors import check_actors
+from mismatch_plugin.hooks.slime.config import (
+    ARGUMENTS,
+    HOOKS,
+    check_arguments,
+    describe_settings,
+    hook_path,
+    read_settings,
+    refuse_unknown_settings,
+    runs,
+    why_our_loss,
+)
+from mismatch_plugin.hooks.version import refuse_old_megatron
 
-HOST = Host("slime", ("slime",), FLAGS, partial(plan, "slime"))
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+TABLE: dict[str, dict[str, Any]] = {
+    _flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
+    for name, (kind, default) in ARGUMENTS.items()
+}
+"""The host's flags about the loss, as options of `add_argument`."""
+FLAGS = frozenset({"--use-rollout-entropy", "--use-rollout-routing-replay", "--use-rollout-indexer-replay", *TABLE})
+_CONFIG_PATH = "--custom-config-path"
+_INLINE = "base64:"  # miles takes the file itself as a value
+
+
+def plan(host: str, given: Given, script: Path | None) -> Plan:
+    """The run under slime or miles: which path arguments, and the settings for its Namespace.
+
+    Raises: ValueError where the host's own arguments and ours contradict each other, or name another loss.
+    """
+    args, typed = peek(given.host_argv, TABLE)
+    file = _read_config(args)
+    refuse_unknown_settings(file)
+    vars(args).update(file)
+    flags = set(destinations()) - ARGUMENTS.keys()
+    ours = [name for name in sorted(file) if name in flags or name.startswith("mismatch_")]
+    if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
+        return Plan.untouched(host, given)
+    refuse_old_megatron([] if script is None else [script.parent])
+    config = _settings(host, given, args, ours)
+    added = _arguments(host, config, args, typed | file.keys())
+    settings = args.mismatch_settings
+    config = check_arguments(args, host) or config
+    lines = describe_settings(config, args, host)
+    if config.algorithm == 3:
+        lines.append(f"{host}'s use_tis is cleared: its parser forbids the pair, and the loss above does both")
+
+    def settle(namespace: Namespace) -> None:
+        namespace.mismatch_settings = settings
+        namespace.use_rollout_logprobs = config.use_rollout_log_probs
+        namespace.use_tis = config.algorithm == 2  # 3 is ours alone; a file may have set both after the host's check
+        check_arguments(namespace, host)
+        check_actors()
+
+    def install() -> None:
+        arguments: Any = import_module(f"{host}.utils.arguments")
+        arguments.parse_args = settled(arguments.parse_args, settle)
+
+    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle)
+
+
+def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
+    """The configuration, and `mismatch_settings` and the two switches on `args` as the host will see them.
+
+    in_file: settings of ours in the host's --custom-config-path.
+    """
+    typed = [flag for flag in given.flags if flag not in ("--use-tis", "--use-rollout-log-probs")]
+    if in_file and typed:
+        raise ValueError(
+            f"settings are in {_CONFIG_PATH} {args.custom_config_path} ({', '.join(in_file)}) and on the command "
+            f"line ({', '.join(typed)}), and {host} lets the file win: keep them in one place."
+        )
+    args.use_tis = bool(args.use_tis) or given.config.use_tis
+    bypass = bool(args.use_rollout_logprobs) or bool(getattr(args, "use_rollout_log_probs", False))
+    args.use_rollout_logprobs = bypass or given.config.use_rollout_log_probs
+    if not in_file:
+        # Of our flags alone; without one of our own, use_tis is the host's built-in: clip between --tis-clip-low and
+        # --tis-clip.
+        args.mismatch_settings = given.settings
+    config = read_settings(args, host)
+    if in_file:
+        args.mismatch_settings = config.model_dump(mode="json", exclude_unset=True)
+    switches = {"use_tis": config.use_tis, "use_rollout_log_probs": config.use_rollout_log_probs}
+    args.mismatch_settings = {**args.mismatch_settings, **switches}
+    return config
+
+
+def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[str]) -> list[str]:
+    """The host's arguments to add, set on `args` as well. Raises ValueError where they are taken by something else.
+
+    typed: destinations that the command line or the host's file gives.
+    """
+    added: list[str] = []
+
+    def give(name: str, value: str | bool = True) -> None:
+        setattr(args, name, value)
+        added.extend([_flag(name)] if value is True else [_flag(name), str(value)])
+
+    def give_hook(name: str) -> None:
+        if getattr(args, HOOKS[name]) is None:
+            give(HOOKS[name], hook_path(host, name))
+
+    if config.use_rollout_log_probs:
+        give("use_rollout_logprobs")
+    custom, ours = args.loss_type == "custom_loss", hook_path(host, "policy_loss")
+    if custom and not runs(args, host, "policy_loss"):
+        raise ValueError(
+            f"--loss-type custom_loss with --custom-loss-function-path {args.custom_loss_function_path} is another "
+            f"loss, in which the correction would not run: leave both out, or name {ours}."
+        )
+    if not custom and config.use_rollout_log_probs:
+        if "loss_type" in typed and config.algorithm == 1 and not config.rejects:
+            return added  # the host's own loss is algorithm 1
+        if "loss_type" in typed:
+            raise ValueError(
+                f"--loss-type {args.loss_type} contradicts {why_our_loss(config, host)}. Leave --loss-type out: the "
+                f"launcher sets {ours}."
+            )
+        give("loss_type", "custom_loss")
+        give(HOOKS["policy_loss"], ours)
+    elif not custom:
+        if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
+            raise ValueError(
+                f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls "
+                f"one only: leave it out, or leave the plugin's flags out."
+            )
+        give_hook("tis_function")
+        if config.use_tis:
+            give("use_tis")
+        elif not args.get_mismatch_metrics:
+            give("get_mismatch_metrics")  # without --use-tis the host calls the function for metrics only
+    args.use_tis = config.algorithm == 2
+    for name in ("rollout_data_postprocess", "before_train_step", "init"):
+        give_hook(name)
+    return added
+
+
+def _read_config(args: Namespace) -> dict[str, Any]:
+    """What the host's --custom-config-path will set on its Namespace, after its own checks."""
+    path = args.custom_config_path
+    if path is None:
+        return {}
+    if str(path).startswith(_INLINE):
+        text = b64decode(path[len(_INLINE) :], validate=True).decode()
+    elif Path(path).is_file():
+        text = Path(path).read_text(encoding="utf-8")
+    else:
+        raise ValueError(f"{_CONFIG_PATH} {path} does not exist: check the path.")
+    try:
+        data = parse_yaml(text) or {}
+    except ValueError as error:
+        raise ValueError(f"{_CONFIG_PATH} {path} is not valid YAML: {error}") from None
+    if not isinstance(data, Mapping):
+        raise ValueError(f"{_CONFIG_PATH} {path} holds a {type(data).__name__}, not a mapping of arguments.")
+    return {str(name): value for name, value in data.items()}
+
+
+def declared(host: str, hands_on: str = "") -> Host:
+    """slime or miles, which differ in their names. hands_on: how miles's scripts take arguments for the trainer."""
+    return Host(
+        name=host,
+        packages=(host,),
+        plan=partial(plan, host),
+        reads=((f"{host}.utils.arguments", "parse_args"),),
+        flags=FLAGS,
+        starters=(f"{host}.utils.external_utils.command_utils",),
+        hands_on=f"among the arguments that the script hands on{hands_on}",
+        inside=f"{host}/utils",
+        version_file="setup.py",
+    )
+
+
+HOST = declared("slime")

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import math
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.health import check_health
-from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
@@ -24,62 +26,43 @@ from mismatch_plugin.report.log import log_step, refuse_other_settings
 logger = logging.getLogger("mismatch_plugin")
 
 
-@dataclass(frozen=True, eq=False)
-class _Begun:
-    """What the end of a step needs to know of its beginning."""
-
-    args: Namespace
-    config: MismatchConfig
-    groups: ParallelGroups
-    number: int
-
-
 @dataclass(eq=False)
 class StepRun:
     """The steps of one training process. Whether a rank takes part in a collective never depends on its data.
 
-    log: the host's tracker, `log(args, metrics)`; called on one rank.
+    host: its name. log: its tracker, `log(args, metrics)`, called on one rank.
+    writes: whether this process writes the run's files, of those that are first in their groups.
+    step: the one in progress, on the last pipeline stage.
+    metrics: of the last step that ended, on the ranks of that stage.
     """
 
     host: str
     log: Callable[[Namespace, dict[str, float]], None]
     writes: Callable[[Namespace], bool] = lambda args: True
-    """Whether this process writes the run's files, of those that are first in their groups."""
     step: Step | None = None
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last step that ended, on the ranks of the last pipeline stage."""
     _prepared: list[Step] = field(default_factory=list)
-    _steps_per_rollout: int = 0
-    _agreed: bool = False
-    _begun: _Begun | None = None
+    _steps_per_rollout: int = 0  # 0 without the rollout's hook: then each step compares ranks
+    _begun: tuple[Namespace, MismatchConfig, ParallelGroups, int] | None = None
     _seen: list[object] = field(default_factory=list)
     _told_scope: bool = False
-    _asked: bool = False
-    """Whether the report folder was found to be this run's: asked once, before the first step."""
+    _asked: bool = False  # whether the report folder is this run's
 
     def prepare(
-        self,
-        config: MismatchConfig,
-        groups: ParallelGroups,
-        steps_per_rollout: int,
-        data: Sequence[PackedSequences] = (),
-        rollout: StepKind | None = None,
+        self, config: MismatchConfig, groups: ParallelGroups, rollout: StepKind, data: Sequence[PackedSequences]
     ) -> None:
         """A rollout's steps, before the first, on every rank.
 
+        rollout: what this rank holds of all steps; they are compared here, and no more in the steps themselves.
         data: a packed batch for each step where its mean weight is wanted now.
-        rollout: what this rank holds of all steps; then they are compared here, and no more in the steps themselves.
         Collectives: those of `ParallelGroups.agree` for `rollout`; for each of `data` one CP SUM (and a MAX for some
         criteria), one SUM over DP × CP. Raises ValueError, the same on every rank, where ranks differ.
         """
-        self._steps_per_rollout, self._prepared, self._agreed = steps_per_rollout, [], False
-        if rollout is not None:
-            groups.agree(rollout)
-            self._agreed = True
+        groups.agree(rollout)
+        self._steps_per_rollout, self._prepared = len(rollout.micro_batches or ()), []
         for packed in data:
-            step = Step(config, groups)
-            step.prepare([packed])
-            self._prepared.append(step)
+            self._prepared.append(Step(config, groups))
+            self._prepared[-1].prepare([packed])
 
     def begin(
         self,
@@ -103,8 +86,8 @@ class StepRun:
             refuse_other_settings(config.report_dir, config)
             self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
-        step.agreed = self._agreed
-        if not self._agreed:
+        step.agreed = self._steps_per_rollout > 0
+        if not step.agreed:
             groups.agree(StepKind(settings_of(config)))
         refusal = deferred_with(config.other_terms + extra_losses(model_config))
         if config.normalizes_step and refusal:
@@ -113,11 +96,11 @@ class StepRun:
             if groups.from_last_stage(deferred).item():
                 raise ValueError(refusal)
         number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
-        self._begun, self._seen = _Begun(args, config, groups, number), []
+        self._begun, self._seen = (args, config, groups, number), []
         self.step = step if groups.is_last_stage else None
         finalize = model_config.finalize_model_grads_func
-        if not isinstance(finalize, StepEnd):
-            model_config.finalize_model_grads_func = StepEnd(self, finalize)
+        if getattr(finalize, "func", None) != self.finalize:
+            model_config.finalize_model_grads_func = partial(self.finalize, finalize)
 
     def factor(self, config: MismatchConfig) -> Tensor | float | None:
         """What to pass as `batch_factor`: the step's mean weight, or 1 where gradients are divided by it at the end.
@@ -144,49 +127,44 @@ class StepRun:
         totals = self.step.totals
         return 1.0 if totals is None or totals.batch_factor is None else totals.batch_factor
 
-    def record(self, statistics: Statistics, micro_batch: object) -> None:
+    def record(self, loss_T: Tensor, correction: Correction, config: MismatchConfig, micro_batch: object) -> Tensor:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
 
-        micro_batch: any object that belongs to this micro-batch alone.
+        micro_batch: any object that belongs to this micro-batch alone. Returns the loss [T] as it came. Without a
+        step, whose end would raise for invalid rollout log-probs, these turn it into NaN: never silent.
         """
-        if self.step is None or any(micro_batch is seen for seen in self._seen):
-            return
-        self._seen.append(micro_batch)
-        self.step.record(statistics)
+        if self.step is None:
+            defective = correction.tokens.stopping(config)
+            if defective is None or config.rollout_log_prob_policy != "error":
+                return loss_T
+            return loss_T * torch.where(defective.any(), math.nan, 1.0).to(loss_T.dtype)
+        if not any(micro_batch is seen for seen in self._seen):
+            self._seen.append(micro_batch)
+            self.step.record(correction.statistics)
+        return loss_T
 
-    def end(self, model: Sequence[Any]) -> None:
-        """After the last micro-batch, gradients reduced, before the optimizer steps; on every rank.
+    def finalize(
+        self, finalize: Callable[..., Any] | None, model: Sequence[Any], *arguments: Any, **keywords: Any
+    ) -> Any:
+        """megatron's finalize_model_grads_func, then the end of the step: gradients are reduced, the optimizer comes.
 
-        Divides gradients by the mean weight where that was deferred; logs the step's metrics.
+        On every rank. Divides gradients by the mean weight where that was deferred; logs the step's metrics.
         Collectives, host syncs, errors: those of `end_step`.
         """
+        outcome = None if finalize is None else finalize(model, *arguments, **keywords)
         begun, step = self._begun, self.step
         self._begun, self.step, self._seen = None, None, []
         if begun is None:
-            return
-        config, groups = begun.config, begun.groups
+            return outcome
+        args, config, groups, number = begun
         finished = end_step(step, config, groups, model)
         self.metrics = {} if finished is None else finished.metrics()
         if self.metrics and groups.is_first_of_stage:
-            self.log(begun.args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": begun.number})
+            self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})
             for warning in check_health(self.metrics, config):
-                logger.warning("step %d: %s", begun.number, warning)
-            if config.report_dir is not None and self.writes(begun.args):
-                log_step(config.report_dir, config, {"step": begun.number, **self.metrics})
-
-
-@dataclass(frozen=True, eq=False)
-class StepEnd:
-    """megatron's finalize_model_grads_func, followed by the end of the step."""
-
-    run: StepRun
-    finalize: Callable[..., Any] | None
-
-    def __call__(self, model: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        outcome = None
-        if self.finalize is not None:
-            outcome = self.finalize(model, *args, **kwargs)
-        self.run.end(model)
+                logger.warning("step %d: %s", number, warning)
+            if config.report_dir is not None and self.writes(args):
+                log_step(config.report_dir, config, {"step": number, **self.metrics})
         return outcome
 
 

@@ -117,4 +117,12 @@ def _names(overrides: Mapping[str, Any], name: str) -> bool:
     return inside or any(f"{key}.".startswith(f"{name}.") for key in overrides)
 
 
-HOST = Host("verl", ("verl",), frozenset(), plan)
+HOST = Host(
+    name="verl",
+    packages=("verl",),
+    plan=plan,
+    reads=(("hydra", "main"), ("hydra", "compose")),
+    trainer="-m verl.trainer.main_ppo",
+    inside="verl/trainer",
+    version_file="verl/version/version",
+)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import logging
-import os
 import sys
 import types
 from argparse import ArgumentParser, Namespace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 import yaml
@@ -21,13 +20,13 @@ from tests.hooks.contracts.slime_source import host_root
 
 
 class _Missing:
-    """Makes every module that the host's file imports and that is not installed here, as a stand-in."""
+    """Makes modules of these packages, whatever is installed here, as stand-ins."""
 
-    def __init__(self, prefixes: tuple[str, ...], tree: Path) -> None:
-        self.prefixes, self.tree = prefixes, tree
+    def __init__(self, *packages: str) -> None:
+        self.packages = packages
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name.split(".")[0] in self.prefixes else None  # type: ignore[arg-type]
+        return ModuleSpec(name, self) if name.split(".")[0] in self.packages else None  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
         module: Any = types.ModuleType(spec.name)
@@ -37,27 +36,6 @@ class _Missing:
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
-
-
-def _host_module(host: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The host's utils/arguments.py, with what it imports next to it replaced."""
-    root = os.environ.get("MISMATCH_HOST_SRC")
-    path = Path(root or "", host, host, "utils", "arguments.py")
-    if root is None or not path.is_file():
-        pytest.skip("NOT RUN (host source absent)")
-    finder = _Missing((host, "sglang_router", "sglang"), path)
-    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
-    for name in list(sys.modules):
-        if name.split(".")[0] in finder.prefixes:
-            monkeypatch.delitem(sys.modules, name)
-    spec = importlib.util.spec_from_file_location(f"{host}_arguments", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for name in list(sys.modules):
-        if name.split(".")[0] in finder.prefixes:
-            monkeypatch.delitem(sys.modules, name)
-    return module
 
 
 def read_custom_config(host: str, args: Namespace) -> None:
@@ -72,11 +50,18 @@ def read_custom_config(host: str, args: Namespace) -> None:
 
 def host_parser(host: str, monkeypatch: pytest.MonkeyPatch) -> ArgumentParser:
     """The parser of slime or miles with all that it declares itself. Skips where the source is absent."""
-    module = _host_module(host, monkeypatch)
-    identity = lambda parser, *args, **kwargs: parser  # noqa: E731
-    for name in ("add_sglang_arguments", "add_dashboard_arguments"):
-        if hasattr(module, name):
-            setattr(module, name, identity)
+    path = host_root(host) / host / "utils" / "arguments.py"
+    finder = _Missing(host, "sglang_router", "sglang")
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    spec = importlib.util.spec_from_file_location(f"{host}_arguments", path)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    with patch.dict(sys.modules):
+        for name in [name for name in sys.modules if name.split(".")[0] in finder.packages]:
+            del sys.modules[name]
+        spec.loader.exec_module(module)
+    for name in {"add_sglang_arguments", "add_dashboard_arguments"} & vars(module).keys():
+        setattr(module, name, lambda parser, *args, **kwargs: parser)
     if host == "miles":
         module.RouterArgs.add_cli_args = lambda *args, **kwargs: None
         module.use_legacy_rollout_v1 = lambda: True

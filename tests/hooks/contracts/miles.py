@@ -1,4 +1,4 @@
-"""What the adapter relies on in miles, recorded at one commit. `test_miles.py` compares it with a checkout's source."""
+"""What the adapter relies on in miles, recorded at one commit; a checkout is compared with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ COMMIT = "31f1ca961a94cb860cec3b2dea34ec332bfa8f76"
 LOSSES = "miles/backends/training_utils/loss_hub/losses.py"
 MODEL = "miles/backends/megatron_utils/model.py"
 ACTOR = "miles/backends/megatron_utils/actor.py"
-ARGUMENTS = "miles/utils/arguments.py"
 LOSS = "miles/backends/training_utils/loss.py"
 PARALLEL = "miles/backends/training_utils/parallel.py"
 
@@ -41,7 +40,6 @@ CALLED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 LOG_PROB_RESULT = "res"
 PARALLEL_FIELDS = ("intra_dp", "intra_dp_cp", "cp", "tp", "pp", "indep_dp")
-DEFAULTS = slime.DEFAULTS
 
 
 def namespace(**changes: Any) -> dict[str, Any]:

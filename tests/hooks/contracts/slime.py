@@ -1,15 +1,16 @@
-"""What the adapter relies on in slime, recorded at one commit. `test_slime.py` compares it with a checkout's source."""
+"""What the adapter relies on in slime, recorded at one commit; a checkout is compared with it."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from mismatch_plugin.hooks.slime.config import ARGUMENTS
 
 COMMIT = "624b824a898ab0ec1fcb4d373004c7f3852bf515"
 
 LOSS = "slime/backends/megatron_utils/loss.py"
 MODEL = "slime/backends/megatron_utils/model.py"
 ACTOR = "slime/backends/megatron_utils/actor.py"
-ARGUMENTS = "slime/utils/arguments.py"
 
 TIS_KEYWORDS = (
     "args",
@@ -54,37 +55,11 @@ CALLED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("slime/observability/logging_utils.py", "log", ("args", "metrics", "step_key")),
 )
 LOG_PROB_RESULT = "torch.empty((0,), device=device), res"
-# Defaults of the arguments that the adapter reads.
-DEFAULTS: dict[str, Any] = {
-    "--eps-clip": 0.2,
-    "--eps-clip-high": None,
-    "--eps-clip-c": None,
-    "--entropy-coef": 0.0,
-    "--kl-loss-coef": 0.0,
-    "--kl-loss-type": "k1",
-    "--use-kl-loss": False,
-    "--use-unbiased-kl": False,
-    "--use-opsm": False,
-    "--use-tis": False,
-    "--use-rollout-logprobs": False,
-    "--get-mismatch-metrics": False,
-    "--tis-clip": 2.0,
-    "--tis-clip-low": 0,
-    "--custom-tis-function-path": None,
-    "--custom-loss-function-path": None,
-    "--custom-pg-loss-reducer-function-path": None,
-    "--custom-megatron-before-train-step-hook-path": None,
-    "--rollout-data-postprocess-path": None,
-    "--loss-type": "policy_loss",
-}
 
 
 def namespace(**changes: Any) -> dict[str, Any]:
     """slime's arguments as its parser leaves them, as far as the loss reads them, with `changes`."""
-    values = {flag.lstrip("-").replace("-", "_"): default for flag, default in DEFAULTS.items()}
-    values |= {
-        "advantage_estimator": "grpo",
-        "calculate_per_token_loss": False,
+    values = {name: default for name, (_, default) in ARGUMENTS.items()} | {
         "recompute_loss_function": False,
         "allgather_cp": False,
         "log_probs_chunk_size": -1,

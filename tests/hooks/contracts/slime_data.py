@@ -100,15 +100,19 @@ def step_samples(step: int) -> list[int]:
     return sorted(sample for batch in schedule(0, 1)[step] for sample in batch)
 
 
-def mask_sums(shared: bool) -> list[Tensor]:
-    """slime's denominators: trained tokens of the sample's rollout, which is the sample alone unless `shared`."""
-    own = [sample.rows["loss_masks"].sum().float() for sample in samples()]
+def rollouts_of(step: int, shared: bool) -> list[list[int]]:
+    """The step's samples by rollout, of which slime takes the mean; each sample is one, unless `shared`."""
+    ids = step_samples(step)
     if not shared:
-        return own
-    return [
-        torch.stack([value for value, other in zip(own, ROLLOUTS, strict=True) if other == rollout]).sum()
-        for rollout in ROLLOUTS
-    ]
+        return [[number] for number in ids]
+    return [[i for i in ids if ROLLOUTS[i] == rollout] for rollout in sorted({ROLLOUTS[i] for i in ids})]
+
+
+def mask_sums(shared: bool) -> list[Tensor]:
+    """slime's denominators: trained tokens of the sample's rollout."""
+    own = [sample.rows["loss_masks"].sum().float() for sample in samples()]
+    rollouts = {i: rollout for step in range(STEPS) for rollout in rollouts_of(step, shared) for i in rollout}
+    return [torch.stack([own[other] for other in rollouts[number]]).sum() for number in range(len(own))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,61 +126,39 @@ class Expected:
 
 
 def expected(args: Namespace, config: mp.MismatchConfig, step: int, old: bool = True, shared: bool = False) -> Expected:
-    """`policy_loss` on the whole step, divided as slime divides: by its rollouts, or by its tokens (at least 1 each).
+    """`policy_loss` on each rollout, with the step's mean weight, divided as slime divides.
 
-    shared: a rollout of several samples is one mean over all of its tokens.
+    That is by the step's tokens (at least 1 a sample), or by the rollout's, and then by the number of rollouts.
     """
     ids = step_samples(step)
-    chosen = [samples()[number] for number in ids]
-    logits = [sample.logits.clone().requires_grad_() for sample in chosen]
-    pairs = [from_logits(x, sample.tokens, sample.prompt) for x, sample in zip(logits, chosen, strict=True)]
-    log_probs = [pair[0] for pair in pairs]
-    for row in log_probs:
-        row.retain_grad()
-    rows = {name: [sample.rows[name] for sample in chosen] for name in chosen[0].rows}
-    packed = mp.PackedSequences.from_lists(
-        rollout_log_probs=rows["rollout_log_probs"],
-        loss_masks=rows["loss_masks"],
-        advantages=rows["advantages"],
-        old_log_probs=rows["log_probs"] if old else None,
-        ref_log_probs=rows["ref_log_probs"],
-        entropy=[pair[1] for pair in pairs],
-    )
-    tokens = sum(max(1, int(mask.sum())) for mask in rows["loss_masks"])
-    per_token = args.calculate_per_token_loss
-    aggregation = "token-mean" if per_token or shared else "seq-mean-token-mean"
-    config = config.model_copy(update={"denominator": "original", "aggregation": aggregation})
-    if not shared:
-        result = mp.policy_loss(torch.cat(log_probs), packed, config)
-        loss = (result.loss_sum + sum(result.terms.values())) / (tokens if per_token else len(ids))
-        metrics = result.statistics.metrics()
-    else:
-        whole = mp.correct(packed, config).statistics
-        loss, metrics = torch.zeros(()), whole.metrics()
-        for rollout in sorted({ROLLOUTS[number] for number in ids}):
-            inside = [place for place, number in enumerate(ids) if ROLLOUTS[number] == rollout]
-            part = mp.PackedSequences.from_lists(
-                rollout_log_probs=[rows["rollout_log_probs"][i] for i in inside],
-                loss_masks=[rows["loss_masks"][i] for i in inside],
-                advantages=[rows["advantages"][i] for i in inside],
-                old_log_probs=[rows["log_probs"][i] for i in inside],
-                ref_log_probs=[rows["ref_log_probs"][i] for i in inside],
-                entropy=[pairs[i][1] for i in inside],
-            )
-            factor = whole.batch_factor()
-            result = mp.policy_loss(torch.cat([log_probs[i] for i in inside]), part, config, batch_factor=factor)
-            loss = loss + result.loss / len({ROLLOUTS[number] for number in ids})
+    logits = {i: samples()[i].logits.clone().requires_grad_() for i in ids}
+    found = {i: from_logits(x, samples()[i].tokens, samples()[i].prompt) for i, x in logits.items()}
+    for log_probs, _ in found.values():
+        log_probs.retain_grad()
+    config = config.model_copy(update={"denominator": "original", "aggregation": "token-mean"})
+
+    def loss_of(chosen: list[int], factor: Any = None) -> mp.PolicyLoss:
+        rows = {name: [samples()[i].rows[name] for i in chosen] for name in samples()[0].rows}
+        old_log_probs, entropy = rows.pop("log_probs"), [found[i][1] for i in chosen]
+        packed = mp.PackedSequences.from_lists(**rows, old_log_probs=old_log_probs if old else None, entropy=entropy)
+        return mp.policy_loss(torch.cat([found[i][0] for i in chosen]), packed, config, batch_factor=factor)
+
+    statistics, loss, rollouts = loss_of(ids).statistics, torch.zeros(()), rollouts_of(step, shared)
+    tokens = [int(samples()[i].rows["loss_masks"].sum()) for i in range(len(_LENGTHS))]
+    for rollout in rollouts:
+        result = loss_of(rollout, statistics.batch_factor())
+        divisor = len(rollouts) * max(1, sum(tokens[i] for i in rollout))
+        if args.calculate_per_token_loss:
+            divisor = sum(max(1, tokens[i]) for i in ids)
+        loss = loss + (result.loss_sum + sum(result.terms.values())) / divisor
     loss.backward()
-    value = float(loss.detach())
-    by_log_probs = [torch.zeros_like(x) if x.grad is None else x.grad for x in log_probs]
-    by_logits = [torch.zeros_like(x) if x.grad is None else x.grad for x in logits]
-    return Expected(value, torch.cat(by_logits), torch.cat(by_log_probs), metrics)
+    by_logits = torch.cat([_gradient(leaf) for leaf in logits.values()])
+    by_log_probs = torch.cat([_gradient(log_probs) for log_probs, _ in found.values()])
+    return Expected(float(loss.detach()), by_logits, by_log_probs, statistics.metrics())
 
 
-def rollouts_of(step: int, shared: bool) -> int:
-    """How many rollouts a step has: what slime divides the sum of their means by."""
-    ids = step_samples(step)
-    return len({ROLLOUTS[number] for number in ids}) if shared else len(ids)
+def _gradient(leaf: Tensor) -> Tensor:
+    return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 def arguments(namespace: dict[str, Any], **changes: Any) -> Namespace:

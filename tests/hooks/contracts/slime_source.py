@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,21 +56,3 @@ def dict_keys(node: ast.FunctionDef, variable: str) -> tuple[str, ...]:
 def strings(node: ast.AST) -> set[str]:
     """Every string constant inside a node."""
     return {item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str)}
-
-
-def defaults(path: Path) -> dict[str, Any]:
-    """Flag → default, of every add_argument in a file; False for a store_true without one."""
-    found: dict[str, Any] = {}
-    for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if not (isinstance(call, ast.Call) and ast.unparse(call.func).endswith("add_argument") and call.args):
-            continue
-        options = {keyword.arg: keyword.value for keyword in call.keywords}
-        value: Any = False if "action" in options else None
-        if "default" in options:
-            try:
-                value = ast.literal_eval(options["default"])
-            except ValueError:
-                continue
-        for flag in strings(ast.Tuple(elts=call.args, ctx=ast.Load())):
-            found[flag] = value
-    return found

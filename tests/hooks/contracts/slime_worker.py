@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import types
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.distributed.launch import launch
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_data import (
@@ -30,6 +31,7 @@ from tests.hooks.contracts.slime_data import (
     schedule,
     step_samples,
 )
+from tests.hooks.contracts.slime_source import host_root
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,35 @@ class Model(torch.nn.Module):
         self.scale *= factor
 
 
+class Runs:
+    """A host's cases by name, run in every layout (tp, cp, processes) in one launch each.
+
+    function: `run_by_hand` or `run_host`. cases: what `Case` takes besides.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Case], Any],
+        host: str,
+        cases: Mapping[Any, dict[str, Any]],
+        layouts: dict[str, tuple[int, int, int]],
+    ) -> None:
+        self.function, self.host, self.cases, self.layouts = function, host, cases, layouts
+        self._found: dict[str, list[Any]] = {}
+
+    def case(self, layout: str, name: Any) -> Case:
+        root = "" if self.function is run_by_hand else str(host_root(self.host))
+        tp, cp, _ = self.layouts[layout]
+        return Case(self.host, tp, cp, **self.cases[name], root=root)
+
+    def __call__(self, layout: str, name: Any) -> list[list[Outcome]]:
+        """Of each rank and step."""
+        if layout not in self._found:
+            cases = [self.case(layout, other) for other in self.cases]
+            self._found[layout] = launch(self.function, cases, self.layouts[layout][2], timeout=240.0)
+        return self._found[layout][list(self.cases).index(name)]
+
+
 @cache
 def initialize(tp: int, cp: int) -> Any:
     from megatron.core import parallel_state
@@ -87,26 +118,22 @@ def adapter_of(case: Case) -> Any:
     return importlib.import_module(f"mismatch_plugin.hooks.{case.host}")
 
 
-def _rows(case: Case, sample: Sample, name: str, cp_rank: int, padded: int | None = None) -> Tensor:
-    value = sample.rows[name]
-    return value if name == "loss_masks" else value[owned(sample.total, sample.prompt, case.cp, cp_rank, padded)]
-
-
-_FIELDS = ("loss_masks", "log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
+_LOCAL = ("log_probs", "rollout_log_probs", "ref_log_probs", "advantages")
 
 
 def _rollout_data(case: Case, cp_rank: int, mine: list[list[list[int]]], padded: int | None) -> dict[str, Any]:
     """This rank's rollout as the host keeps it: lists over its own samples."""
     ids = [sample for step in mine for batch in step for sample in batch]
+    chosen, sums = [samples()[i] for i in ids], mask_sums(case.shared)
+    places = [owned(sample.total, sample.prompt, case.cp, cp_rank, padded) for sample in chosen]
     data: dict[str, Any] = {
-        name: [_rows(case, samples()[i], name, cp_rank, padded) for i in ids]
-        for name in _FIELDS
-        if case.old or name != "log_probs"
+        name: [sample.rows[name][at] for sample, at in zip(chosen, places, strict=True)] for name in _LOCAL
     }
-    sums = mask_sums(case.shared)
     return data | {
-        "total_lengths": [samples()[i].total for i in ids],
-        "response_lengths": [samples()[i].response for i in ids],
+        "log_probs": data["log_probs"] if case.old else None,
+        "loss_masks": [sample.rows["loss_masks"] for sample in chosen],
+        "total_lengths": [sample.total for sample in chosen],
+        "response_lengths": [sample.response for sample in chosen],
         "rollout_mask_sums": [sums[i] for i in ids],
         "max_seq_lens": None if padded is None else [padded] * len(ids),
         "micro_batch_indices": [[ids.index(i) for i in batch] for step in mine for batch in step],
@@ -116,8 +143,8 @@ def _rollout_data(case: Case, cp_rank: int, mine: list[list[list[int]]], padded:
 
 def _batch(data: dict[str, Any], indices: list[int]) -> dict[str, Any]:
     """A micro-batch as the host's iterator gives it: what is not there is None."""
-    keys = [*_FIELDS, "total_lengths", "response_lengths", "rollout_mask_sums", "max_seq_lens"]
-    return {key: None if data.get(key) is None else [data[key][i] for i in indices] for key in keys}
+    rows = {key: values for key, values in data.items() if key not in ("micro_batch_indices", "num_microbatches")}
+    return {key: None if values is None else [values[i] for i in indices] for key, values in rows.items()}
 
 
 LossOf = Callable[[Namespace, dict[str, Any], list[int], int, int], tuple[Tensor, Tensor, dict[str, Any]]]
@@ -150,7 +177,7 @@ def run_steps(
         values, counted, keys = torch.zeros(()), torch.zeros(()), []
         for ids in batches:
             batch = _batch(data, next(indices))
-            rollouts = rollouts_of(step, case.shared)
+            rollouts = len(rollouts_of(step, case.shared))
             loss, normalizer, extra = loss_of(args, batch, ids, len(batches), rollouts)
             loss.backward()
             gradient[place(step, ids)] += extra["leaf"].grad.flatten()

@@ -7,24 +7,20 @@ logits, packed and padded, out of $MISMATCH_HOST_SRC/miles with only `ray` stubb
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from mismatch_plugin.hooks.miles import host as miles
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.host import _groups as megatron_groups
+import mismatch_plugin as mp
+from mismatch_plugin.hooks import miles, slime
 from tests.distributed.launch import launch
 from tests.hooks.contracts import miles as contract
 from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same
 from tests.hooks.contracts.slime_data import arguments, owned, samples
 from tests.hooks.contracts.slime_live import run_host
-from tests.hooks.contracts.slime_source import host_root
-from tests.hooks.contracts.slime_worker import Case, Outcome
+from tests.hooks.contracts.slime_worker import Case, Runs
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
@@ -51,21 +47,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases_of(layout: str) -> list[Case]:
-    root, (tp, cp, _) = str(host_root("miles")), HOST_LAYOUTS[layout]
-    return [Case("miles", tp, cp, **case, root=root) for case in CASES.values()]
-
-
-@cache
-def in_miles(layout: str) -> list[list[list[Outcome]]]:
-    return launch(run_host, cases_of(layout), HOST_LAYOUTS[layout][2], timeout=240.0)
+IN_MILES = Runs(run_host, "miles", CASES, HOST_LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_miles_s_loss_function_equals_one_process(layout: str, name: str):
-    number = list(CASES).index(name)
-    compare(in_miles(layout)[number], cases_of(layout)[number], miles, by_logits=True)
+    compare(IN_MILES(layout, name), IN_MILES.case(layout, name), miles, by_logits=True)
 
 
 def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
@@ -82,22 +70,16 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 PAIRS = _pairs()
-
-
-@cache
-def both(layout: str) -> list[list[list[Outcome]]]:
-    root, (tp, cp, processes) = str(host_root("miles")), HOST_LAYOUTS[layout]
-    cases = [Case("miles", tp, cp, side, hooks=False, root=root) for pair in PAIRS.values() for side in pair]
-    return launch(run_host, cases, processes, timeout=240.0)
+SIDES = {(name, side): {"changes": pair[side], "hooks": False} for name, pair in PAIRS.items() for side in (0, 1)}
+BOTH = Runs(run_host, "miles", SIDES, HOST_LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 cp2"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_miles_s_own_loss_means_the_same(layout: str, name: str):
-    number = 2 * list(PAIRS).index(name)
-    mine, theirs = both(layout)[number : number + 2]
     # Under bypass miles compares the rollout with itself.
-    same(mine, theirs, "train_rollout_logprob_abs_diff" if name == "bypass PPO" else "", "miles")
+    other = "train_rollout_logprob_abs_diff" if name == "bypass PPO" else ""
+    same(BOTH(layout, (name, 0)), BOTH(layout, (name, 1)), other, "miles")
 
 
 # Without miles --------------------------------------------------------------------------------------------------------
@@ -108,48 +90,47 @@ def run_padded(case: Case) -> list[float]:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(context_parallel_size=case.cp)
-    rank = parallel_state.get_context_parallel_rank()
-    adapter = RayAdapter(replace(miles.ADAPTER.host, groups=megatron_groups))
-    miles.ADAPTER = adapter
-    held = [owned(sample.total, sample.prompt, case.cp, rank, case.changes["padded"]) for sample in samples()]
+    rank, padded = parallel_state.get_context_parallel_rank(), case.changes["padded"]
+    miles.ADAPTER.groups = slime.ADAPTER.find_groups()
+    held = [owned(sample.total, sample.prompt, case.cp, rank, padded) for sample in samples()]
+    rows = {
+        name: [sample.rows[name][at] for sample, at in zip(samples(), held, strict=True)]
+        for name in ("log_probs", "rollout_log_probs")
+    }
     pg_loss = torch.ones(sum(map(len, held)), requires_grad=True)
     loss, _, _ = miles.tis_function(
         args=arguments(contract.namespace(), **case.changes),
         pg_loss=pg_loss,
-        train_log_probs=[sample.rows["log_probs"][at] for sample, at in zip(samples(), held, strict=True)],
-        rollout_log_probs=[sample.rows["rollout_log_probs"][at] for sample, at in zip(samples(), held, strict=True)],
+        train_log_probs=rows["log_probs"],
+        rollout_log_probs=rows["rollout_log_probs"],
         loss_masks=[sample.rows["loss_masks"] for sample in samples()],
         total_lengths=[sample.total for sample in samples()],
         response_lengths=[sample.response for sample in samples()],
         parallel_state=None,
-        max_seq_lens=[case.changes["padded"]] * len(samples()),
+        max_seq_lens=[padded] * len(samples()),
     )
     (gradient,) = torch.autograd.grad(loss.sum(), pg_loss)
     starts = torch.tensor([0, *(sample.response for sample in samples())]).cumsum(0)
     places = torch.cat([torch.tensor(at, dtype=torch.int64) + start for at, start in zip(held, starts, strict=False)])
-    whole = torch.zeros(int(starts[-1]))
-    whole[places] = gradient
+    whole = torch.zeros(int(starts[-1])).index_copy(0, places, gradient)
     torch.distributed.all_reduce(whole)
     return whole.tolist()
 
 
 @pytest.mark.parametrize("cp", [1, 2])
 def test_padded_batches_are_cut_where_miles_cuts_them(cp: int):
-    import mismatch_plugin as mp
-
     changes = {**hooked("miles"), **ours(2, weights("sequence", "clip")), **PADDED}
     weights_here = launch(run_padded, [Case("miles", 1, cp, changes)], cp)[0][0]
-    config = miles.settings(arguments(contract.namespace(), **changes))
     rows = {name: [sample.rows[name] for sample in samples()] for name in samples()[0].rows}
     packed = mp.PackedSequences.from_lists(
         old_log_probs=rows["log_probs"], rollout_log_probs=rows["rollout_log_probs"], loss_masks=rows["loss_masks"]
     )
-    correction = mp.correct(packed, config)
+    correction = mp.correct(packed, miles.settings(arguments(contract.namespace(), **changes)))
     torch.testing.assert_close(torch.tensor(weights_here), correction.weights * correction.keep)
 
 
 def test_missing_log_probs_are_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(miles, "ADAPTER", RayAdapter(replace(miles.ADAPTER.host, groups=megatron_groups)))
+    monkeypatch.setitem(vars(miles.ADAPTER), "groups", slime.ADAPTER.find_groups())
     args = arguments(contract.namespace(), **hooked("miles"), **ours(2))
     values: dict[str, Any] = dict.fromkeys(contract.TIS_KEYWORDS)
     values |= {"args": args, "pg_loss": torch.ones(2), "loss_masks": [torch.ones(2)]}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-from functools import cache
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,16 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.slime import host as slime
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
-from tests.distributed.launch import launch
+from mismatch_plugin.parallel.groups import ParallelGroups
+from tests.hooks.contracts import slime as contract
 from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
 from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
+from tests.hooks.contracts.slime_data import arguments as build
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
-from tests.hooks.contracts.slime_worker import Case, Outcome, run_by_hand
+from tests.hooks.contracts.slime_worker import Model, Runs, run_by_hand
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
@@ -56,31 +57,21 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases_of(layout: str) -> list[Case]:
-    tp, cp, _ = HAND_LAYOUTS[layout]
-    return [Case("slime", tp, cp, **case) for case in CASES.values()]
-
-
-@cache
-def by_hand(layout: str) -> list[list[list[Outcome]]]:
-    return launch(run_by_hand, cases_of(layout), HAND_LAYOUTS[layout][2])
+BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", HAND_LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str):
-    number = list(CASES).index(name)
-    compare(by_hand(layout)[number], cases_of(layout)[number], slime, by_logits=False)
+    compare(BY_HAND(layout, name), BY_HAND.case(layout, name), slime, by_logits=False)
 
 
 def test_rejection_shows_in_the_host_s_own_metrics():
     name = next(name for name in CASES if name.startswith("2 hook token truncate rejects"))
-    one = by_hand("one")[list(CASES).index(name)][0]
-    split = by_hand("cp2 dp2")[list(CASES).index(name)]
-    for step, outcome in enumerate(one):
+    for step, outcome in enumerate(BY_HAND("one", name)[0]):
         assert {"tis", "tis_abs", "tis_weight", "tis_rejected"} <= outcome.report.keys()
         assert outcome.report["tis_rejected"] > 0
-        for rank in split:
+        for rank in BY_HAND("cp2 dp2", name):
             assert rank[step].report == pytest.approx(outcome.report, rel=1e-4, abs=1e-5)
 
 
@@ -96,45 +87,42 @@ _REDUCED: dict[str, Any] = {
 }
 
 
-@cache
-def reduced(layout: str) -> list[list[list[Outcome]]]:
-    tp, cp, processes = HAND_LAYOUTS[layout]
-    cases = [
-        Case("slime", tp, cp, {**hooked("slime"), **changes, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN})
-        for changes in _REDUCED.values()
-    ]
-    return launch(run_by_hand, cases, processes)
+_REDUCER = {"custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+REDUCED = Runs(
+    run_by_hand,
+    "slime",
+    {name: {"changes": {**hooked("slime"), **changes, **_REDUCER}} for name, changes in _REDUCED.items()},
+    HAND_LAYOUTS,
+)
 
 
 @pytest.mark.parametrize("layout", ["one", "cp2", "cp4"])
 @pytest.mark.parametrize("name", _REDUCED)
 def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str):
     """Its count is that of accepted tokens: Σ w · PPO-clip over what is kept / how many are kept, a micro-batch."""
-    args = arguments(**hooked("slime"), **_REDUCED[name])
-    config = slime.settings(args)
+    config = slime.settings(arguments(**hooked("slime"), **_REDUCED[name]))
     rejected = 0
     for step in range(STEPS):
         log_probs = {i: samples()[i].log_probs.clone().requires_grad_() for i in step_samples(step)}
         loss = torch.zeros(())
         for ids in schedule(0, 1)[step]:
             rows = {key: [samples()[i].rows[key] for i in ids] for key in samples()[0].rows}
+            old, advantages = torch.cat(rows["log_probs"]), torch.cat(rows["advantages"])
             packed = mp.PackedSequences.from_lists(
                 train_log_probs=rows["log_probs"],
                 rollout_log_probs=rows["rollout_log_probs"],
                 loss_masks=rows["loss_masks"],
             )
             correction = mp.correct(packed, config)
-            ratio = (torch.cat([log_probs[i] for i in ids]) - torch.cat(rows["log_probs"])).exp()
-            advantages = torch.cat(rows["advantages"])
+            ratio = (torch.cat([log_probs[i] for i in ids]) - old).exp()
             clipped = torch.maximum(-ratio * advantages, -ratio.clamp(0.8, 1.2) * advantages)
             kept = correction.weights * correction.keep * clipped
-            loss = loss + kept.sum() / correction.keep.sum().clamp(min=1)
+            loss = loss + kept.sum() / correction.keep.sum().clamp(min=1) / len(log_probs)
             rejected += int(torch.cat(rows["loss_masks"]).sum() - correction.keep.sum())
-        (loss / len(log_probs)).backward()
-        wanted = torch.cat([log_probs[i].grad for i in step_samples(step)])  # pyright: ignore[reportArgumentType]
-        for rank in reduced(layout)[list(_REDUCED).index(name)]:
+        wanted = torch.cat(torch.autograd.grad(loss, list(log_probs.values())))
+        for rank in REDUCED(layout, name):
             torch.testing.assert_close(rank[step].gradient, wanted, rtol=2e-5, atol=2e-6)
-            assert rank[step].loss == pytest.approx(float(loss.detach()) / len(log_probs), rel=2e-5)
+            assert rank[step].loss == pytest.approx(float(loss.detach()), rel=2e-5)
     assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
 
 
@@ -162,39 +150,47 @@ def test_ranges_are_those_of_the_tokens_predicted_here(cp: int, padded: int | No
 
 
 def test_packing_refuses_what_does_not_cover_this_rank_s_tokens():
-    mask, short = torch.ones(5), torch.zeros(4)
+    batch = {"loss_masks": [torch.ones(5)], "total_lengths": [7], "response_lengths": [5]}
     with pytest.raises(ValueError, match=r"rollout_log_probs of sample 0 has shape \(4,\), but this rank holds 5"):
-        pack_local([mask], [7], [5], 1, 0, rollout_log_probs=[short])
+        pack_local(Namespace(), batch, ParallelGroups(), rollout_log_probs=[torch.zeros(4)])
     with pytest.raises(ValueError, match=r"loss_masks of sample 0 .* must cover the whole response"):
-        pack_local([short], [7], [5], 2, 0)
+        pack_local(Namespace(), batch | {"loss_masks": [torch.zeros(4)]}, ParallelGroups())
 
 
 # One process, hooks called directly -----------------------------------------------------------------------------------
 
 
-def arguments(**changes: Any) -> Any:
-    from tests.hooks.contracts import slime as contract
-    from tests.hooks.contracts.slime_data import arguments as build
-
+def arguments(**changes: Any) -> Namespace:
     return build(contract.namespace(), **changes)
 
 
-def call_tis(args: Any, rollout: list[torch.Tensor] | None, masks: list[torch.Tensor] | None = None) -> Any:
-    sample = samples()[0]
-    return slime.tis_function(
-        args=args,
-        pg_loss=torch.ones(sample.response, requires_grad=True),
-        train_log_probs=[sample.rows["log_probs"]],
-        rollout_log_probs=rollout,
-        loss_masks=masks or [sample.rows["loss_masks"]],
-        total_lengths=[sample.total],
-        response_lengths=[sample.response],
-    )
+def call_tis(args: Namespace, rollout: list[torch.Tensor] | None = None, number: int = 0, **values: Any) -> Any:
+    """The hook on one sample; `values` in place of the sample's own."""
+    sample = samples()[number]
+    own = {
+        "pg_loss": torch.ones(sample.response, requires_grad=True),
+        "train_log_probs": [sample.rows["log_probs"]],
+        "loss_masks": [sample.rows["loss_masks"]],
+        "total_lengths": [sample.total],
+        "response_lengths": [sample.response],
+    }
+    return slime.tis_function(args=args, rollout_log_probs=rollout, **{**own, **values})
 
 
 @pytest.fixture(autouse=True)
-def _fresh_adapter(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(slime, "ADAPTER", RayAdapter(slime.ADAPTER.host))
+def _fresh_adapter():
+    slime.ADAPTER.__init__()
+
+
+def test_the_entropy_bonus_has_its_gradient():
+    sample = samples()[0]
+    batch = {name: [values] for name, values in sample.rows.items()}
+    batch |= {"total_lengths": [sample.total], "response_lengths": [sample.response]}
+    entropy = sample.entropy.clone().requires_grad_()
+    args = arguments(**custom("slime"), **ours(2), entropy_coef=0.01)
+    loss, _ = slime.ADAPTER.loss(args, batch, [sample.log_probs], [entropy], torch.sum)
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    torch.testing.assert_close(gradient, -0.01 * sample.rows["loss_masks"].float())
 
 
 def test_weights_without_rollout_log_probs_are_refused_once_and_clearly():
@@ -220,15 +216,8 @@ def test_a_host_s_inf_under_the_mask_stays_out():
     padding = sample.rows["loss_masks"] == 0
     assert padding.any()
     loss = torch.where(padding, math.inf, torch.ones(sample.response)).requires_grad_()
-    weighted, masks, _ = slime.tis_function(
-        args=arguments(**hooked("slime"), **ours(2)),
-        pg_loss=loss,
-        train_log_probs=[sample.rows["log_probs"]],
-        rollout_log_probs=[torch.where(padding, -math.inf, sample.rows["rollout_log_probs"])],
-        loss_masks=[sample.rows["loss_masks"]],
-        total_lengths=[sample.total],
-        response_lengths=[sample.response],
-    )
+    rollout = torch.where(padding, -math.inf, sample.rows["rollout_log_probs"])
+    weighted, masks, _ = call_tis(arguments(**hooked("slime"), **ours(2)), [rollout], 1, pg_loss=loss)
     assert weighted[padding].eq(0).all() and weighted.isfinite().all()
     assert masks[0] is sample.rows["loss_masks"]
 
@@ -247,9 +236,7 @@ def test_normalising_over_the_step_without_its_hooks_says_which_to_set():
         call_tis(args, [samples()[0].rows["rollout_log_probs"]])
 
 
-def test_a_bad_log_prob_fails_the_step_and_names_its_place(tmp_path: Path):
-    from tests.hooks.contracts.slime_worker import Model
-
+def test_a_bad_log_prob_fails_the_step_and_names_its_place():
     sample = samples()[0]
     place = int(sample.rows["loss_masks"].nonzero()[1])
     bad = sample.rows["rollout_log_probs"].clone()
@@ -263,8 +250,6 @@ def test_a_bad_log_prob_fails_the_step_and_names_its_place(tmp_path: Path):
 
 
 def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path):
-    from tests.hooks.contracts.slime_worker import Model
-
     logged = []
     slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
     args = arguments(**hooked("slime"), **ours(2, report_dir=str(tmp_path)))
@@ -277,8 +262,10 @@ def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_st
     slime.rollout_data_postprocess(args, 5, data)
     slime.before_train_step(args, 5, 2, [model], None, None)
     masks = [sample.rows["loss_masks"]]
-    call_tis(args, data["rollout_log_probs"], masks)
-    call_tis(args, data["rollout_log_probs"], masks)  # as slime's --recompute-loss-function does in the backward pass
+    call_tis(args, data["rollout_log_probs"], loss_masks=masks)
+    call_tis(
+        args, data["rollout_log_probs"], loss_masks=masks
+    )  # as slime's --recompute-loss-function does in the backward pass
     model.config.finalize_model_grads_func([model])
     assert logged[0]["train/step"] == 5 * 3 + 2
     assert logged[0]["train/rollout_corr/tokens"] == int(sample.rows["loss_masks"].sum())
@@ -288,8 +275,6 @@ def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_st
 
 
 def test_normalisation_deferred_to_the_step_s_end_is_refused_next_to_other_gradients():
-    from tests.hooks.contracts.slime_worker import Model
-
     args = arguments(**custom("slime"), **ours(3, _NORMALISED), entropy_coef=0.01)
     with pytest.raises(ValueError, match="policy term must be their only source, but there is also: an entropy term"):
         slime.before_train_step(args, 0, 0, [Model()], None, None)
@@ -301,8 +286,6 @@ def test_normalisation_deferred_to_the_step_s_end_is_refused_next_to_other_gradi
 
 
 def test_a_critic_s_steps_are_left_alone():
-    from tests.hooks.contracts.slime_worker import Model
-
     model = Model()
     before = model.config.finalize_model_grads_func
     slime.before_train_step(arguments(**ours(2), loss_type="value_loss"), 0, 0, [model], None, None)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import warnings
 from argparse import Namespace
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
-from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_cases import SHIPPED, custom, hooked, ours
@@ -59,85 +57,57 @@ def test_both_flags_in_yaml_with_the_whole_loss_are_algorithm_3(host: str):
     assert (config.algorithm, config.tis.level) == (3, "sequence")
 
 
-def test_the_launcher_s_settings_mean_algorithm_3_though_the_host_s_switch_is_off(host: str):
-    args = namespace(host, **custom(host), **ours(3, {"level": "sequence", "upper_bound": 4.0}))
-    assert args.use_tis is False
-    config = HOSTS[host][0].check(args)
-    assert config is not None
-    assert (config.algorithm, config.tis.upper_bound, config.tis.mode) == (3, 4.0, "truncate")
-
-
-MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "weights without any hook": (
+HOOK, WHOLE = hooked("slime"), custom("slime")
+KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {},
         ours(2, {"level": "sequence"}),
-        r"no hook of the plugin would run.*--custom-tis-function-path mismatch_plugin\.hooks\.slime\.tis_function",
+        r"no hook of the plugin would run.*--custom-tis-function-path mismatch_plugin\.",
     ),
-    "rejection that the host never calls": (
-        {**hooked("slime"), **ours(0, rs={"veto_threshold": 1e-4}), "get_mismatch_metrics": False},
-        "add --get-mismatch-metrics",
-    ),
-    "rejection under bypass by the hook": (
-        {**hooked("slime"), **ours(1, rs={"veto_threshold": 1e-4})},
+    (HOOK, ours(0, rs={"veto_threshold": 1e-4}) | {"get_mismatch_metrics": False}, "add --get-mismatch-metrics"),
+    (
+        HOOK,
+        ours(1, rs={"veto_threshold": 1e-4}),
         "compare π_θ with π_rollout, which slime's policy_loss does not pass on",
     ),
-    "ours says bypass, the host does not": (
-        {**custom("slime"), "mismatch_settings": {"use_rollout_log_probs": True}},
-        "write --use-rollout-logprobs",
-    ),
-    "accepted": (
-        {**hooked("slime"), **ours(2, denominator="accepted")},
-        "^--mismatch-denominator accepted cannot",
-    ),
-    "clip": (
-        {**hooked("slime"), **ours(2, ppo={"eps_clip_low": 0.3})},
+    (WHOLE, {"mismatch_settings": {"use_rollout_log_probs": True}}, "write --use-rollout-logprobs"),
+    (HOOK, ours(2, denominator="accepted"), "^--mismatch-denominator accepted cannot"),
+    (
+        HOOK,
+        ours(2, ppo={"eps_clip_low": 0.3}),
         "--mismatch-eps-clip-low 0.3 contradicts slime's --eps-clip, which is 0.2",
     ),
-    "dual clip": (
-        {**hooked("slime"), **ours(2, ppo={"dual_clip": 3.0})},
-        "--mismatch-dual-clip 3.0 contradicts slime's --eps-clip-c, which is off",
-    ),
-    "entropy": (
-        {**custom("slime"), **ours(2, terms={"entropy_coef": 0.01})},
-        "contradicts slime's --entropy-coef, which is 0.0",
-    ),
-    "KL without the host's switch": (
-        {**custom("slime"), **ours(2, terms={"kl_coef": 0.1}), "kl_loss_coef": 0.1},
+    (HOOK, ours(2, ppo={"dual_clip": 3.0}), "--mismatch-dual-clip 3.0 contradicts slime's --eps-clip-c, which is off"),
+    (WHOLE, ours(2, terms={"entropy_coef": 0.01}), "contradicts slime's --entropy-coef, which is 0.0"),
+    (
+        WHOLE,
+        {**ours(2, terms={"kl_coef": 0.1}), "kl_loss_coef": 0.1},
         r"contradicts slime's --kl-loss-coef \(with --use-kl-loss\), which is 0.0",
     ),
-    "aggregation": (
-        {**custom("slime"), **ours(2, aggregation="seq-mean-token-sum")},
-        "^--mismatch-aggregation seq-mean-token-sum contradicts slime",
-    ),
-    "upper bound": (
-        {**hooked("slime"), **ours(2, {"upper_bound": 3.0}), "tis_clip": 5.0},
+    (WHOLE, ours(2, aggregation="seq-mean-token-sum"), "^--mismatch-aggregation seq-mean-token-sum contradicts slime"),
+    (
+        HOOK,
+        ours(2, {"upper_bound": 3.0}) | {"tis_clip": 5.0},
         "^--tis-upper-bound 3.0 contradicts slime's --tis-clip 5",
     ),
-    "lower bound of truncate": (
-        {**hooked("slime"), **ours(2, {"mode": "truncate"}), "tis_clip_low": 0.5},
-        "bounds no weight under --tis-mode truncate",
-    ),
-    "GSPO in the whole loss": (
-        {**custom("slime"), **ours(3), "advantage_estimator": "gspo"},
-        "gspo belongs to slime's",
-    ),
-    "OPSM in the whole loss": ({**custom("slime"), **ours(0), "use_opsm": True}, "--use-opsm belongs to slime's"),
-    "unbiased KL in the whole loss": (
-        {**custom("slime"), **ours(0), "use_unbiased_kl": True, "use_kl_loss": True, "kl_loss_coef": 0.1},
-        "--use-unbiased-kl belongs to slime's",
-    ),
-    "a reducer in the whole loss": (
-        {**custom("slime"), **ours(0), "custom_pg_loss_reducer_function_path": "my.reducer"},
+    (HOOK, ours(2, {"mode": "truncate"}) | {"tis_clip_low": 0.5}, "bounds no weight under --tis-mode truncate"),
+    (WHOLE, ours(3) | {"advantage_estimator": "gspo"}, "gspo belongs to slime's"),
+    (WHOLE, ours(0) | {"use_opsm": True}, "--use-opsm belongs to slime's"),
+    (WHOLE, ours(0) | {"use_unbiased_kl": True, **KL}, "--use-unbiased-kl belongs to slime's"),
+    (
+        WHOLE,
+        ours(0) | {"custom_pg_loss_reducer_function_path": "my.reducer"},
         "--custom-pg-loss-reducer-function-path belongs to slime's",
     ),
-    "a word for a number, in YAML": ({**hooked("slime"), "use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),
-}
+    (HOOK, {"use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),  # in YAML
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_refused_with_what_to_change(name: str):
-    changes, sentence = MISTAKES[name]
+@pytest.mark.parametrize(("paths", "changes", "sentence"), MISTAKES)
+def test_mistakes_are_refused_with_what_to_change(paths: dict[str, Any], changes: dict[str, Any], sentence: str):
     with pytest.raises(ValueError, match=sentence) as caught:
-        slime.init(namespace(**changes))
+        slime.init(namespace(**paths, **changes))
     assert len(str(caught.value)) < 500
 
 
@@ -270,7 +240,7 @@ def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCap
     assert adapter.check(args) is not None
     text = described(host, **hooked(host), **SHIPPED)
     assert "batch normalisation over: each micro-batch, unless --custom-megatron-before-train-step" in text
-    run = RayAdapter(adapter.ADAPTER.host).run
+    run = type(adapter.ADAPTER)().run
     with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
         assert [run.factor(adapter.settings(args)) for _ in range(3)] == [None] * 3
     (record,) = caplog.records
@@ -278,17 +248,6 @@ def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCap
     step = namespace(host, **hooked(host), **SHIPPED, tis_batch_normalize_scope="step")
     with pytest.raises(ValueError, match=r"before_train_step and --rollout-data-postprocess-path .* or choose --tis-b"):
         run.factor(adapter.settings(step))
-
-
-def test_yaml_with_our_own_keys_is_read_as_flags():
-    keys = {
-        "use_tis": True,
-        "tis_level": "sequence",
-        "mismatch_preset": "token_icepop",
-        "rollout_log_prob_policy": "neutral",
-    }
-    config = slime.settings(namespace(**hooked("slime"), **keys))
-    assert (config.tis.mode, config.tis.level, config.rollout_log_prob_policy) == ("mask", "sequence", "neutral")
 
 
 def test_flags_registered_in_the_host_s_parser_are_read():
@@ -306,7 +265,7 @@ def test_flags_registered_in_the_host_s_parser_are_read():
 
 def test_reading_twice_gives_one_configuration_and_changed_arguments_another():
     args = namespace(**hooked("slime"), **ours(2))
-    adapter = RayAdapter(slime.ADAPTER.host)
+    adapter = type(slime.ADAPTER)()
     assert adapter.config(args) is adapter.config(args)
     before = adapter.config(args)
     args.eps_clip_high = 0.28
@@ -379,10 +338,3 @@ def test_importing_an_adapter_imports_neither_its_host_nor_megatron(name: str):
     code = f"import sys, mismatch_plugin.hooks.{name}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_hooks_are_functions_a_path_can_name():
-    adapters: tuple[ModuleType, ...] = (slime, miles)
-    for adapter in adapters:
-        for name in ("tis_function", "policy_loss", "rollout_data_postprocess", "before_train_step", "init"):
-            assert callable(getattr(adapter, name))

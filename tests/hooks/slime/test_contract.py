@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from mismatch_plugin.hooks import miles, slime
-from mismatch_plugin.hooks.slime.config import TIS_CLIP, TIS_CLIP_LOW
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts import slime_source as source
@@ -56,17 +55,6 @@ def test_host_s_functions_still_take_what_the_adapter_passes(host: str, adapter:
         [contract.LOG_PROB_RESULT],
         [f"({contract.LOG_PROB_RESULT})"],
     )
-
-
-@hosts
-def test_host_s_defaults_are_still_those_recorded(host: str, adapter: ModuleType, contract: Any):
-    found = source.defaults(source.host_root(host) / contract.ARGUMENTS)
-    assert {flag: found.get(flag, "no such flag") for flag in contract.DEFAULTS} == contract.DEFAULTS
-
-
-def test_recorded_tis_bounds_are_those_the_settings_know():
-    assert slime_contract.DEFAULTS["--tis-clip"] == TIS_CLIP
-    assert slime_contract.DEFAULTS["--tis-clip-low"] == TIS_CLIP_LOW
 
 
 def test_miles_still_keeps_the_groups_so():

@@ -6,19 +6,28 @@ gradients equal `policy_loss` in one process for every layout; and slime's own l
 
 from __future__ import annotations
 
-from functools import cache
+import itertools
 from typing import Any
 
 import pytest
 
 from mismatch_plugin.hooks import slime
-from tests.distributed.launch import launch
-from tests.hooks.contracts.slime_cases import BOUNDS, LEVELS, MODES, TERMS, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_cases import (
+    BOUNDS,
+    LEVELS,
+    MODES,
+    SHIPPED,
+    TERMS,
+    custom,
+    hooked,
+    ours,
+    product,
+    weights,
+)
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same
 from tests.hooks.contracts.slime_live import run_host
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
-from tests.hooks.contracts.slime_source import host_root
-from tests.hooks.contracts.slime_worker import Case, Outcome
+from tests.hooks.contracts.slime_worker import Runs
 
 _BATCH_NORMALISED = weights("sequence", "clip", batch_normalize=True)
 CASES: dict[str, dict[str, Any]] = {
@@ -40,21 +49,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases_of(layout: str) -> list[Case]:
-    root, (tp, cp, _) = str(host_root("slime")), HOST_LAYOUTS[layout]
-    return [Case("slime", tp, cp, **case, root=root) for case in CASES.values()]
-
-
-@cache
-def in_slime(layout: str) -> list[list[list[Outcome]]]:
-    return launch(run_host, cases_of(layout), HOST_LAYOUTS[layout][2], timeout=120.0)
+IN_SLIME = Runs(run_host, "slime", CASES, HOST_LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", HOST_LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_slime_s_loss_function_equals_one_process(layout: str, name: str):
-    number = list(CASES).index(name)
-    compare(in_slime(layout)[number], cases_of(layout)[number], slime, by_logits=True)
+    compare(IN_SLIME(layout, name), IN_SLIME.case(layout, name), slime, by_logits=True)
 
 
 # Against slime's own losses -------------------------------------------------------------------------------------------
@@ -87,26 +88,16 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         {**hooked("slime"), **icepop, "tis_mode": "mask", "mismatch_preset": None},
         {**icepop, "custom_tis_function_path": f"{_OWN}.icepop_function"},
     )
-    for level in LEVELS:
-        lower, upper = BOUNDS[level]
-        for mode in MODES:
-            mis = {
-                "use_tis": True,
-                "tis_level": level,
-                "tis_mode": mode,
-                "tis_lower_bound": lower,
-                "tis_upper_bound": upper,
-                "tis_batch_normalize": False,
-                "use_rs": False,
-                "rs_level": "token",
-                "rs_lower_bound": None,
-                "rs_upper_bound": None,
-                "rs_veto_threshold": None,
-            }
-            rejecting = {**mis, "use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.12}
-            for name, keys in {"": mis, " + rejection + veto": {**rejecting, "rs_veto_threshold": 0.3}}.items():
-                theirs = {**keys, "custom_tis_function_path": _MIS}
-                pairs[f"mis.py {level} {mode}{name}"] = ({**keys, **hooked("slime")}, theirs)
+    rejecting = {"use_rs": True, "rs_level": "geometric", "rs_lower_bound": 0.9, "rs_upper_bound": 1.12}
+    rejections: dict[str, dict[str, Any]] = {"": {}, " + rejection + veto": {**rejecting, "rs_veto_threshold": 0.3}}
+    for level, mode, (name, rejection) in itertools.product(LEVELS, MODES, rejections.items()):
+        keys = {**SHIPPED, "tis_level": level, "tis_mode": mode, "tis_batch_normalize": False, "use_rs": False}
+        keys |= dict(zip(("tis_lower_bound", "tis_upper_bound"), BOUNDS[level], strict=True))
+        keys |= {"rs_veto_threshold": None, **rejection}
+        pairs[f"mis.py {level} {mode}{name}"] = (
+            {**keys, **hooked("slime")},
+            {**keys, "custom_tis_function_path": _MIS},
+        )
     for mode in MODES:
         # A reducer that counts the masks it is given, entropy and KL over the same masks.
         name = f"mis.py token {mode} + rejection + veto"
@@ -116,19 +107,12 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 PAIRS = _pairs()
-
-
-@cache
-def both(layout: str) -> list[list[list[Outcome]]]:
-    root, (tp, cp, processes) = str(host_root("slime")), HOST_LAYOUTS[layout]
-    cases = [Case("slime", tp, cp, side, hooks=False, root=root) for pair in PAIRS.values() for side in pair]
-    return launch(run_host, cases, processes, timeout=120.0)
+SIDES = {(name, side): {"changes": pair[side], "hooks": False} for name, pair in PAIRS.items() for side in (0, 1)}
+BOTH = Runs(run_host, "slime", SIDES, HOST_LAYOUTS)
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2 cp2"])
 @pytest.mark.parametrize("name", PAIRS)
 def test_slime_s_own_loss_means_the_same(layout: str, name: str):
-    number = 2 * list(PAIRS).index(name)
-    mine, theirs = both(layout)[number : number + 2]
     # With mis.py slime averages its metrics over the masks that are left.
-    same(mine, theirs, "all" if name.startswith("mis.py") else "")
+    same(BOTH(layout, (name, 0)), BOTH(layout, (name, 1)), "all" if name.startswith("mis.py") else "")

@@ -12,23 +12,25 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mismatch_plugin.hooks import ray_actors
-from mismatch_plugin.hooks import slime as slime_hooks
+from mismatch_plugin.hooks import miles, ray_actors, slime
 from mismatch_plugin.hooks.base import Plan, find_host
-from mismatch_plugin.hooks.slime.launch_plan import TABLE
+from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.launch.starters import refuse_starter
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
-from tests.hooks.contracts.launch_trees import launch, ray_tree, run
+from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree, run
 from tests.hooks.contracts.slime_cases import SHIPPED, hooked
 from tests.hooks.contracts.slime_source import host_root
 
-HOSTS = ("slime", "miles")
+ADAPTERS: dict[str, RayAdapter] = {"slime": slime.ADAPTER, "miles": miles.ADAPTER}
+HOSTS = tuple(ADAPTERS)
 NAMESPACES = {"slime": slime_contract.namespace, "miles": miles_contract.namespace}
 BOTH = "--use-tis --use-rollout-log-probs"
+MODULE = "mismatch_plugin.hooks.slime"
+OURS = f"{MODULE}.policy_loss"
 
 
 def _plan(folder: Path, line: str, host: str = "slime") -> Plan:
@@ -38,6 +40,12 @@ def _plan(folder: Path, line: str, host: str = "slime") -> Plan:
 def _value(plan: Plan, flag: str) -> str | None:
     """What follows a flag that the launcher added."""
     return plan.added[plan.added.index(flag) + 1] if flag in plan.added else None
+
+
+def _args(done: Outcome) -> Namespace:
+    """The Namespace that the script was given."""
+    assert done.given is not None, done.errors
+    return Namespace(**done.given["args"])
 
 
 # What is set ----------------------------------------------------------------------------------------------------------
@@ -78,23 +86,20 @@ def test_both_flags_are_algorithm_3_on_the_namespace(host: str, tmp_path: Path) 
     """The host's parser forbids the pair: its use_tis is cleared, use_rollout_logprobs kept, and the block says so."""
     script = ray_tree(tmp_path / "tree", host)
     done = launch(script, f"{BOTH} --tis-level sequence --rs-veto-threshold 1e-4 --eps-clip 0.3")
-    assert done.given is not None, done.errors
-    args = Namespace(**done.given["args"])
+    args = _args(done)
     assert (args.use_tis, args.use_rollout_logprobs, args.loss_type) == (False, True, "custom_loss")
     assert f"{host}'s use_tis is cleared" in done.printed
-    hooks = importlib.import_module(f"mismatch_plugin.hooks.{host}")
-    config = hooks.settings(args)
+    config = ADAPTERS[host].settings(args)
     assert (config.algorithm, config.tis.level, config.rs.veto_threshold) == (3, "sequence", 1e-4)
-    assert "--tis-level" not in done.given["argv"]  # miles would stop, slime would ignore it
+    assert done.given and "--tis-level" not in done.given["argv"]  # miles would stop, slime would ignore it
 
 
 def test_what_is_typed_reaches_the_hooks_as_it_was_typed(tmp_path: Path) -> None:
     script = ray_tree(tmp_path / "tree", "slime")
-    done = launch(script, "--use-tis --tis-mode clip --tis-upper-bound 3 --tis-lower-bound 0 --eps-clip-high 0.28")
-    assert done.given is not None, done.errors
-    handed = done.given["args"]["mismatch_settings"]
-    assert handed["tis"] == {"mode": "clip", "upper_bound": 3.0, "lower_bound": 0.0}
-    config = slime_hooks.settings(Namespace(**done.given["args"]))
+    line = "--use-tis --tis-mode clip --tis-upper-bound 3 --tis-lower-bound 0 --eps-clip-high 0.28"
+    args = _args(launch(script, line))
+    assert args.mismatch_settings["tis"] == {"mode": "clip", "upper_bound": 3.0, "lower_bound": 0.0}
+    config = ADAPTERS["slime"].settings(args)
     assert (config.algorithm, config.tis.mode, config.ppo.eps_clip_high) == (2, "clip", 0.28)
 
 
@@ -102,9 +107,7 @@ def test_a_custom_arguments_hook_of_the_script_still_runs(tmp_path: Path) -> Non
     script = ray_tree(tmp_path / "tree", "slime")
     extra = "parse_args(lambda p: p.add_argument('--mine', default='x') and p)"
     script.write_text(script.read_text().replace("parse_args()", extra))
-    done = launch(script, "--use-tis --mine y")
-    assert done.given is not None, done.errors
-    assert done.given["args"]["mine"] == "y"
+    assert _args(launch(script, "--use-tis --mine y")).mine == "y"
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -113,12 +116,10 @@ def test_a_patched_tree_needs_no_launcher(host: str, tmp_path: Path) -> None:
     script = ray_tree(tmp_path / "tree", host, patched=True)
     line = f"{BOTH} --tis-level sequence --num-rollout 5"
     alone, launched = run(script, line), launch(script, line)
+    assert _args(alone) == _args(launched)
+    assert _args(alone).mismatch_settings["tis"] == {"level": "sequence"}
     for done in (alone, launched):
-        assert done.given is not None, done.errors
         assert done.printed.count(f"mismatch_plugin on {host}:") == 1
-    assert alone.given is not None and launched.given is not None
-    assert alone.given["args"] == launched.given["args"]
-    assert alone.given["args"]["mismatch_settings"]["tis"] == {"level": "sequence"}
 
 
 def test_a_patched_tree_refuses_and_explains(tmp_path: Path) -> None:
@@ -142,17 +143,21 @@ def test_slime_s_own_loss_can_be_kept_for_algorithm_1(tmp_path: Path) -> None:
     assert "through: slime's policy_loss" in plan.lines
 
 
-def test_our_whole_loss_can_be_asked_for(tmp_path: Path) -> None:
-    line = "--use-tis --loss-type custom_loss --custom-loss-function-path mismatch_plugin.hooks.slime.policy_loss"
+@pytest.mark.parametrize(
+    ("line", "left_out"),
+    [
+        (f"--use-tis --loss-type custom_loss --custom-loss-function-path {OURS}", ["--custom-tis-function-path"]),
+        (
+            f"{BOTH} --custom-megatron-init-path mine.init --rollout-data-postprocess-path mine.post",
+            ["--custom-megatron-init-path", "--rollout-data-postprocess-path"],
+        ),
+    ],
+)
+def test_paths_of_the_user_stay(line: str, left_out: list[str], tmp_path: Path) -> None:
     plan = _plan(tmp_path, line)
-    assert "--custom-tis-function-path" not in plan.added
-    assert "algorithm 2" in plan.lines[0]
-
-
-def test_hooks_of_the_user_stay(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, f"{BOTH} --custom-megatron-init-path mine.init --rollout-data-postprocess-path mine.post")
-    assert "--custom-megatron-init-path" not in plan.added
-    assert "--rollout-data-postprocess-path" not in plan.added
+    assert not set(left_out).intersection(plan.added)
+    assert f"through: {OURS}" in plan.lines
+    assert _value(plan, "--custom-megatron-before-train-step-hook-path") == f"{MODULE}.before_train_step"
 
 
 def test_hooks_of_the_user_around_the_step_change_the_scope_and_the_block_says_so(tmp_path: Path) -> None:
@@ -185,29 +190,13 @@ def _yaml(folder: Path, text: str) -> str:
     return f"--custom-config-path {path}"
 
 
-def test_settings_of_the_host_s_yaml_are_read(tmp_path: Path) -> None:
-    line = _yaml(tmp_path, "tis_mode: mask\ntis_level: geometric\ntis_lower_bound: 0.99\ntis_upper_bound: 1.01\n")
-    script = ray_tree(tmp_path / "tree", "slime")
-    done = launch(script, f"--use-tis {line}")
-    assert done.given is not None, done.errors
-    config = slime_hooks.settings(Namespace(**done.given["args"]))
-    assert (config.algorithm, config.tis.mode, config.tis.level, config.tis.upper_bound) == (
-        2,
-        "mask",
-        "geometric",
-        1.01,
-    )
-    assert "geometric level, mask" in done.printed
-
-
 def test_both_switches_in_yaml_evade_the_host_s_check_and_not_the_launcher(tmp_path: Path) -> None:
     """Read after the assertion, the pair would count the weight twice: through the launcher it is algorithm 3."""
     line = _yaml(tmp_path, "use_tis: true\nuse_rollout_logprobs: true\ntis_level: sequence\n")
-    done = launch(ray_tree(tmp_path / "tree", "slime"), line)
-    assert done.given is not None, done.errors
-    args = Namespace(**done.given["args"])
+    args = _args(launch(ray_tree(tmp_path / "tree", "slime"), line))
     assert (args.use_tis, args.loss_type) == (False, "custom_loss")
-    assert (slime_hooks.settings(args).algorithm, slime_hooks.settings(args).tis.level) == (3, "sequence")
+    config = ADAPTERS["slime"].settings(args)
+    assert (config.algorithm, config.tis.level) == (3, "sequence")
 
 
 @pytest.mark.parametrize("host", HOSTS)
@@ -227,10 +216,8 @@ def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(host: str, tm
     text = "use_tis: true\ntis_level: sequence\nrs_criterion: ['token:k2:0.5']\nmismatch_metrics: off\n"
     script = ray_tree(tmp_path / "tree", host)
     hook = f"--custom-tis-function-path mismatch_plugin.hooks.{host}.tis_function"
-    done = run(script, f"{hook} {_yaml(tmp_path, text)}")
-    assert done.given is not None, done.errors
-    config = importlib.import_module(f"mismatch_plugin.hooks.{host}").check(Namespace(**done.given["args"]))
-    assert (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
+    config = ADAPTERS[host].check(_args(run(script, f"{hook} {_yaml(tmp_path, text)}")))
+    assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
     assert [criterion.name for criterion in config.criteria] == ["token_k2"]
 
 
@@ -239,8 +226,8 @@ def test_the_host_s_own_code_puts_the_yaml_on_its_arguments(host: str, tmp_path:
     path = _yaml(tmp_path, "use_tis: true\ntis_level: sequence\nmismatch_metrics: off\n").split()[1]
     args = Namespace(**NAMESPACES[host](custom_config_path=path, **hooked(host)))
     read_custom_config(host, args)
-    config = importlib.import_module(f"mismatch_plugin.hooks.{host}").check(args)
-    assert (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
+    config = ADAPTERS[host].check(args)
+    assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
 
 
 @pytest.mark.parametrize(
@@ -280,14 +267,11 @@ def test_a_yaml_that_is_missing(tmp_path: Path) -> None:
         ),
         (
             "--use-rollout-log-probs --rs-criterion token:k2:0.5 --loss-type policy_loss",
-            "contradicts algorithm 1 .* neither rejection nor metrics could run",
+            "contradicts algorithm 1 .* compare π_θ with π_rollout, which .*policy_loss does not pass on",
         ),
         ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss"),
         ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
         ("--use-tis --mismatch-eps-clip-low 0.3", "--mismatch-eps-clip-low 0.3 contradicts .*--eps-clip, which is 0.2"),
-        ("--use-tis --tis-upper-bound 3 --tis-clip 4", "^--tis-upper-bound 3.* contradicts .*--tis-clip 4"),
-        ("--use-tis --mismatch-denominator accepted", "^--mismatch-denominator accepted cannot be had in"),
-        (f"{BOTH} --advantage-estimator gspo", "--advantage-estimator gspo belongs to"),
     ],
 )
 def test_one_sentence_for_each_mistake(host: str, line: str, message: str, tmp_path: Path) -> None:
@@ -364,10 +348,10 @@ def test_ray_imports_the_package_on_a_real_node() -> None:
 def test_miles_s_scripts_are_refused_and_its_trainers_are_not() -> None:
     root = host_root("miles")
     for script in sorted(root.glob("scripts/run_*.py")):
-        with pytest.raises(ValueError, match=r"trains nothing itself.*\(.*execute_train.*--host miles"):
-            refuse_starter("miles", script)
+        with pytest.raises(ValueError, match=r"it imports miles.*command_utils.*--host miles.*--extra-args"):
+            prepare([str(script), "--use-tis"])
     for script in (root / "train.py", root / "train_async.py", host_root("slime") / "train.py"):
-        refuse_starter(script.parent.name, script)
+        assert prepare([str(script), "--use-tis"])[1].name == script.parent.name
 
 
 # The hosts' own parsers -----------------------------------------------------------------------------------------------

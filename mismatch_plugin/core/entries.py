@@ -1,0 +1,104 @@
+"""What data preparation hands over, one entry a sequence, as flat tensors; and what is refused, naming the sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def refuse_not_finite(
+    name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
+) -> None:
+    """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
+    bad = trained_T & ~values_T.isfinite()
+    if bad.any():
+        token, sequence, position = _first(bad, lengths)
+        raise ValueError(
+            f"{name} of sequence {ids[sequence]} is {float(values_T[token])} at position {position}, a token that "
+            f"trains: find where it comes from, or set its loss mask to 0."
+        )
+
+
+def refuse_two_policies(
+    old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
+) -> None:
+    """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
+    if old_T.shape != train_T.shape:
+        raise ValueError(
+            f"old_log_probs has shape {tuple(old_T.shape)}, train_log_probs {tuple(train_T.shape)}: they are two names "
+            f"of log π_old, give one of them."
+        )
+    differ = trained_T & (old_T != train_T) & ~(old_T.isnan() & train_T.isnan())
+    if differ.any():
+        token, sequence, position = _first(differ, lengths)
+        raise ValueError(
+            f"old_log_probs of sequence {ids[sequence]} is {float(old_T[token]):g} at position {position}, "
+            f"train_log_probs {float(train_T[token]):g}: they are two names of log π_old, the policy before the step. "
+            f"Give one of them; π_θ goes to policy_loss as log_probs."
+        )
+
+
+def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
+    """(token, sequence, position in it) of the first True."""
+    token = int(bad_T.nonzero()[0])
+    ends = torch.tensor(lengths).cumsum(0)
+    sequence = int((ends <= token).sum())
+    return token, sequence, token - int(ends[sequence]) + lengths[sequence]
+
+
+def whole_number(length: Any) -> int:
+    """A length as int. Raises ValueError for what is no whole number."""
+    if isinstance(length, bool) or not hasattr(length, "__index__"):
+        raise ValueError(f"lengths holds {length!r}: pass whole numbers of tokens.")
+    return length.__index__()
+
+
+def flatten_entries(
+    name: str, values: Sequence[Any], lengths: tuple[int, ...], ids: tuple[object, ...], integer: bool = False
+) -> Tensor:
+    """One entry a sequence as one flat tensor: [T] float32 or float64, or int64.
+
+    Raises ValueError naming the sequence where an entry is missing, no list of numbers, or of another length.
+    """
+    if len(values) != len(lengths):
+        raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
+    rows = []
+    for row, length, label in zip(values, lengths, ids, strict=True):
+        if row is None:
+            raise ValueError(
+                f"{name} of sequence {label} is None: pass one number a response token (None for a single one that was "
+                f"not returned), or leave the sequence out."
+            )
+        try:
+            tensor = row if isinstance(row, Tensor) else _tensor(row, integer)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"{name} of sequence {label} is no list of numbers ({str(error).splitlines()[0]}): pass one number a "
+                f"response token."
+            ) from None
+        if tensor.dim() == 0 and name == "advantages":
+            tensor = tensor.expand(length)
+        if tensor.shape != (length,):
+            fix = "the two must cover the same response tokens"
+            if name == "advantages" and tensor.shape == (1,):
+                fix = "for one advantage a sequence pass numbers (of a [B, 1] tensor, advantages.squeeze(1))"
+            raise ValueError(
+                f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
+            )
+        rows.append(tensor)
+    if not rows:
+        return torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
+    flat = torch.cat(rows)
+    if integer:
+        return flat.long()
+    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+
+
+def _tensor(row: Any, integer: bool) -> Tensor:
+    if isinstance(row, (list, tuple)):
+        row = [float("nan") if item is None else item for item in row]
+        return torch.tensor(row, dtype=torch.int64 if integer else None)
+    return torch.as_tensor(row)

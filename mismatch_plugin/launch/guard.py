@@ -1,0 +1,173 @@
+"""Flags of ours that would go nowhere: a script that starts a trainer in another program, or never reads its arguments.
+
+What the launcher changes holds in its own process. Until the host has read its command line there, a Python audit hook
+looks at every program that the script starts and ends the run before the first that looks like a trainer. Ray jobs that
+are submitted over HTTP (`JobSubmissionClient.submit_job`) raise no such event; like everything that no event tells,
+they are found when the script has ended and `Guard.read` is still false.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Sequence
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+from mismatch_plugin.hooks.base import Host
+
+# Audit event → which of its arguments are the words of the command. os.spawn is Windows'; elsewhere it is os.exec.
+_EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
+    "subprocess.Popen": lambda args: args[1],
+    "os.system": lambda args: ["sh", "-c", args[0]],
+    "os.exec": lambda args: [args[0], *args[1][1:]],
+    "os.posix_spawn": lambda args: [args[0], *args[1][1:]],
+    "os.spawn": lambda args: [args[1], *args[2][1:]],
+}
+_SEPARATORS = ";&|()"
+_PYTHON = re.compile(r"(python|pythonw|pypy)[\d.]*(\.exe)?")
+_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
+_ENVIRONMENTS = ("uv", "poetry", "pixi", "conda", "mamba", "micromamba", "hatch", "pdm", "pipenv")  # … run COMMAND
+# Program → the subcommands that start a trainer; none named: it does nothing else.
+_LAUNCHERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), ("",)),
+    "accelerate": ("launch",),
+    "ray": ("job submit", "submit", "exec"),
+}
+# Modules that `python -m` runs next to a training, or before it.
+_TOOLS = ("pip", "venv", "ensurepip", "compileall", "json", "http", "sglang", "sglang_router", "vllm", "zipfile", "ray")
+# They may name a training script, and do not run it.
+_READERS = (
+    *("cat", "cp", "mv", "ls", "rm", "mkdir", "git", "grep", "pkill", "pgrep", "kill", "head", "tail", "wc", "diff"),
+    *("echo", "printf", "touch", "chmod", "rsync", "scp", "md5sum", "sha256sum", "sed", "find", "stat", "tar", "which"),
+    *("pip", "nvidia-smi"),
+)
+_TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
+_INSTALLED = ("site-packages", "dist-packages")  # what Ray and torch run of their own
+
+
+class Guard:
+    """Whether the host has read its command line in this process, and whether a trainer was refused before that.
+
+    stops: False where the host was named by hand, which says that the script does train in its own process.
+    """
+
+    def __init__(self, host: Host, script: str, stops: bool) -> None:
+        self.host, self.script, self.stops = host, script, stops
+        self.read = self.refused = False
+
+    def watch(self) -> None:
+        """Note the first call of what the host declares as `reads`, and listen. The hook stays until the process ends.
+
+        Raises: ModuleNotFoundError where the host is not installed.
+        """
+        for module, name in self.host.reads:
+            owner = import_module(module)
+            setattr(owner, name, self._noting(getattr(owner, name)))
+        if self.stops:
+            sys.addaudithook(self._hear)
+
+    def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.read = True
+            return function(*args, **kwargs)
+
+        return noting
+
+    def _hear(self, event: str, args: Sequence[Any]) -> None:
+        """Raises SystemExit, which `except Exception` lets pass, before the program is started."""
+        if self.read or event not in _EVENTS:
+            return
+        words = [os.fsdecode(word) for word in _EVENTS[event](args)]
+        if not starts_trainer(words):
+            return
+        if not self.refused:  # a script that goes on regardless may come here again
+            command = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
+            what = f"has not read {self.host.name}'s command line and starts another program ({command})"
+            print(f"mismatch_plugin: {refusal(self.host, self.script, what)}", file=sys.stderr, flush=True)
+        self.refused = True
+        main = threading.main_thread()
+        if threading.current_thread() is not main and main.ident is not None:
+            signal.pthread_kill(main.ident, signal.SIGINT)  # SystemExit would end this thread alone
+        raise SystemExit(2)
+
+
+def refusal(host: Host, script: str, what: str) -> str:
+    """One sentence for a script whose trainer runs elsewhere: `what` it does, and where the flags go instead."""
+    ways = [
+        f"put the launcher where the trainer itself is started (`python -m mismatch_plugin.launch {host.trainer} …`)"
+    ]
+    if host.hands_on:
+        ways.append(
+            f"or patch the checkout once (`mismatch-plugin patch apply --host {host.name} --root DIR`) and write the "
+            f"flags {host.hands_on}"
+        )
+    ways.append(f"or, if {script} does train in its own process, say so with --mismatch-host {host.name}")
+    return f"{script} {what}, where the plugin's flags would not arrive: {', '.join(ways)}."
+
+
+def starts_trainer(words: Sequence[str]) -> bool:
+    """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …"""
+    for at, word in enumerate(words):
+        program, rest = os.path.basename(word), words[at + 1 :]
+        plain = [word for word in rest if not word.startswith("-")]
+        if program in _READERS:
+            return False
+        if _PYTHON.fullmatch(program) or word == sys.executable:
+            return _python_starts(rest)
+        if program in _SHELLS:
+            line = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word)), None)
+            return bool(plain) if line is None else any(_line_starts(text) for text in rest[line + 1 : line + 2])
+        if program in _LAUNCHERS:
+            return " ".join(plain).startswith(_LAUNCHERS[program])
+        if program in _ENVIRONMENTS:
+            return "run" in rest and starts_trainer(rest[rest.index("run") + 1 :])
+        if _TRAINER.search(word) or (at == 0 and word.endswith(".py")) or (" " in word and _line_starts(word)):
+            return True
+    return False
+
+
+def _line_starts(text: str) -> bool:
+    """`starts_trainer` of the commands in a line of shell."""
+    text = text.replace("\\\n", " ").replace("\n", " ; ").replace("`", " ; ")
+    try:
+        words = _split(text)
+    except ValueError:  # an odd quote, in a comment or a here-document
+        words = _split(re.sub("[\"']", "", text))
+    command: list[str] = []
+    for word in [*words, ";"]:
+        if word.strip(_SEPARATORS):
+            command.append(word)
+        elif starts_trainer(command):
+            return True
+        else:
+            command = []
+    return False
+
+
+def _split(text: str) -> list[str]:
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=_SEPARATORS)
+    lexer.whitespace_split, lexer.commenters = True, ""
+    return list(lexer)
+
+
+def _python_starts(rest: Sequence[str]) -> bool:
+    """Whether an interpreter with these arguments runs a script or module that may train."""
+    words = iter(rest)
+    for word in words:
+        if word in ("-c", "-V", "-VV", "--version", "-h", "--help"):
+            return False
+        if word == "-m":
+            return next(words, "pip").split(".")[0] not in _TOOLS
+        if word in ("-X", "-W"):
+            next(words, None)
+        elif not word.startswith("-"):
+            return not set(_INSTALLED).intersection(word.split(os.sep))
+    return False

@@ -1,0 +1,40 @@
+"""One line at the end says which tests were not run, and how to run them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+# What a reason for skipping holds → what to do to run those tests. Each reason in the suite matches exactly one.
+HOW = {
+    "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",
+    "verl": "make test-verl",
+    r"ray is|hydra": "pip install ray hydra-core",
+    "a GPU": "on a machine with (here: without) a GPU",
+    "Chromium": "install Chromium",
+    r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",
+    r"Linux|Triton": "on Linux, with the Triton that torch asks for",
+}
+
+
+def how_to_run(reason: str) -> str:
+    """What to do for a test that was skipped for this reason. Raises ValueError where nobody has said it."""
+    for pattern, how in HOW.items():
+        if re.search(pattern, reason):
+            return how
+    raise ValueError(f"skip reason {reason!r} is not in tests/conftest.py: say there how such a test is run.")
+
+
+def not_run(reasons: Iterable[str]) -> str:
+    """The line: how many tests were skipped, and for each cause how many and how to run them."""
+    counts = Counter(how_to_run(reason) for reason in reasons)
+    causes = "; ".join(f"{count}: {how}" for how, count in counts.most_common())
+    return f"not run: {counts.total()} ({causes})" if counts else "not run: none"
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Called by pytest, in the process that reports."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    terminalreporter.write_line(not_run(report.longrepr[2].removeprefix("Skipped: ") for report in skipped))
