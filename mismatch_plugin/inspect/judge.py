@@ -9,35 +9,11 @@ from dataclasses import dataclass
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
-from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
+from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
-ROWS = (
-    "kl",
-    "k3_kl",
-    "log_ppl_diff",
-    "rollout_is_ratio_mean",
-    "rollout_is_ratio_std",
-    "rollout_is_ratio_eff_sample_size",
-    "rollout_is_ratio_unit_mean",
-    "rollout_is_ratio_unit_std",
-    "rollout_is_ratio_unit_eff_sample_size",
-    "rollout_is_mean",
-    "rollout_is_std",
-    "rollout_is_eff_sample_size",
-    "rollout_is_weight_after_mean",
-    "rollout_is_weight_after_max",
-    "rollout_is_weight_after_eff_sample_size",
-    "rollout_is_masked_fraction",
-    "rollout_is_veto_fraction",
-    "accepted_token_fraction",
-    "accepted_seq_fraction",
-    "chi2_token",
-    "chi2_seq",
-    "seq_log_ratio_mean",
-    "pg_clipfrac",
-    "ppo_kl",
-)
+ROWS = tuple(metric.name for place in PLACES for metric in METRICS if metric.place == place)
+"""The table's metrics: each says itself where its place is."""
 _BASIC = frozenset(metric.name for metric in METRICS if metric.level == "basic")
 _FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level == "full")
 """How the names of full metrics begin."""
