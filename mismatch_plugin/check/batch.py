@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from mismatch_plugin.check.findings import FaultName, Finding, Item, LogProbSide, Place, Side
+from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide, Place, Side
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.rollout.records import RolloutRecord
 
@@ -73,17 +73,11 @@ class Sample:
 
     def place(self, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
         """This sample as the place of a fault, with both values at the position where they exist."""
-        if position is not None and rollout is None and position < len(self.rollout):
-            rollout = float(self.rollout[position])
-        if position is not None and training is None and position < len(self.training):
-            training = float(self.training[position])
-        return Place(
-            sample=self.index,
-            sample_id=self.record.sample_id,
-            position=position,
-            rollout=rollout,
-            training=training,
-        )
+        told = {"rollout": rollout, "training": training}
+        for side in SIDES:
+            if told[side] is None and position is not None and position < len(self.values(side)):
+                told[side] = float(self.values(side)[position])
+        return Place(sample=self.index, sample_id=self.record.sample_id, position=position, **told)
 
     def first(self, chosen: Bools) -> Place:
         """The first chosen token, or the sample as a whole where there is none."""

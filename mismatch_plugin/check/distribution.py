@@ -33,6 +33,7 @@ TEMPERATURE_FIXES = {
     "other": "Use one temperature on both sides: sampling_params of the request, and what the trainer divides its "
     "logits by.",
 }
+_OTHER = {"rollout": "training", "training": "rollout"}
 PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
@@ -145,24 +146,13 @@ def _explanation(result: Fit, recorded: float) -> str:
 
 
 def _temperature_finding(batch: Batch, samples: list[Sample], result: Fit, recorded: float) -> Finding:
-    sharpness = _sharpness(result)
-    low, high = (1 / max(bound, 1e-3) for bound in reversed(sharpness))
+    low, high = (1 / max(bound, 1e-3) for bound in reversed(_sharpness(result)))
     kind = _explanation(result, recorded) if recorded != 1.0 else "other"
-    sides: dict[str, tuple[Side, str]] = {
-        "trainer_without": (
-            "training",
-            f"the training side is at temperature 1, the rollout side at the recorded {recorded:g}",
-        ),
-        "rollout_raw": (
-            "rollout",
-            f"the rollout side is at temperature 1, the training side at the recorded {recorded:g}",
-        ),
-        "other": (
-            "both",
-            f"the training temperature is {low:.3g} to {high:.3g} times the rollout's (recorded: {recorded:g})",
-        ),
-    }
-    side, told = sides[kind]
+    sides: dict[str, Side] = {"trainer_without": "training", "rollout_raw": "rollout", "other": "both"}
+    side = sides[kind]
+    told = f"the {side} side is at temperature 1, the {_OTHER.get(side)} side at the recorded {recorded:g}"
+    if side == "both":
+        told = f"the training temperature is {low:.3g} to {high:.3g} times the rollout's (recorded: {recorded:g})"
     slope, tokens = result.slope, len(flat(samples))
     return batch.finding(
         "temperature",

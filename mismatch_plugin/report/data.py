@@ -86,10 +86,6 @@ class RunFolder:
         """The runs that a curve is drawn from: the finished ones, or the unfinished where there is no other."""
         return self.finished(setting, variant) or self.all(setting, variant)
 
-    def config_of(self, variant: str) -> dict[str, Any]:
-        """The configuration of a variant's first run, empty where none was read."""
-        return next((run.config for (_, v, _), run in sorted(self.runs.items()) if v == variant), {})
-
     def source(self, name: str) -> str:
         """Column for `reward` or `exact`: the held-out one where any run recorded it, else that of the batches."""
         return HELD_OUT + name if HELD_OUT + name in self._recorded else name

@@ -9,11 +9,13 @@ import pytest
 
 from mismatch_plugin.check.alignment import find_shift, find_swapped
 from mismatch_plugin.check.batch import make_batch
+from mismatch_plugin.check.distribution import find_temperature, find_unrelated
 from mismatch_plugin.check.eos import find_null_eos, find_zero_eos
 from mismatch_plugin.check.findings import Undecided
 from mismatch_plugin.check.identity import find_ids
 from mismatch_plugin.check.lengths import find_lengths
 from mismatch_plugin.check.numbers import find_fills, find_numbers
+from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.training import TrainingSample
@@ -41,10 +43,6 @@ def test_a_number_that_is_no_log_prob(value: float | None, fault: str, side: str
     assert len(fixed.tokens) == 4
 
 
-def test_rounding_above_zero_and_unlikely_tokens_are_sound():
-    assert find_numbers(batch_of([[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]))[0] == []
-
-
 def test_masked_tokens_may_hold_anything():
     batch = batch_of([[None, -1.0, 5.0]], [[NAN, -1.0, 0.0]], records={"loss_mask": [0, 1, 0]})
     assert find_numbers(batch)[0] == []
@@ -56,10 +54,6 @@ def test_one_zero_far_from_the_other_side_is_a_fill():
     findings = found(items)
     assert [(item.fault, item.side, item.tokens) for item in findings] == [("zero_fill", "rollout", 1)]
     assert len(fixed.tokens) == 2
-
-
-def test_certain_tokens_are_no_fills():
-    assert find_fills(batch_of([[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]))[0] == []
 
 
 def test_zeros_that_differ_as_nearly_certain_tokens_do_are_honest():
@@ -140,8 +134,7 @@ def test_three_shifted_of_four_leave_the_fourth_alone():
     assert np.all(fixed.tokens.gap == 0)
 
 
-def test_constant_log_probs_tell_no_shift_and_few_tokens_are_not_judged():
-    assert find_shift(batch_of([[-0.5] * 50], [[-0.9] * 50]))[0] == []
+def test_few_tokens_tell_no_shift():
     items, _ = find_shift(batch_of([wave(20, 0)], [wave(20, 0)]))
     assert isinstance(items[0], Undecided) and "20, 40 needed" in items[0].reason
 
@@ -158,13 +151,6 @@ def test_swapped_samples_are_found_even_if_their_lengths_differ():
     assert [item.fault for item in found(findings)] == ["swapped_samples"]
     assert "0→1, 1→0, 2→3, 3→2" in found(findings)[0].evidence
     assert len(fixed.tokens) == 97 and np.all(fixed.tokens.gap == 0)
-
-
-def test_two_far_apart_sides_are_no_swap():
-    generator = np.random.default_rng(0)
-    rollout = -generator.exponential(2.0, (12, 24))
-    train = -generator.exponential(2.0, (12, 24))
-    assert found(find_swapped(batch_of(rollout.tolist(), train.tolist()))[0]) == []
 
 
 def test_lengths():
@@ -232,12 +218,34 @@ def test_logs_of_another_base(base: float, side: str):
     assert np.abs(fixed.tokens.gap).max() < 1e-12
 
 
-def test_a_temperature_is_no_base():
-    """At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not."""
-    logits = np.linspace(0.5, 12, 60)
-    rollout = -np.log1p(np.exp(-np.concatenate([logits, -logits])))
-    train = -np.log1p(np.exp(-np.concatenate([logits, -logits]) * math.log(2)))
-    assert found(find_scale(batch_of([rollout.tolist()], [train.tolist()]))[0]) == []
+# What is none of it: (detector, rollout, training)
+
+_GENERATOR = np.random.default_rng(0)
+_FAR = -_GENERATOR.exponential(2.0, (2, 12, 24))
+_NOISE = _GENERATOR.normal(0, 0.3, 160)
+_LOGITS = np.concatenate([np.linspace(0.5, 12, 60), -np.linspace(0.5, 12, 60)])
+_P = np.log([0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20)
+_TINY = [[-(2.0**-24) * count for count in range(1, 40)]]
+SOUND = {
+    "rounding above zero and unlikely tokens": (find_numbers, [[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]),
+    "certain tokens": (find_fills, [[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]),
+    "two sides far apart are no swap": (find_swapped, *_FAR.tolist()),
+    "constant log-probs tell no shift": (find_shift, [[-0.5] * 50], [[-0.9] * 50]),
+    # At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not.
+    "a temperature is no base": (
+        *(find_scale, [(-np.log1p(np.exp(-_LOGITS))).tolist()]),
+        [(-np.log1p(np.exp(-_LOGITS * math.log(2)))).tolist()],
+    ),
+    "noise alone is no temperature": (find_temperature, [_P.tolist()], [(_P + _NOISE).tolist()]),
+    "noise leaves the sides related": (find_unrelated, [_P.tolist()], [(_P + 2 * _NOISE).tolist()]),
+    "values near 0 are not narrow": (find_precision, _TINY, _TINY),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_what_is_sound_is_not_named(case: str):
+    detector, rollout, train = SOUND[case]
+    assert found(detector(batch_of(rollout, train))[0]) == []
 
 
 # The whole
