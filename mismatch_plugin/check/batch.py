@@ -2,81 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from mismatch_plugin.check.findings import Place
+from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide, Place, Side
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.rollout.records import RolloutRecord
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 Ints = NDArray[np.int64]
+DEFAULT_MAX_STALENESS = 1
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One response. n = response tokens; all arrays of log-probs are float64 in nats, NaN where there is none.
 
-    rollout: as long as the server's list. train: as long as the trainer's list, None if there is no training side.
-    null_rollout, null_train: where the list held null, as opposed to NaN. mask: [n], tokens that train.
+    mask: [n], tokens that train. rollout: as long as the server's list. training: as long as the trainer's list, empty
+    if there is no training side. null_rollout, null_training: where the list held null, as opposed to NaN.
+    told: the line of the training side; its weight_version is the batch's where it tells none.
     """
 
     index: int
     record: RolloutRecord
-    response_ids: Ints
     mask: Bools
     rollout: Floats
     null_rollout: Bools
-    train: Floats | None = None
-    null_train: Bools | None = None
-    training: TrainingSample | None = None
+    training: Floats
+    null_training: Bools
+    told: TrainingSample
 
     @property
     def tokens(self) -> int:
         """n, the number of response tokens."""
-        return len(self.response_ids)
+        return len(self.record.response_ids)
+
+    def values(self, side: LogProbSide) -> Floats:
+        """The log-probs of one side."""
+        return self.rollout if side == "rollout" else self.training
+
+    def nulls(self, side: LogProbSide) -> Bools:
+        """Where the list of one side held null."""
+        return self.null_rollout if side == "rollout" else self.null_training
 
     @property
     def comparable(self) -> bool:
-        """Both lists are there and as long as the response."""
-        return self.train is not None and len(self.train) == len(self.rollout) == self.tokens
+        """Both lists are as long as the response."""
+        return len(self.training) == len(self.rollout) == self.tokens
 
     @cached_property
     def usable(self) -> Bools:
         """[n] tokens that train and have a number on both sides; all False where lengths differ."""
-        if self.train is None or not self.comparable:
+        if not self.comparable:
             return np.zeros(self.tokens, dtype=bool)
-        return self.mask & np.isfinite(self.rollout) & np.isfinite(self.train)
+        return self.mask & np.isfinite(self.rollout) & np.isfinite(self.training)
 
     @cached_property
     def occurred(self) -> Bools:
         """[n] tokens whose id was earlier in the response: those that SGLang's penalties act on."""
-        before: set[int] = set()
-        flags = np.zeros(self.tokens, dtype=bool)
-        for position, token in enumerate(self.record.response_ids):
-            flags[position] = token in before
-            before.add(token)
+        flags = np.ones(self.tokens, dtype=bool)
+        flags[np.unique(self.record.response_ids, return_index=True)[1]] = False
         return flags
 
     def place(self, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
         """This sample as the place of a fault, with both values at the position where they exist."""
-        if position is not None and rollout is None and position < len(self.rollout):
-            rollout = float(self.rollout[position])
-        if position is not None and training is None and self.train is not None and position < len(self.train):
-            training = float(self.train[position])
-        return Place(
-            sample=self.index,
-            sample_id=self.record.sample_id,
-            position=position,
-            rollout=rollout,
-            training=training,
-        )
+        told = {"rollout": rollout, "training": training}
+        for side in SIDES:
+            if told[side] is None and position is not None and position < len(self.values(side)):
+                told[side] = float(self.values(side)[position])
+        return Place(sample=self.index, sample_id=self.record.sample_id, position=position, **told)
+
+    def first(self, chosen: Bools) -> Place:
+        """The first chosen token, or the sample as a whole where there is none."""
+        found = np.flatnonzero(chosen)
+        return self.place(int(found[0])) if len(found) else self.place()
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +90,7 @@ class Tokens:
     """Usable tokens of many samples, flat, [T]: log-probs of both sides, and where each token is."""
 
     rollout: Floats
-    train: Floats
+    training: Floats
     sample: Ints
     position: Ints
     occurred: Bools
@@ -95,7 +101,11 @@ class Tokens:
     @property
     def gap(self) -> Floats:
         """d = log π_train − log π_rollout."""
-        return self.train - self.rollout
+        return self.training - self.rollout
+
+    def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:
+        """(log-probs of this side, those of the other)."""
+        return (self.rollout, self.training) if side == "rollout" else (self.training, self.rollout)
 
     def where(self, chosen: Bools) -> Tokens:
         """The chosen ones alone."""
@@ -104,11 +114,19 @@ class Tokens:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N samples in the order of the records file. eos_ids: ids known to end a response."""
+    """N samples in the order of the records file, and what else the detectors may know.
+
+    eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
+    float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
+    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits.
+    """
 
     samples: tuple[Sample, ...]
     eos_ids: frozenset[int] = frozenset()
     has_training: bool = True
+    max_staleness: int = DEFAULT_MAX_STALENESS
+    logits: Callable[[Sample], Tensor] | None = None
+    from_checkpoint: bool = False
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -119,7 +137,7 @@ class Batch:
     @property
     def token_count(self) -> int:
         """Response tokens that train."""
-        return sum(int(sample.mask.sum()) for sample in self.samples)
+        return trained(self.samples)
 
     @cached_property
     def tokens(self) -> Tokens:
@@ -133,21 +151,55 @@ class Batch:
         samples = (replace(sample, **changed.get(sample.index, {})) for sample in self.samples)
         return replace(self, samples=tuple(samples))
 
+    def finding(
+        self,
+        fault: FaultName,
+        side: Side,
+        evidence: str,
+        fix: str,
+        samples: Sequence[Sample],
+        *,
+        tokens: int | None = None,
+        of_samples: int | None = None,
+        first: Place | None = None,
+        statistics: Mapping[str, float] = {},
+    ) -> Finding:
+        """A finding about these samples of the batch.
+
+        tokens: all that train, unless given. of_samples: all, unless given. first: the first token of the first sample.
+        """
+        return Finding(
+            fault=fault,
+            side=side,
+            evidence=evidence,
+            statistics=dict(statistics),
+            samples=len(samples),
+            of_samples=len(self) if of_samples is None else of_samples,
+            tokens=trained(samples) if tokens is None else tokens,
+            of_tokens=self.token_count,
+            first=first or samples[0].first(np.ones(samples[0].tokens, dtype=bool)),
+            fix=fix,
+        )
+
+
+Outcome = tuple[list[Item], Batch]
+"""What a detector found, and the batch in which that is undone as far as possible."""
+
+
+def trained(samples: Sequence[Sample]) -> int:
+    """Their response tokens that train."""
+    return sum(int(sample.mask.sum()) for sample in samples)
+
 
 def flat(samples: Sequence[Sample]) -> Tokens:
     """The usable tokens of these samples, one after the other."""
-    parts = [(sample, np.flatnonzero(sample.usable)) for sample in samples if sample.train is not None]
-
-    def joined(columns: Iterable[NDArray[Any]], kind: type) -> NDArray[Any]:
-        return np.concatenate([np.zeros(0, dtype=kind), *columns])
-
-    return Tokens(
-        rollout=joined((sample.rollout[chosen] for sample, chosen in parts), float),
-        train=joined((sample.train[chosen] for sample, chosen in parts if sample.train is not None), float),
-        sample=joined((np.full(len(chosen), sample.index) for sample, chosen in parts), int),
-        position=joined((chosen for _, chosen in parts), int),
-        occurred=joined((sample.occurred[chosen] for sample, chosen in parts), bool),
-    )
+    parts = [(sample, np.flatnonzero(sample.usable)) for sample in samples]
+    columns = [
+        (sample.rollout[at], sample.training[at], np.full(len(at), sample.index), at, sample.occurred[at])
+        for sample, at in parts
+    ]
+    empty = tuple(np.zeros(0, dtype=kind) for kind in (float, float, int, int, bool))
+    return Tokens(*(np.concatenate(column) for column in zip(empty, *columns, strict=True)))
 
 
 def make_batch(
@@ -155,24 +207,29 @@ def make_batch(
     training: Sequence[TrainingSample] | None = None,
     *,
     eos_ids: Sequence[int] = (),
+    trainer_version: str | None = None,
 ) -> Batch:
-    """Put records next to the training side's samples, already in the same order (`training.match`)."""
+    """Put records next to the training side's samples, already in the same order (`training.match`).
+
+    trainer_version: weights of the training side, where its samples do not tell.
+    """
     if training is not None and len(training) != len(records):
         raise ValueError(f"{len(training)} training samples for {len(records)} records: give one a record.")
     samples = []
     for index, record in enumerate(records):
-        other = None if training is None else training[index]
-        rollout, null_rollout = _array(record.rollout_log_probs)
-        train, null_train = (None, None) if other is None else _array(other.train_log_probs)
+        told = TrainingSample(train_log_probs=[]) if training is None else training[index]
+        if told.weight_version is None:
+            told = told.model_copy(update={"weight_version": trainer_version})
         mask = np.array(record.loss_mask, dtype=bool)
-        if other is not None and other.loss_mask is not None and len(other.loss_mask) == len(mask):
-            mask &= np.array(other.loss_mask, dtype=bool)
-        response = np.array(record.response_ids, dtype=np.int64)
-        samples.append(Sample(index, record, response, mask, rollout, null_rollout, train, null_train, other))
-    known = {*eos_ids, *(token for record in records for token in record.sampling.stop_token_ids)}
-    return Batch(tuple(samples), frozenset(known), training is not None)
+        if told.loss_mask is not None and len(told.loss_mask) == len(mask):
+            mask &= np.array(told.loss_mask, dtype=bool)
+        sides = (*_array(record.rollout_log_probs), *_array(told.train_log_probs))
+        samples.append(Sample(index, record, mask, *sides, told))
+    known = frozenset((*eos_ids, *(token for record in records for token in record.sampling.stop_token_ids)))
+    return Batch(tuple(samples), known, training is not None)
 
 
 def _array(values: Sequence[float | None]) -> tuple[Floats, Bools]:
+    """(the values, NaN for null; where there was null)."""
     nulls = np.array([value is None for value in values], dtype=bool)
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64), nulls
+    return np.array(values, dtype=np.float64), nulls

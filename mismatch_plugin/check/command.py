@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -92,8 +93,6 @@ def check(
         )
     except InputError as error:
         if as_json:
-            import json
-
             typer.echo(json.dumps({"status": "cannot_check", "verdict": str(error)}))
         else:
             typer.echo(f"cannot check: {error}", err=True)

@@ -1,4 +1,4 @@
-"""How far apart two lists of log-probs are, robustly: what the alignment detectors compare."""
+"""How far apart two lists of log-probs are, robustly, and whether another list fits clearly better."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLIP = 3.0
 
 
 class Distances(NamedTuple):
-    """[n] |rollout − training|, clipped, and which tokens have both."""
+    """[n] |a − b|, clipped, 0 where one has no number; and which tokens have both."""
 
     values: Floats
     valid: Bools
@@ -30,26 +30,36 @@ class Distances(NamedTuple):
         return int(self.valid.sum())
 
 
-def distances(sample: Sample, train: Floats) -> Distances:
-    """Of a sample's rollout log-probs to any list, over the shorter length.
+def between(a: Floats, b: Floats, chosen: Bools | bool = True) -> Distances:
+    """Of two arrays of one shape; those not chosen are not valid."""
+    valid = np.isfinite(a) & np.isfinite(b) & chosen
+    values = np.abs(np.subtract(a, b, where=valid, out=np.zeros(valid.shape)))
+    return Distances(np.minimum(values, CLIP), valid)
+
+
+def distances(sample: Sample, training: Floats | None = None) -> Distances:
+    """Of a sample's rollout log-probs to its training ones or to any list, over the shorter length.
 
     Exact zeros are left out: certain tokens fit everywhere, and fills nowhere.
     """
-    shared = min(len(sample.rollout), len(train), sample.tokens)
-    ours, theirs = sample.rollout[:shared], train[:shared]
-    valid = sample.mask[:shared] & np.isfinite(ours) & np.isfinite(theirs) & (ours != 0.0) & (theirs != 0.0)
-    values = np.zeros(shared)
-    values[valid] = np.minimum(np.abs(ours[valid] - theirs[valid]), CLIP)
-    return Distances(values, valid)
+    theirs = sample.training if training is None else training
+    shared = min(len(sample.rollout), len(theirs), sample.tokens)
+    ours, theirs = sample.rollout[:shared], theirs[:shared]
+    return between(ours, theirs, sample.mask[:shared] & (ours != 0.0) & (theirs != 0.0))
+
+
+def pooled(parts: list[Distances]) -> Distances:
+    """Of several samples as one list."""
+    return Distances(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
 class Comparison(NamedTuple):
-    """Two candidates over the tokens that both can judge."""
+    """Two candidates over the tokens that both can judge. deviations: (own − other) in standard errors of the paired
+    differences."""
 
     own: float
     other: float
     deviations: float
-    """(own − other) in standard errors of the paired differences."""
     tokens: int
 
     def clearly_better(self, factor: float, standard_errors: float, minimum: float) -> bool:
@@ -58,7 +68,7 @@ class Comparison(NamedTuple):
 
 
 def compare(own: Distances, other: Distances) -> Comparison:
-    """Paired, token by token."""
+    """Paired, token by token, over the shorter length."""
     shared = min(len(own.values), len(other.values))
     valid = own.valid[:shared] & other.valid[:shared]
     count = int(valid.sum())
@@ -66,5 +76,4 @@ def compare(own: Distances, other: Distances) -> Comparison:
         return Comparison(math.inf, math.inf, 0.0, count)
     a, b = own.values[:shared][valid], other.values[:shared][valid]
     error = float((a - b).std(ddof=1)) / math.sqrt(count)
-    gain = float((a - b).mean())
-    return Comparison(float(a.mean()), float(b.mean()), gain / max(error, 1e-12), count)
+    return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), count)

@@ -10,10 +10,9 @@ from collections import defaultdict
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Sample, Tokens, flat
-from mismatch_plugin.check.findings import Finding, Side, Undecided
-from mismatch_plugin.check.regression import Fit, fit, rank_correlation
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.check.batch import Batch, Outcome, Sample, flat
+from mismatch_plugin.check.findings import FaultName, Finding, Item, Side, Undecided, too_few
+from mismatch_plugin.check.regression import Effect, Fit, fit, rank_correlation
 
 MIN_TOKENS = 100
 """Below that a slope or an offset is not judged."""
@@ -34,94 +33,86 @@ TEMPERATURE_FIXES = {
     "other": "Use one temperature on both sides: sampling_params of the request, and what the trainer divides its "
     "logits by.",
 }
+_OTHER = {"rollout": "training", "training": "rollout"}
 PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
 )
 
 
-def greedy(sampling: SamplingParameters) -> bool:
-    """Nothing was drawn, so nothing about sampling can be told from the tokens."""
-    return sampling.greedy
-
-
-def find_unrelated(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def find_unrelated(batch: Batch) -> Outcome:
     """Two sides that have nothing to do with each other; nothing finer can be said about such data."""
     tokens = batch.tokens
     if len(tokens) < UNRELATED_TOKENS:
         return [], batch
-    correlation = rank_correlation(tokens.rollout, tokens.train)
+    correlation = rank_correlation(tokens.rollout, tokens.training)
     gap = float(np.abs(tokens.gap).mean())
     if gap < UNRELATED_GAP or not correlation < UNRELATED_CORRELATION:
         return [], batch
     worst = int(np.argmax(np.abs(tokens.gap) > UNRELATED_GAP))
-    finding = Finding(
-        fault="unrelated",
-        side="both",
-        evidence=f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation "
-        f"{correlation:.2f}, mean |difference| {gap:.3g} nats.",
-        statistics={"rank_correlation": correlation, "abs_mean": gap},
-        samples=len(np.unique(tokens.sample)),
-        of_samples=len(batch),
+    finding = batch.finding(
+        "unrelated",
+        "both",
+        f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation {correlation:.2f}, "
+        f"mean |difference| {gap:.3g} nats.",
+        "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
+        "logits one position before each token (not those of the token itself).",
+        [batch.samples[index] for index in np.unique(tokens.sample)],
         tokens=len(tokens),
-        of_tokens=batch.token_count,
         first=batch.samples[int(tokens.sample[worst])].place(int(tokens.position[worst])),
-        fix="Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes "
-        "the logits one position before each token (not those of the token itself).",
+        statistics={"rank_correlation": correlation, "abs_mean": gap},
     )
     return [finding], batch
 
 
-def find_temperature(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def find_temperature(batch: Batch) -> Outcome:
     """The regression slope of centred log-probs, by recorded temperature; each group of samples is judged alone."""
     groups: dict[float, list[Sample]] = defaultdict(list)
-    for sample in batch:
-        if sample.train is not None and not greedy(sample.record.sampling):
-            groups[sample.record.sampling.temperature].append(sample)
-    found: list[Finding | Undecided] = _declared(batch)
+    for sample in drawn(batch):
+        groups[sample.record.sampling.temperature].append(sample)
+    found = _declared(batch)
     if found:
         return found, batch
-    judged = False
-    for temperature, samples in sorted(groups.items()):
-        tokens = flat(samples)
-        if len(tokens) < MIN_TOKENS:
-            continue
-        judged = True
-        result = fit(tokens)
-        if _is_temperature(result, temperature):
-            found.append(_temperature_finding(batch, samples, tokens, result, temperature))
+    judged = {temperature: samples for temperature, samples in groups.items() if len(flat(samples)) >= MIN_TOKENS}
     if not judged:
-        return [Undecided(faults=("temperature",), reason=_few(len(batch.tokens)))], batch
+        return [few_tokens(len(batch.tokens), "temperature")], batch
+    for temperature, samples in sorted(judged.items()):
+        result = fit(flat(samples))
+        if _is_temperature(result, temperature):
+            found.append(_temperature_finding(batch, samples, result, temperature))
     return found, batch
 
 
-def _declared(batch: Batch) -> list[Finding | Undecided]:
+def drawn(batch: Batch) -> list[Sample]:
+    """Samples that were not greedy: of the others nothing about sampling can be told from the tokens."""
+    return [sample for sample in batch if not sample.record.sampling.greedy]
+
+
+def few_tokens(count: int, fault: FaultName) -> Undecided:
+    """Too few tokens to judge a slope or an offset."""
+    return too_few(f"{count} that can be compared, {MIN_TOKENS} needed", fault)
+
+
+def _declared(batch: Batch) -> list[Item]:
     """Temperatures that the training side itself tells."""
+    pairs = [(sample, sample.record.sampling.temperature, sample.told.temperature) for sample in drawn(batch)]
     chosen = [
-        sample
-        for sample in batch
-        if sample.training is not None
-        and sample.training.temperature is not None
-        and not sample.record.sampling.greedy
-        and not math.isclose(sample.training.temperature, sample.record.sampling.temperature, rel_tol=1e-6)
+        (sample, ours, theirs)
+        for sample, ours, theirs in pairs
+        if theirs is not None and not math.isclose(theirs, ours, rel_tol=1e-6)
     ]
     if not chosen:
         return []
-    theirs = chosen[0].training.temperature if chosen[0].training else None
-    ours = chosen[0].record.sampling.temperature
+    _, ours, theirs = chosen[0]
     return [
-        Finding(
-            fault="temperature",
-            side="both",
-            evidence=f"{len(chosen)} of {len(batch)} samples were drawn at another temperature than the training side "
-            f"says it used: {ours:g} and {theirs:g}.",
-            statistics={"rollout_temperature": ours, "train_temperature": theirs or math.nan},
-            samples=len(chosen),
-            of_samples=len(batch),
-            tokens=sum(int(sample.mask.sum()) for sample in chosen),
-            of_tokens=batch.token_count,
-            first=chosen[0].place(0) if chosen[0].tokens else chosen[0].place(),
-            fix=TEMPERATURE_FIXES["other"],
+        batch.finding(
+            "temperature",
+            "both",
+            f"{len(chosen)} of {len(batch)} samples were drawn at another temperature than the training side says it "
+            f"used: {ours:g} and {theirs:g}.",
+            TEMPERATURE_FIXES["other"],
+            [sample for sample, _, _ in chosen],
+            statistics={"rollout_temperature": ours, "train_temperature": theirs},
         )
     ]
 
@@ -141,8 +132,8 @@ def _is_temperature(result: Fit, recorded: float) -> bool:
 
 def _sharpness(result: Fit) -> tuple[float, float]:
     """Bounds of τ: the training side's log-probs are those of the rollout side's distribution to the power τ."""
-    bounds = sorted((1 + result.slope.size, 1 + result.upper))
-    return bounds[0], bounds[1]
+    low, high = sorted((1 + result.slope.size, 1 + result.upper))
+    return low, high
 
 
 def _explanation(result: Fit, recorded: float) -> str:
@@ -154,58 +145,52 @@ def _explanation(result: Fit, recorded: float) -> str:
     return "other"
 
 
-def _temperature_finding(batch: Batch, samples: list[Sample], tokens: Tokens, result: Fit, recorded: float) -> Finding:
-    low, high = _sharpness(result)
+def _temperature_finding(batch: Batch, samples: list[Sample], result: Fit, recorded: float) -> Finding:
+    low, high = (1 / max(bound, 1e-3) for bound in reversed(_sharpness(result)))
     kind = _explanation(result, recorded) if recorded != 1.0 else "other"
-    told = {
-        "trainer_without": f"the training side is at temperature 1, the rollout side at the recorded {recorded:g}",
-        "rollout_raw": f"the rollout side is at temperature 1, the training side at the recorded {recorded:g}",
-        "other": f"the training temperature is {1 / max(high, 1e-3):.3g} to {1 / max(low, 1e-3):.3g} times the "
-        f"rollout's (recorded: {recorded:g})",
-    }[kind]
-    side: Side = {"trainer_without": "training", "rollout_raw": "rollout", "other": "both"}[kind]  # type: ignore[assignment]
-    first = samples[0]
-    usable = np.flatnonzero(first.usable)
-    return Finding(
-        fault="temperature",
-        side=side,
-        evidence=f"Centred training log-probs follow the rollout's with slope {1 + result.slope.size:.3f} instead of 1 "
-        f"({abs(result.slope.deviations):.0f} standard errors, {result.slope.share:.0%} of the gap explained, "
-        f"{result.tokens} tokens): {told}.",
+    sides: dict[str, Side] = {"trainer_without": "training", "rollout_raw": "rollout", "other": "both"}
+    side = sides[kind]
+    told = f"the {side} side is at temperature 1, the {_OTHER.get(side)} side at the recorded {recorded:g}"
+    if side == "both":
+        told = f"the training temperature is {low:.3g} to {high:.3g} times the rollout's (recorded: {recorded:g})"
+    slope, tokens = result.slope, len(flat(samples))
+    return batch.finding(
+        "temperature",
+        side,
+        f"Centred training log-probs follow the rollout's with slope {1 + slope.size:.3f} instead of 1 "
+        f"({abs(slope.deviations):.0f} standard errors, {slope.share:.0%} of the gap explained, {tokens} tokens): "
+        f"{told}.",
+        TEMPERATURE_FIXES[kind],
+        samples,
+        tokens=tokens,
+        first=samples[0].first(samples[0].usable),
         statistics={
-            "slope": 1 + result.slope.size,
-            "standard_errors": result.slope.deviations,
-            "explained": result.slope.share,
-            "temperature_ratio_low": 1 / max(high, 1e-3),
-            "temperature_ratio_high": 1 / max(low, 1e-3),
+            "slope": 1 + slope.size,
+            "standard_errors": slope.deviations,
+            "explained": slope.share,
+            "temperature_ratio_low": low,
+            "temperature_ratio_high": high,
         },
-        samples=len(samples),
-        of_samples=len(batch),
-        tokens=len(tokens),
-        of_tokens=batch.token_count,
-        first=first.place(int(usable[0])) if len(usable) else first.place(),
-        fix=TEMPERATURE_FIXES[kind],
     )
 
 
-def find_penalty(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def find_penalty(batch: Batch) -> Outcome:
     """An offset on tokens that occurred before, beyond what their log-prob explains."""
-    samples = [sample for sample in batch if sample.train is not None and not greedy(sample.record.sampling)]
-    recorded = [sample for sample in samples if sample.record.sampling.penalised]
-    groups = [recorded, [sample for sample in samples if not sample.record.sampling.penalised]]
-    found: list[Finding | Undecided] = []
-    for group in (group for group in groups if group):
-        penalised = group is recorded
+    found: list[Item] = []
+    for penalised in (True, False):
+        group = [sample for sample in drawn(batch) if sample.record.sampling.penalised == penalised]
         tokens = flat(group)
+        repeated = int(tokens.occurred.sum())
+        if not group:
+            continue
         if len(tokens) < MIN_TOKENS:
-            found.append(Undecided(faults=("penalty",), reason=_few(len(tokens))))
+            found.append(few_tokens(len(tokens), "penalty"))
+            continue
+        if min(repeated, len(tokens) - repeated) < MIN_REPEATED:
+            few = f"{repeated} of {len(tokens)} occurred before, {MIN_REPEATED} needed of either kind"
+            found.append(too_few(few, "penalty"))
             continue
         result = fit(tokens)
-        repeated = result.repeated_tokens
-        if min(repeated, len(tokens) - repeated) < MIN_REPEATED:
-            reason = f"not enough tokens to tell: {repeated} of {len(tokens)} occurred before, {MIN_REPEATED} needed"
-            found.append(Undecided(faults=("penalty",), reason=f"{reason} of either kind"))
-            continue
         effect = result.repeated
         share = REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
         temperature = _is_temperature(result, group[0].record.sampling.temperature)
@@ -213,45 +198,34 @@ def find_penalty(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
             share = max(share, 0.1)  # a wrong temperature is not linear in the log-prob, and repeats are likelier
         if abs(effect.deviations) < REPEATED_DEVIATIONS or effect.share < share:
             continue
-        if effect.size < 0 and (temperature or effect.share < 2 * share):
-            continue
-        found.append(_penalty_finding(batch, group, tokens, result))
+        if effect.size > 0 or (not temperature and effect.share >= 2 * share):
+            found.append(_penalty_finding(batch, group, effect))
     return found, batch
 
 
-def _penalty_finding(batch: Batch, group: list[Sample], tokens: Tokens, result: Fit) -> Finding:
-    sampling = group[0].record.sampling
-    effect = result.repeated
-    side: Side = "rollout" if effect.size > 0 else "training"
-    set_to = [
-        f"{name} {getattr(sampling, name):g}"
-        for name, off in (("repetition_penalty", 1.0), ("frequency_penalty", 0.0), ("presence_penalty", 0.0))
-        if getattr(sampling, name) != off
-    ]
+def _penalty_finding(batch: Batch, group: list[Sample], effect: Effect) -> Finding:
+    tokens, sampling = flat(group), group[0].record.sampling
+    off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    set_to = [f"{name} {value:g}" for name in off if (value := getattr(sampling, name)) != off[name]]
     recorded = f"the request had {', '.join(set_to)}" if set_to else "although the record has no penalty"
     index, position = (int(column[np.argmax(tokens.occurred)]) for column in (tokens.sample, tokens.position))
-    mean = [float(np.mean(tokens.gap[tokens.occurred == flag])) for flag in (True, False)]
-    return Finding(
-        fault="penalty",
-        side=side,
-        evidence=f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} "
-        f"likely on the rollout side than the rest would suggest ({abs(effect.deviations):.0f} standard errors; "
-        f"{result.repeated_tokens} such tokens, mean gap {mean[0]:+.3g} against {mean[1]:+.3g}): {recorded}.",
+    again, new = (float(np.mean(tokens.gap[tokens.occurred == flag])) for flag in (True, False))
+    repeated = int(tokens.occurred.sum())
+    return batch.finding(
+        "penalty",
+        "rollout" if effect.size > 0 else "training",
+        f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} likely "
+        f"on the rollout side than the rest would suggest ({abs(effect.deviations):.0f} standard errors; {repeated} "
+        f"such tokens, mean gap {again:+.3g} against {new:+.3g}): {recorded}.",
+        PENALTY_FIX,
+        group,
+        tokens=repeated,
+        first=batch.samples[index].place(position),
         statistics={
             "offset": effect.size,
             "standard_errors": effect.deviations,
             "explained": effect.share,
-            "mean_gap_repeated": mean[0],
-            "mean_gap_new": mean[1],
+            "mean_gap_repeated": again,
+            "mean_gap_new": new,
         },
-        samples=len(group),
-        of_samples=len(batch),
-        tokens=result.repeated_tokens,
-        of_tokens=batch.token_count,
-        first=batch.samples[index].place(position),
-        fix=PENALTY_FIX,
     )
-
-
-def _few(count: int) -> str:
-    return f"not enough tokens to tell: {count} that can be compared, {MIN_TOKENS} needed"

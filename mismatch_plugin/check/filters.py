@@ -6,13 +6,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Sample, flat
-from mismatch_plugin.check.distribution import greedy
-from mismatch_plugin.check.findings import Finding, Side, Undecided
+from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, flat
+from mismatch_plugin.check.distribution import MIN_TOKENS, drawn, few_tokens
+from mismatch_plugin.check.findings import Finding, Item
 from mismatch_plugin.check.regression import Support, fit, support
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
-MIN_TOKENS = 100
 DEVIATIONS, ONE_SIDED, NEGATIVE, MISSING = 6.0, 0.4, 0.65, 0.003
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""
 NO_BIAS = 1e-3
@@ -29,62 +28,52 @@ FIXES: dict[Kind, str] = {
 }
 
 
-def find_truncation(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def find_truncation(batch: Batch) -> Outcome:
     """Filters that are recorded, and those that show: a renormalised side is off by −log(mass kept), always one way.
 
     Where the training side replays the sampling mask, comparisons go on with the behaviour log-probs.
     """
-    findings: list[Finding | Undecided] = []
-    replayed: dict[int, dict[str, Any]] = {}
-    behaviour = [sample for sample in batch if _behaviour(sample) is not None]
-    if behaviour:
-        found, replayed = _with_behaviour(batch, behaviour)
-        findings += found
-    rest = [sample for sample in batch if sample not in behaviour and not greedy(sample.record.sampling)]
+    behaviour = {sample.index: values for sample in batch if (values := _behaviour(sample)) is not None}
+    found, replayed = _with_behaviour(batch, behaviour)
+    rest = [sample for sample in drawn(batch) if sample.index not in behaviour]
     for filtered in (True, False):
         group = [sample for sample in rest if sample.record.sampling.filtered == filtered]
+        tokens = flat(group)
+        kind: Kind | None = "recorded" if filtered else None
+        numbers: Support | None = None
         if not group:
             continue
-        tokens = flat(group)
-        kind: Kind | None = None
-        numbers: Support | None = None
         if len(tokens) >= MIN_TOKENS:
-            kind, numbers = _renormalised(group)
+            seen, numbers = _renormalised(group)
+            kind = seen or kind
         elif not filtered and batch.has_training:
-            reason = f"not enough tokens to tell: {len(tokens)} that can be compared, {MIN_TOKENS} needed"
-            findings.append(Undecided(faults=("truncation",), reason=reason))
-        if kind is None and filtered:
-            kind = "recorded"
+            found.append(few_tokens(len(tokens), "truncation"))
         if kind is not None:
-            findings.append(_finding(batch, group, kind, numbers))
-    return findings, batch.with_values(replayed)
+            found.append(_finding(batch, group, kind, numbers))
+    return found, batch.with_values(replayed)
 
 
 def _behaviour(sample: Sample) -> Floats | None:
     """[n] behaviour log-probs, NaN where there is none."""
     values = sample.record.behaviour_log_probs
-    if values is None or len(values) != sample.tokens:
-        return None
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+    return None if values is None or len(values) != sample.tokens else np.array(values, dtype=np.float64)
 
 
-def _with_behaviour(batch: Batch, samples: list[Sample]) -> tuple[list[Finding], dict[int, dict[str, Any]]]:
+def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[Item], dict[int, dict[str, Any]]]:
     """Records that hold both log-probs: the training side must follow the behaviour ones."""
     replayed: dict[int, dict[str, Any]] = {}
     plain: list[Sample] = []
     biases: list[float] = []
-    for sample in samples:
-        values = _behaviour(sample)
-        if values is None or sample.train is None or not sample.comparable:
-            continue
+    for index, values in behaviour.items():
+        sample = batch.samples[index]
         both = sample.usable & np.isfinite(values)
         if not both.any():
             continue
-        to_full = float(np.abs(sample.train[both] - sample.rollout[both]).mean())
-        to_cut = float(np.abs(sample.train[both] - values[both]).mean())
+        to_full = float(np.abs(sample.training[both] - sample.rollout[both]).mean())
+        to_cut = float(np.abs(sample.training[both] - values[both]).mean())
         bias = float((values[both] - sample.rollout[both]).mean())
         if to_cut < to_full:
-            replayed[sample.index] = {"rollout": values}
+            replayed[index] = {"rollout": values}
         elif bias > NO_BIAS:
             plain.append(sample)
             biases.append(bias)
@@ -118,9 +107,7 @@ def filter_text(sampling: SamplingParameters) -> str:
 
 def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | None) -> Finding:
     told = filter_text(group[0].record.sampling)
-    tokens = flat(group)
-    missing = 0.0 if numbers is None else numbers.missing
-    if kind == "recorded":
+    if kind == "recorded" or numbers is None:
         evidence = (
             f"{len(group)} of {len(batch)} samples were drawn with {told}, but their log-probs are over the whole "
             f"vocabulary and no kept ids are recorded: the true behaviour log-prob is higher by −log(mass kept), which "
@@ -129,29 +116,24 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
     elif kind == "not_replayed":
         evidence = (
             f"{len(group)} of {len(batch)} samples were drawn with {told}: the training side follows the log-probs "
-            f"over the whole vocabulary, {-np.log1p(-missing):.3g} nats below the behaviour log-probs on average."
+            f"over the whole vocabulary, {-np.log1p(-numbers.missing):.3g} nats below the behaviour log-probs on "
+            f"average."
         )
     else:
-        assert numbers is not None
+        tokens = flat(group)
         ours, other = ("rollout", "training") if kind == "renormalised" else ("training", "rollout")
         evidence = (
             f"{ours.capitalize()} log-probs are systematically above the {other} ones, by {abs(tokens.gap.mean()):.3g} "
             f"nats on average and nearly always ({numbers.one_sided:.0%} one-sided, {abs(numbers.deviations):.0f} "
-            f"standard errors, {len(tokens)} tokens): {missing:.2%} of the mass lies outside what the {ours} side "
-            f"renormalised over (recorded: {told})."
+            f"standard errors, {len(tokens)} tokens): {numbers.missing:.2%} of the mass lies outside what the {ours} "
+            f"side renormalised over (recorded: {told})."
         )
-    side: Side = "training" if kind in ("trainer", "not_replayed") else "rollout"
-    first = group[0]
-    usable = np.flatnonzero(first.usable)
-    return Finding(
-        fault="truncation",
-        side=side,
-        evidence=evidence,
-        statistics={} if numbers is None else {"missing_mass": missing, "one_sided": numbers.one_sided},
-        samples=len(group),
-        of_samples=len(batch),
-        tokens=sum(int(sample.mask.sum()) for sample in group),
-        of_tokens=batch.token_count,
-        first=first.place(int(usable[0])) if len(usable) else first.place(),
-        fix=FIXES[kind],
+    return batch.finding(
+        "truncation",
+        "training" if kind in ("trainer", "not_replayed") else "rollout",
+        evidence,
+        FIXES[kind],
+        group,
+        first=group[0].first(group[0].usable),
+        statistics={} if numbers is None else {"missing_mass": numbers.missing, "one_sided": numbers.one_sided},
     )

@@ -4,44 +4,30 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 FaultName = Literal[
-    "missing",
-    "nan",
-    "infinite",
-    "positive",
-    "floor",
-    "zero_fill",
-    "length",
-    "token_ids",
-    "prompt_ids",
-    "eos_appended",
-    "boundary",
-    "shift_by_one",
-    "swapped_samples",
-    "sign",
-    "probabilities",
-    "log_base",
-    "temperature",
-    "truncation",
-    "penalty",
-    "mixed_versions",
-    "staleness",
-    "bf16",
-    "fp16",
-    "rounded",
+    "missing", "nan", "infinite", "positive", "floor", "zero_fill",
+    "length", "token_ids", "prompt_ids", "eos_appended", "boundary", "shift_by_one", "swapped_samples",
+    "sign", "probabilities", "log_base",
+    "temperature", "truncation", "penalty",
+    "mixed_versions", "staleness",
+    "bf16", "fp16", "rounded",
     "unrelated",
-]
-FAULTS: tuple[str, ...] = get_args(FaultName)
+]  # fmt: skip
+FAULTS: tuple[FaultName, ...] = get_args(FaultName)
+LogProbSide = Literal["rollout", "training"]
+SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
 Status = Literal["clean", "faults"]
 
 
-class Place(BaseModel):
-    """Where a fault is seen first. sample: place in the file, from 0. position: response token, from 0, or None."""
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+
+class Place(_Model):
+    """Where a fault is seen first. sample: place in the file, from 0. position: response token, from 0, or None."""
 
     sample: int
     sample_id: str | None = None
@@ -53,18 +39,17 @@ class Place(BaseModel):
         name = f"sample {self.sample}" + (f" ({self.sample_id})" if self.sample_id is not None else "")
         where = "" if self.position is None else f", position {self.position}"
         sides = (("rollout", self.rollout), ("training", self.training))
-        values = ", ".join(f"{side} {_shown(value)}" for side, value in sides if value is not None)
+        shown = [(side, f"{value:.6g}" if isinstance(value, float) else value) for side, value in sides]
+        values = ", ".join(f"{side} {value}" for side, value in shown if value is not None)
         return f"{name}{where}" + (f": {values}" if values else "")
 
 
-class Finding(BaseModel):
+class Finding(_Model):
     """One fault, why it is believed, and what to change.
 
     evidence: one sentence with the numbers. statistics: the same numbers by name. samples, tokens: how many are
     affected; of_samples, of_tokens: how many were looked at. accepted: the user said that this fault is meant.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     fault: FaultName
     side: Side | None = None
@@ -79,16 +64,22 @@ class Finding(BaseModel):
     accepted: bool = False
 
 
-class Undecided(BaseModel):
-    """A fault that could be neither found nor excluded, and why."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Undecided(_Model):
+    """Faults that could be neither found nor excluded, and why."""
 
     faults: tuple[FaultName, ...]
     reason: str
 
 
-class Mismatch(BaseModel):
+Item = Finding | Undecided
+
+
+def too_few(what: str, *faults: FaultName) -> Undecided:
+    """The data are too few to tell. what: how many there are, and how many are needed."""
+    return Undecided(faults=faults, reason=f"not enough tokens to tell: {what}")
+
+
+class Mismatch(_Model):
     """How far apart the two sides are, over the tokens that both have. d = log π_train − log π_rollout, in nats.
 
     kl: mean of −d (the k1 estimate of KL(rollout ‖ training)). k3_kl: mean of e^d − 1 − d. Both with d clamped to ±20.
@@ -96,26 +87,25 @@ class Mismatch(BaseModel):
     effective_sample_size: (Σρ)² / (n Σρ²) of ρ = e^d.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-    tokens: int
+    tokens: int = Field(title="tokens compared")
     samples: int
-    kl: float
-    k3_kl: float
-    abs_mean: float
-    abs_p50: float
-    abs_p90: float
-    abs_p99: float
-    abs_max: float
-    correlation: float
-    effective_sample_size: float
+    kl: float = Field(title="KL(rollout ‖ training), k1, nat a token")
+    k3_kl: float = Field(title="the same, k3")
+    abs_mean: float = Field(title="|gap| mean, nat")
+    abs_p50: float = Field(title="|gap| p50, nat")
+    abs_p90: float = Field(title="|gap| p90, nat")
+    abs_p99: float = Field(title="|gap| p99, nat")
+    abs_max: float = Field(title="|gap| largest, nat")
+    correlation: float = Field(title="correlation")
+    effective_sample_size: float = Field(title="effective sample size")
+
+    def __str__(self) -> str:
+        return f"k3 {self.k3_kl:.3g}, 99 % of gaps below {self.abs_p99:.3g} nats"
 
 
-class CheckResult(BaseModel):
+class CheckResult(_Model):
     """All of it. mismatch: as the two sides were given; fixed: with what the findings explain undone, where that is
     possible and changes anything. notes: what was read, and what does not count as a fault."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     status: Status
     verdict: str
@@ -126,7 +116,3 @@ class CheckResult(BaseModel):
     mismatch: Mismatch | None = None
     fixed: Mismatch | None = None
     notes: tuple[str, ...] = ()
-
-
-def _shown(value: float | int | str) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Sample
-from mismatch_plugin.check.findings import FaultName, Finding, Side
+from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome, Sample
+from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 
 FILL_GAP = 0.5
@@ -22,7 +23,15 @@ CLAMP_BELOW = -2.0
 UNLIKELY = -1.0
 """Tokens below this, clamped ones aside, show how far the two sides differ there."""
 
-_FIXES = {
+_WHAT: dict[FaultName, str] = {
+    "missing": "null instead of a log-prob",
+    "nan": "NaN",
+    "infinite": "+inf",
+    "positive": "a number clearly above 0",
+    "floor": "−inf or a floor ({value:g})",
+    "zero_fill": "exactly 0.0 where the other side is far from it",
+}
+_FIXES: dict[tuple[FaultName, LogProbSide], str] = {
     ("missing", "rollout"): "Send return_logprob with every request, and mask tokens that were not sampled "
     "(tool output) with loss_mask 0.",
     ("missing", "training"): "Let the trainer write a number for every response token.",
@@ -46,145 +55,100 @@ _FIXES = {
 
 class _Hit(NamedTuple):
     sample: Sample
-    positions: Any
+    positions: Ints
 
 
-def find_numbers(batch: Batch) -> tuple[list[Finding], Batch]:
+def find_numbers(batch: Batch) -> Outcome:
     """Everything but 0.0 fills and clamps, on both sides; found values are NaN afterwards."""
-    findings: list[Finding] = []
-    changed: dict[int, dict[str, Any]] = {}
-    sides: tuple[Side, ...] = ("rollout", "training")
-    for side in sides:
-        hits: dict[FaultName, list[_Hit]] = {}
+    found: list[Item] = []
+    changed: dict[int, dict[str, Any]] = defaultdict(dict)
+    for side in SIDES:
+        hits: dict[FaultName, list[_Hit]] = defaultdict(list)
         for sample in batch:
-            values = sample.rollout if side == "rollout" else sample.train
-            nulls = sample.null_rollout if side == "rollout" else sample.null_train
-            if values is None or nulls is None:
-                continue
-            trained = _trained(sample, len(values))
-            clean = values
-            for name, bad in _kinds(values, nulls):
-                bad = bad & trained
+            values = sample.values(side)
+            trains = np.ones(len(values), dtype=bool)  # over what the list has too much, too
+            trains[: sample.tokens] = sample.mask[: len(values)]
+            sound = np.isfinite(values)  # what a masked token carries is ignored, but must not enter a statistic
+            for name, bad in _kinds(values, sample.nulls(side)):
+                bad = bad & trains
+                sound &= ~bad
                 if bad.any():
-                    hits.setdefault(name, []).append(_Hit(sample, np.flatnonzero(bad)))
-                    clean = np.where(bad, np.nan, clean)
-            # What a masked token carries is nobody's business, but it must not enter a statistic.
-            clean = np.where(np.isfinite(clean), clean, np.nan)
-            field = "rollout" if side == "rollout" else "train"
-            changed.setdefault(sample.index, {})[field] = clean
-        findings += [_finding(batch, name, side, found) for name, found in hits.items()]
-    return findings, batch.with_values(changed)
+                    hits[name].append(_Hit(sample, np.flatnonzero(bad)))
+            changed[sample.index][side] = np.where(sound, values, np.nan)
+        found += [_finding(batch, name, side, chosen) for name, chosen in hits.items()]
+    return found, batch.with_values(changed)
 
 
 def _kinds(values: Floats, nulls: Bools) -> Iterator[tuple[FaultName, Bools]]:
     """The same bounds as `core.validity.classify`."""
     yield "missing", nulls
     yield "nan", np.isnan(values) & ~nulls
-    with np.errstate(invalid="ignore"):
-        yield "infinite", np.isposinf(values)
-        yield "positive", np.isfinite(values) & (values > POSITIVE_TOLERANCE)
-        yield "floor", values <= FLOOR
+    yield "infinite", np.isposinf(values)
+    yield "positive", np.isfinite(values) & (values > POSITIVE_TOLERANCE)
+    yield "floor", values <= FLOOR
 
 
-def find_fills(batch: Batch) -> tuple[list[Finding], Batch]:
+def find_fills(batch: Batch) -> Outcome:
     """0.0 fills and clamps: they show only next to the other side, so the two must be aligned before."""
-    findings: list[Finding] = []
-    sides: tuple[Side, ...] = ("rollout", "training")
-    for side in sides:
-        kinds: tuple[tuple[FaultName, list[_Hit]], ...] = (
-            ("zero_fill", _fills(batch, side)),
-            ("floor", _clamped(batch, side)),
-        )
-        for name, chosen in kinds:
-            if not chosen:
+    found: list[Item] = []
+    kinds: tuple[tuple[FaultName, Callable[..., Bools]], ...] = (("zero_fill", _fills), ("floor", _clamped))
+    for side in SIDES:
+        for name, find in kinds:
+            chosen = batch.tokens.where(find(*batch.tokens.sides(side)))
+            indices = np.unique(chosen.sample)
+            hits = [_Hit(batch.samples[index], chosen.position[chosen.sample == index]) for index in indices]
+            if not hits:
                 continue
-            findings.append(_finding(batch, name, side, chosen))
-            field = "rollout" if side == "rollout" else "train"
+            found.append(_finding(batch, name, side, hits))
             changed = {}
-            for sample, positions in chosen:
-                given = sample.rollout if side == "rollout" else sample.train
-                assert given is not None
-                values = given.copy()
+            for sample, positions in hits:
+                values = sample.values(side).copy()
                 values[positions] = np.nan
                 if name == "zero_fill":  # where one 0.0 is a fill, the others are not to be trusted either
                     values[values == 0.0] = np.nan
-                changed[sample.index] = {field: values}
+                changed[sample.index] = {side: values}
             batch = batch.with_values(changed)
-    return findings, batch
+    return found, batch
 
 
-def _fills(batch: Batch, side: Side) -> list[_Hit]:
-    tokens = batch.tokens
-    own, other = (tokens.rollout, tokens.train) if side == "rollout" else (tokens.train, tokens.rollout)
-    zero = own == 0.0
-    if not (zero & (other < -ZERO_FILL_GAP)).any() and (zero & (other < -FILL_GAP)).sum() < FILLS:
-        return []
+def _fills(own: Floats, other: Floats) -> Bools:
+    zero, far = own == 0.0, other < -FILL_GAP
+    fills = zero & far
     nearly = (own < 0) & (own > -NEARLY_CERTAIN)
-    far = other < -FILL_GAP
-    if nearly.any() and far[zero].mean() < HONEST * far[nearly].mean():
-        return []  # the two sides are that far apart on nearly certain tokens too: the zeros are honest
-    return _hits(batch, tokens, zero & (other < -FILL_GAP))
+    if not (zero & (other < -ZERO_FILL_GAP)).any() and fills.sum() < FILLS:
+        return np.zeros_like(fills)
+    # Where the two sides are that far apart on nearly certain tokens, too, the zeros are honest.
+    honest = nearly.any() and far[zero].mean() < HONEST * far[nearly].mean()
+    return np.zeros_like(fills) if honest else fills
 
 
-def _clamped(batch: Batch, side: Side) -> list[_Hit]:
+def _clamped(own: Floats, other: Floats) -> Bools:
     """A lowest value that comes back exactly while the other side varies and goes below it."""
-    tokens = batch.tokens
-    own, other = (tokens.rollout, tokens.train) if side == "rollout" else (tokens.train, tokens.rollout)
-    if len(tokens) == 0 or own.min() > CLAMP_BELOW:
-        return []
-    lowest = own == own.min()
-    if lowest.sum() < CLAMP_REPEATS:
-        return []
+    lowest = own == own.min(initial=0.0)
+    none = np.zeros_like(lowest)
+    if own.min(initial=0.0) > CLAMP_BELOW or lowest.sum() < CLAMP_REPEATS:
+        return none
     unlikely = ~lowest & (own < UNLIKELY)
-    noise = float(np.quantile(np.abs(tokens.gap[unlikely]), 0.9)) if unlikely.sum() >= 10 else 0.2
+    noise = float(np.quantile(np.abs(other - own)[unlikely], 0.9)) if unlikely.sum() >= 10 else 0.2
     below = other[lowest] - own.min()
     varies = np.ptp(below) > max(0.2, 2 * noise)  # the same token in the same context would be the same on both sides
-    if not varies or np.median(below) > -0.1 or (below > 2 * noise).mean() > 0.2:
-        return []
-    return _hits(batch, tokens, lowest)
+    return lowest if varies and np.median(below) <= -0.1 and (below > 2 * noise).mean() <= 0.2 else none
 
 
-def _hits(batch: Batch, tokens: Any, chosen: Bools) -> list[_Hit]:
-    found = tokens.where(chosen)
-    indices = np.unique(found.sample)
-    return [_Hit(batch.samples[index], found.position[found.sample == index]) for index in indices]
-
-
-def _trained(sample: Sample, length: int) -> Bools:
-    """The mask, stretched with True over what the list has too much."""
-    mask = np.ones(length, dtype=bool)
-    shared = min(length, sample.tokens)
-    mask[:shared] = sample.mask[:shared]
-    return mask
-
-
-def _finding(batch: Batch, name: FaultName, side: Side, hits: list[_Hit]) -> Finding:
-    sample, positions = hits[0]
-    values = sample.rollout if side == "rollout" else sample.train
-    position = int(positions[0])
-    value = None if values is None else float(values[position])
-    nulls = sample.null_rollout if side == "rollout" else sample.null_train
-    shown: Any = "null" if nulls is not None and nulls[position] else value
-    count = sum(len(found) for _, found in hits)
-    total = batch.token_count
-    what = {
-        "missing": "null instead of a log-prob",
-        "nan": "NaN",
-        "infinite": "+inf",
-        "positive": "a number clearly above 0",
-        "floor": f"−inf or a floor ({value:g})" if value is not None else "a floor",
-        "zero_fill": "exactly 0.0 where the other side is far from it",
-    }[name]
-    where = sample.place(position, **{"rollout" if side == "rollout" else "training": shown})
-    return Finding(
-        fault=name,
-        side=side,
-        evidence=f"{count} of {total} tokens in {len(hits)} of {len(batch)} samples have {what} on the {side} side.",
-        statistics={"fraction": count / max(total, 1)},
-        samples=len(hits),
-        of_samples=len(batch),
-        tokens=count,
-        of_tokens=total,
-        first=where,
-        fix=_FIXES[name, side],
+def _finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Sequence[_Hit]) -> Finding:
+    sample, position = hits[0].sample, int(hits[0].positions[0])
+    value = float(sample.values(side)[position])
+    shown: dict[str, Any] = {side: "null" if sample.nulls(side)[position] else value}
+    tokens = sum(len(hit.positions) for hit in hits)
+    what = _WHAT[name].format(value=value)
+    return batch.finding(
+        name,
+        side,
+        f"{tokens} of {batch.token_count} tokens in {len(hits)} of {len(batch)} samples have {what} on the {side} "
+        f"side.",
+        _FIXES[name, side],
+        [hit.sample for hit in hits],
+        tokens=tokens,
+        first=sample.place(position, **shown),
+        statistics={"fraction": tokens / max(batch.token_count, 1)},
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Sample
-from mismatch_plugin.check.findings import FaultName, Finding, Side, Undecided
+from mismatch_plugin.check.batch import Batch, Bools, Floats, Outcome, Sample
+from mismatch_plugin.check.findings import SIDES, FaultName, Item, too_few
 
 SMALLEST = 0.05
 """Log-probs nearer to 0 are left out: there float32 itself leaves few digits."""
@@ -14,51 +18,46 @@ MIN_SAMPLE, SHARE = 5, 0.95
 DECIMALS = 4
 """Rounding to so many decimals or fewer is named: half a unit is then 5e-5, above float32's own error."""
 
-_STEP = {"bf16": "2^-8 of its size", "fp16": "2^-11 of its size"}
-_FIXES: dict[str, str] = {
-    "bf16": "Keep log-probs in float32 from the log-softmax on: cast logits to float32 before it, and do not store or "
-    "send the result in bf16.",
-    "fp16": "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
-    "rounded": "Write log-probs with all their digits (repr of a float32 has up to nine).",
-}
 
-
-def find_precision(batch: Batch) -> list[Finding | Undecided]:
+def find_precision(batch: Batch) -> Outcome:
     """By sample and side, so that one of several engines is found too. Looks at the values as they were given."""
-    found: list[Finding | Undecided] = []
-    sides: tuple[Side, ...] = ("rollout", "training")
-    for side in sides:
-        by_kind: dict[FaultName, list[Sample]] = {}
+    found: list[Item] = []
+    for side in SIDES:
+        by_kind: dict[FaultName, list[Sample]] = defaultdict(list)
         judged = 0
         for sample in batch:
-            values = sample.rollout if side == "rollout" else sample.train
-            if values is None:
-                continue
-            values = values[np.isfinite(values)]
-            values = np.unique(values[np.abs(values) > SMALLEST])
+            values = sample.values(side)
+            values = np.unique(values[_told(values)])
             if len(values) < MIN_SAMPLE:
                 continue
             judged += 1
-            kind = _kind(values)
+            kind: FaultName | None = next(
+                (name for name, form in KINDS.items() if form.fits(values).mean() >= SHARE), None
+            )
             if kind is not None:
-                by_kind.setdefault(kind, []).append(sample)
+                by_kind[kind].append(sample)
         if not judged and (side == "rollout" or batch.has_training):
-            reason = f"no sample has {MIN_SAMPLE} different {side} log-probs below −{SMALLEST:g}"
-            found.append(Undecided(faults=("bf16", "fp16", "rounded"), reason=f"not enough tokens to tell: {reason}"))
-        found += [_finding(batch, kind, side, samples, judged) for kind, samples in by_kind.items()]
-    return found
+            few = f"no sample has {MIN_SAMPLE} different {side} log-probs below −{SMALLEST:g}"
+            found.append(too_few(few, *KINDS))
+        for name, samples in by_kind.items():
+            finding = batch.finding(
+                name,
+                side,
+                f"All {side} log-probs of {len(samples)} of {judged} samples {KINDS[name].are}: digits were lost "
+                f"before the file was written.",
+                KINDS[name].fix,
+                samples,
+                of_samples=judged,
+                first=samples[0].first(_told(samples[0].values(side))),
+                statistics={"fraction": len(samples) / judged},
+            )
+            found.append(finding)
+    return found, batch
 
 
-def _kind(values: Floats) -> FaultName | None:
-    tests: tuple[tuple[FaultName, Bools], ...] = (
-        ("bf16", fits_bf16(values)),
-        ("fp16", fits_fp16(values)),
-        ("rounded", fits_decimals(values)),
-    )
-    for name, fits in tests:
-        if fits.mean() >= SHARE:
-            return name
-    return None
+def _told(values: Floats) -> Bools:
+    """Which values are finite and far enough from 0."""
+    return np.isfinite(values) & (np.abs(values) > SMALLEST)
 
 
 def fits_bf16(values: Floats) -> Bools:
@@ -78,26 +77,29 @@ def fits_decimals(values: Floats) -> Bools:
     return np.abs(values - np.round(values, DECIMALS)) < 1e-9
 
 
-def _finding(batch: Batch, kind: FaultName, side: Side, samples: list[Sample], judged: int) -> Finding:
-    first = samples[0]
-    values = first.rollout if side == "rollout" else first.train
-    assert values is not None
-    position = int(np.argmax(np.isfinite(values) & (np.abs(values) > SMALLEST)))
-    what = f"{kind} can hold, steps of {_STEP[kind]}" if kind in _STEP else f"have at most {DECIMALS} decimals"
-    evidence = (
-        f"All {side} log-probs of {len(samples)} of {judged} samples are numbers that {what}"
-        if kind in _STEP
-        else f"All {side} log-probs of {len(samples)} of {judged} samples {what}"
-    )
-    return Finding(
-        fault=kind,
-        side=side,
-        evidence=f"{evidence}: digits were lost before the file was written.",
-        statistics={"fraction": len(samples) / judged},
-        samples=len(samples),
-        of_samples=judged,
-        tokens=sum(int(sample.mask.sum()) for sample in samples),
-        of_tokens=batch.token_count,
-        first=first.place(position),
-        fix=_FIXES[kind],
-    )
+class _Kind(NamedTuple):
+    """A form of number: which values it can hold, what is said of them, and what to do."""
+
+    fits: Callable[[Floats], Bools]
+    are: str
+    fix: str
+
+
+KINDS: dict[FaultName, _Kind] = {
+    "bf16": _Kind(
+        fits_bf16,
+        "are numbers that bf16 can hold, steps of 2^-8 of its size",
+        "Keep log-probs in float32 from the log-softmax on: cast logits to float32 before it, and do not store or send "
+        "the result in bf16.",
+    ),
+    "fp16": _Kind(
+        fits_fp16,
+        "are numbers that fp16 can hold, steps of 2^-11 of its size",
+        "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
+    ),
+    "rounded": _Kind(
+        fits_decimals,
+        f"have at most {DECIMALS} decimals",
+        "Write log-probs with all their digits (repr of a float32 has up to nine).",
+    ),
+}

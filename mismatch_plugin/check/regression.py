@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Bools, Floats, Tokens
+from mismatch_plugin.check.batch import Floats, Tokens
 
 TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
 
 
 class Effect(NamedTuple):
-    """One regressor's coefficient. share: of the gap's variance that it explains beyond the others (partial R²)."""
+    """One regressor's coefficient. deviations: in standard errors. share: of the gap's variance that it explains
+    beyond the others (partial R²)."""
 
     size: float
     deviations: float
-    """In standard errors."""
     share: float
 
 
@@ -37,51 +37,37 @@ class Fit(NamedTuple):
     repeated: Effect
     upper: float
     noise: float
-    quarters: tuple[float, float, float, float]
-    tokens: int
-    repeated_tokens: int
+    quarters: tuple[float, ...]
 
 
 def fit(tokens: Tokens) -> Fit:
     """At least 8 tokens are needed; without both kinds of token `repeated` is 0."""
-    gap = trimmed(tokens.gap)
-    x = tokens.rollout
-    count = len(gap)
-    both = 0 < tokens.occurred.sum() < count
-    columns = [np.ones(count), x - x.mean()]
+    gap, x = np.clip(tokens.gap, *np.quantile(tokens.gap, [TRIM, 1 - TRIM])), tokens.rollout
+    columns = [np.ones(len(x)), x - x.mean()]
+    both = 0 < tokens.occurred.sum() < len(x)
     if both:
         columns.append(tokens.occurred - tokens.occurred.mean())
     design = np.stack(columns, axis=1)
     covariance = np.linalg.pinv(design.T @ design)
     coefficients = covariance @ (design.T @ gap)
     left = gap - design @ coefficients
-    variance = float(left @ left) / max(count - design.shape[1], 1)
+    freedom = max(len(x) - design.shape[1], 1)
+    variance = float(left @ left) / freedom
 
     def effect(column: int) -> Effect:
         size = float(coefficients[column])
-        error = math.sqrt(max(variance * covariance[column, column], 1e-30))
-        deviations = size / error
-        freedom = max(count - design.shape[1], 1)
+        deviations = size / math.sqrt(max(variance * covariance[column, column], 1e-30))
         return Effect(size, deviations, deviations**2 / (deviations**2 + freedom))
 
     together = float(np.cov(gap, x)[0, 1]) if x.std() > 0 else 0.0
-    order = np.argsort(x, kind="stable")
-    quarters = [float(gap[part].mean()) for part in np.array_split(order, 4)]
+    quarters = np.array_split(np.argsort(x, kind="stable"), 4)
     return Fit(
         slope=effect(1),
         repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),
         upper=float(gap.var(ddof=1)) / together if together else math.inf,
         noise=variance / max(float(x.var()), 1e-12),
-        quarters=(quarters[0], quarters[1], quarters[2], quarters[3]),
-        tokens=count,
-        repeated_tokens=int(tokens.occurred.sum()),
+        quarters=tuple(float(gap[quarter].mean()) for quarter in quarters),
     )
-
-
-def trimmed(gap: Floats) -> Floats:
-    """Values beyond the `TRIM` quantiles pulled in to them."""
-    low, high = np.quantile(gap, [TRIM, 1 - TRIM])
-    return np.clip(gap, low, high)
 
 
 class Support(NamedTuple):
@@ -118,9 +104,3 @@ def rank_correlation(a: Floats, b: Floats) -> float:
         return math.nan
     ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def first_where(tokens: Tokens, chosen: Bools) -> tuple[int, int] | None:
-    """(sample, position) of the first chosen token."""
-    found = np.flatnonzero(chosen)
-    return (int(tokens.sample[found[0]]), int(tokens.position[found[0]])) if len(found) else None

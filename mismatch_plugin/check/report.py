@@ -4,24 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
-from mismatch_plugin.report.table import Table
+from mismatch_plugin.check.findings import CheckResult, Mismatch
+from mismatch_plugin.report.table import NOTHING, Table
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-_ROWS = (
-    ("tokens compared", "tokens"),
-    ("KL(rollout ‖ training), k1, nat a token", "kl"),
-    ("the same, k3", "k3_kl"),
-    ("|gap| mean, nat", "abs_mean"),
-    ("|gap| p50, nat", "abs_p50"),
-    ("|gap| p90, nat", "abs_p90"),
-    ("|gap| p99, nat", "abs_p99"),
-    ("|gap| largest, nat", "abs_max"),
-    ("correlation", "correlation"),
-    ("effective sample size", "effective_sample_size"),
-)
 
 
 def findings_table(result: CheckResult) -> Table:
@@ -29,10 +16,10 @@ def findings_table(result: CheckResult) -> Table:
     rows = tuple(
         (
             f"{item.fault} (accepted)" if item.accepted else item.fault,
-            item.side or "–",
+            item.side or NOTHING,
             f"{item.samples} of {item.of_samples}",
             f"{item.tokens} of {item.of_tokens}",
-            "–" if item.first is None else str(item.first),
+            NOTHING if item.first is None else str(item.first),
         )
         for item in result.findings
     )
@@ -43,10 +30,14 @@ def mismatch_table(result: CheckResult) -> Table | None:
     """The level of mismatch as given, and once what was found is undone."""
     if result.mismatch is None:
         return None
-    columns = [result.mismatch] + ([result.fixed] if result.fixed is not None else [])
-    headers = ("figure", "as given", "once fixed")[: len(columns) + 1]
-    rows = tuple((title, *(_number(column, name) for column in columns)) for title, name in _ROWS)
-    return Table("mismatch of the two sides", headers, rows)
+    levels = {"as given": result.mismatch, "once fixed": result.fixed}
+    shown = {header: level for header, level in levels.items() if level is not None}
+    rows = tuple(
+        (field.title, *(_number(getattr(level, name)) for level in shown.values()))
+        for name, field in Mismatch.model_fields.items()
+        if field.title
+    )
+    return Table("mismatch of the two sides", ("figure", *shown), rows)
 
 
 def show(result: CheckResult, console: Console) -> None:
@@ -58,18 +49,12 @@ def show(result: CheckResult, console: Console) -> None:
         console.print(level.to_rich())
     if result.findings:
         console.print(findings_table(result).to_rich())
-        for number, item in enumerate(result.findings, start=1):
-            _explain(number, item, console)
+    for number, item in enumerate(result.findings, start=1):
+        console.print(f"{number}. {item.fault}: {item.evidence}\n   Fix: {item.fix}")
     for item in result.undecided:
         console.print(f"not decided: {', '.join(item.faults)}: {item.reason}.")
     console.print(result.verdict)
 
 
-def _explain(number: int, item: Finding, console: Console) -> None:
-    console.print(f"{number}. {item.fault}: {item.evidence}")
-    console.print(f"   Fix: {item.fix}")
-
-
-def _number(level: Mismatch, name: str) -> str:
-    value = getattr(level, name)
+def _number(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.4g}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from itertools import product
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Sample
-from mismatch_plugin.check.findings import FaultName, Finding, Side, Undecided
+from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.findings import SIDES, FaultName, Item, LogProbSide, too_few
 
 POSITIVE_SHARE = 0.9
 MIN_VALUES = 4
@@ -29,33 +29,25 @@ _FIXES: dict[FaultName, str] = {
 }
 
 
-def find_scale(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def find_scale(batch: Batch) -> Outcome:
     """Judge each side, and go on with natural logs."""
-    findings: list[Finding | Undecided] = []
-    sides: tuple[Side, ...] = ("rollout", "training")
-    for side in sides:
-        found, batch = _positive(batch, side)
-        findings += found
+    found: list[Item] = []
+    for side in SIDES:
+        items, batch = _positive(batch, side)
+        found += items
     if not batch.has_training:
-        return findings, batch
-    found_base, batch = _base(batch)
-    return [*findings, *found_base], batch
+        return found, batch
+    items, batch = _base(batch)
+    return [*found, *items], batch
 
 
-def _values(sample: Sample, side: Side) -> Floats | None:
-    return sample.rollout if side == "rollout" else sample.train
-
-
-def _positive(batch: Batch, side: Side) -> tuple[list[Finding], Batch]:
+def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     """Samples nearly all of whose numbers are positive: probabilities or negated."""
     chosen: list[Sample] = []
     short: list[Sample] = []
     for sample in batch:
-        values = _values(sample, side)
-        if values is None:
-            continue
-        shared = min(len(values), sample.tokens)
-        numbers = values[:shared][sample.mask[:shared]]
+        shared = sample.values(side)[: sample.tokens]
+        numbers = shared[sample.mask[: len(shared)]]
         numbers = numbers[np.isfinite(numbers) & (numbers != 0.0)]
         if len(numbers) >= MIN_VALUES and (numbers > 0).mean() >= POSITIVE_SHARE:
             chosen.append(sample)
@@ -64,100 +56,78 @@ def _positive(batch: Batch, side: Side) -> tuple[list[Finding], Batch]:
     if not chosen:
         return [], batch
     chosen = sorted([*chosen, *short], key=lambda sample: sample.index)
-    name = _which(chosen, side)
-    changed: dict[int, dict[str, Any]] = {}
-    largest, count = 0.0, 0
-    for sample in chosen:
-        values = _values(sample, side)
-        assert values is not None
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fixed = np.log(values) if name == "probabilities" else -values
-        changed[sample.index] = {"rollout" if side == "rollout" else "train": fixed}
-        largest = max(largest, float(np.nanmax(np.where(np.isfinite(values), values, np.nan))))
-        count += len(values)
+    lists = [sample.values(side) for sample in chosen]
+    largest = float(max(values[np.isfinite(values)].max() for values in lists))
+    name = _which(batch, chosen, side)
     what = "lie between 0 and 1: probabilities" if name == "probabilities" else "are positive: −log p"
-    finding = Finding(
-        fault=name,
-        side=side,
-        evidence=f"The {side} side's numbers of {len(chosen)} of {len(batch)} samples {what} (largest {largest:.4g}).",
+    with np.errstate(divide="ignore", invalid="ignore"):
+        changed = {
+            sample.index: {side: np.log(values) if name == "probabilities" else -values}
+            for sample, values in zip(chosen, lists, strict=True)
+        }
+    finding = batch.finding(
+        name,
+        side,
+        f"The {side} side's numbers of {len(chosen)} of {len(batch)} samples {what} (largest {largest:.4g}).",
+        _FIXES[name],
+        chosen,
+        tokens=sum(map(len, lists)),
         statistics={"largest": largest},
-        samples=len(chosen),
-        of_samples=len(batch),
-        tokens=count,
-        of_tokens=batch.token_count,
-        first=chosen[0].place(0),
-        fix=_FIXES[name],
     )
     return [finding], batch.with_values(changed)
 
 
-def _which(chosen: list[Sample], side: Side) -> FaultName:
+def _which(batch: Batch, chosen: list[Sample], side: LogProbSide) -> FaultName:
     """Beyond 1 it is no probability; else the reading that fits the other side better."""
     ours, theirs = [], []
     for sample in chosen:
-        values, other = _values(sample, side), _values(sample, "training" if side == "rollout" else "rollout")
-        assert values is not None
-        shared = min(len(values), len(other)) if other is not None else 0
-        ours.append(values[:shared] if other is not None else values)
-        if other is not None:
-            theirs.append(other[:shared])
-    values = np.concatenate(ours)
+        values, other = sample.values(side), sample.values("training" if side == "rollout" else "rollout")
+        shared = min(len(values), len(other)) if batch.has_training else len(values)
+        ours.append(values[:shared])
+        theirs.append(other[:shared])
+    values, other = np.concatenate(ours), np.concatenate(theirs)
     if np.nanmax(np.where(np.isfinite(values), values, np.nan)) > 1.0 + 1e-6:
         return "sign"
-    if not theirs:
+    if not batch.has_training:
         return "probabilities"
-    other = np.concatenate(theirs)
     fine = np.isfinite(values) & np.isfinite(other) & (values > 0)
     as_log = np.median(np.abs(np.log(values[fine]) - other[fine]))
     as_negated = np.median(np.abs(-values[fine] - other[fine]))
     return "probabilities" if as_log <= as_negated else "sign"
 
 
-def _base(batch: Batch) -> tuple[list[Finding | Undecided], Batch]:
+def _base(batch: Batch) -> Outcome:
     """Proportional sides with the factor of base 2 or 10. A temperature never gives one factor for likely and unlikely
     tokens, so the factor must hold in each third of the tokens ordered by size."""
     tokens = batch.tokens
     # By the product of the two sides, so that neither side's scale chooses the tokens.
-    chosen = (tokens.rollout < 0) & (tokens.train < 0) & (tokens.rollout * tokens.train > SMALLEST**2)
-    tokens = tokens.where(chosen)
+    size = tokens.rollout * tokens.training
+    tokens = tokens.where((tokens.rollout < 0) & (tokens.training < 0) & (size > SMALLEST**2))
     if len(tokens) < MIN_TOKENS:
-        return [Undecided(faults=("log_base",), reason=_few(len(tokens)))], batch
-    log_ratio = np.log(tokens.rollout / tokens.train)
-    order = np.argsort(tokens.rollout * tokens.train)
-    parts = np.array_split(order, 3)
+        few = f"{len(tokens)} with log-probs clearly below 0 on both sides, {MIN_TOKENS} needed"
+        return [too_few(few, "log_base")], batch
+    log_ratio = np.log(tokens.rollout / tokens.training)
+    parts = np.array_split(np.argsort(tokens.rollout * tokens.training), 3)
     thirds = [float(np.median(log_ratio[part])) for part in parts]
     if np.median(np.abs(log_ratio[parts[2]] - thirds[2])) > BASE_SPREAD:
         return [], batch  # not proportional at all, whatever the medians happen to be
-    for side, sign in (("rollout", 1), ("training", -1)):
-        for base in (2.0, 10.0):
-            expected = -sign * math.log(math.log(base))  # numbers of base b are natural ones / ln b
-            if max(abs(third - expected) for third in thirds) > BASE_TOLERANCE:
-                continue
-            factor = math.log(base)
-            field = "rollout" if side == "rollout" else "train"
-            changed = {
-                sample.index: {field: values * factor}
-                for sample in batch
-                if (values := sample.rollout if field == "rollout" else sample.train) is not None
-            }
-            first = batch.samples[int(tokens.sample[0])]
-            finding = Finding(
-                fault="log_base",
-                side="rollout" if side == "rollout" else "training",
-                evidence=f"Rollout and training log-probs are proportional, factor {math.exp(thirds[1]):.4f} (thirds "
-                f"of the tokens by size: {', '.join(f'{math.exp(third):.4f}' for third in thirds)}): base {base:g} on "
-                f"the {side} side gives {math.exp(expected):.4f}.",
-                statistics={"factor": math.exp(thirds[1]), "base": base},
-                samples=len(np.unique(tokens.sample)),
-                of_samples=len(batch),
-                tokens=len(tokens),
-                of_tokens=batch.token_count,
-                first=first.place(int(tokens.position[0])),
-                fix=_FIXES["log_base"].format(factor=factor),
-            )
-            return [finding], batch.with_values(changed)
+    for side, base in product(SIDES, (2.0, 10.0)):
+        factor = math.log(base)  # numbers of base b are natural ones / ln b
+        expected = -math.log(factor) if side == "rollout" else math.log(factor)
+        if max(abs(third - expected) for third in thirds) > BASE_TOLERANCE:
+            continue
+        finding = batch.finding(
+            "log_base",
+            side,
+            f"Rollout and training log-probs are proportional, factor {math.exp(thirds[1]):.4f} (thirds of the tokens "
+            f"by size: {', '.join(f'{math.exp(third):.4f}' for third in thirds)}): base {base:g} on the {side} side "
+            f"gives {math.exp(expected):.4f}.",
+            _FIXES["log_base"].format(factor=factor),
+            [batch.samples[index] for index in np.unique(tokens.sample)],
+            tokens=len(tokens),
+            first=batch.samples[int(tokens.sample[0])].place(int(tokens.position[0])),
+            statistics={"factor": math.exp(thirds[1]), "base": base},
+        )
+        changed = {sample.index: {side: sample.values(side) * factor} for sample in batch}
+        return [finding], batch.with_values(changed)
     return [], batch
-
-
-def _few(count: int) -> str:
-    return f"not enough tokens to tell: {count} with log-probs clearly below 0 on both sides, {MIN_TOKENS} needed"

@@ -1,18 +1,17 @@
-"""Where the training side's log-probs come from if no file holds them: a checkpoint, or the server itself."""
+"""Where the training side's log-probs come from: a file, a checkpoint, or the server itself. One adapter each."""
 
 from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.batch import Sample
-from mismatch_plugin.check.training import InputError, TrainingSample
+from mismatch_plugin.check.training import InputError, TrainingSample, match, read_training
 from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.records import RolloutRecord
 
@@ -36,7 +35,7 @@ class Checkpoint:
             model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"cannot load a causal language model from {folder}: {str(error)[:300]}") from None
-        self.model = model.eval().requires_grad_(False)
+        self.folder, self.model = folder, model.eval().requires_grad_(False)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
 
     @property
@@ -45,22 +44,19 @@ class Checkpoint:
         told = getattr(self.model.generation_config, "eos_token_id", None)
         return [] if told is None else list(told) if isinstance(told, list) else [told]
 
-    @torch.inference_mode()
-    def logits(self, sample: Sample) -> Tensor:
-        """[n, V] float32 logits from which the sample's response tokens are drawn, before temperature."""
-        return self._logits(sample.record, sample.index)
-
     def training_samples(self, records: Sequence[RolloutRecord]) -> list[TrainingSample]:
         """The training side: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
         samples = []
         for index, record in enumerate(records):
-            logits = self._logits(record, index) / record.sampling.log_prob_temperature
+            log_probs = (self.logits(record, index) / record.sampling.log_prob_temperature).log_softmax(-1)
             ids = torch.tensor(record.response_ids, dtype=torch.long)
-            values = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-            samples.append(TrainingSample(train_log_probs=values.tolist(), index=index))
+            values = log_probs.gather(-1, ids[:, None])[:, 0].tolist()
+            samples.append(TrainingSample(train_log_probs=values, index=index))
         return samples
 
-    def _logits(self, record: RolloutRecord, index: int) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, record: RolloutRecord, index: int) -> Tensor:
+        """[n, V] float32 logits from which the response tokens are drawn, before temperature. index: of the record."""
         if not record.prompt_ids:
             raise InputError(f"sample {index} has no prompt ids: a checkpoint cannot score its first token.")
         sequence = [*record.prompt_ids, *record.response_ids]
@@ -70,23 +66,17 @@ class Checkpoint:
                 f"sample {index} has id {sequence[outside]} at position {outside} of prompt and response, but the "
                 f"checkpoint's vocabulary ends at {self.vocab - 1}: records and checkpoint use different tokenizers."
             )
-        response = len(record.response_ids)
-        if response == 0:
+        if not record.response_ids:
             return torch.zeros(0, self.vocab)
-        with torch.inference_mode():
-            output = self.model(torch.tensor([sequence]), logits_to_keep=response + 1, use_cache=False)
-        return output.logits[0, :-1].float()
+        kept = len(record.response_ids) + 1
+        return self.model(torch.tensor([sequence]), logits_to_keep=kept, use_cache=False).logits[0, :-1].float()
 
 
-class Rescored(NamedTuple):
-    """samples: as the training side. notes: what of the server's settings is known to widen the mismatch."""
-
-    samples: list[TrainingSample]
-    notes: list[str]
-
-
-def rescore(url: str, records: Sequence[RolloutRecord], vocab_size: int | None = None) -> Rescored:
-    """The server's own log-probs of the responses, at temperature 1, as its current weights give them.
+def rescore(
+    url: str, records: Sequence[RolloutRecord], vocab_size: int | None = None
+) -> tuple[list[TrainingSample], list[str]]:
+    """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
+    server's settings is known to widen the mismatch.
 
     Raises InputError where the server does not answer or its answer does not fit.
     """
@@ -107,4 +97,54 @@ def rescore(url: str, records: Sequence[RolloutRecord], vocab_size: int | None =
         TrainingSample(train_log_probs=values[len(record.prompt_ids) :], index=index, temperature=1.0)
         for index, (record, values) in enumerate(zip(records, scored, strict=True))
     ]
-    return Rescored(samples, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)])
+    return samples, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
+
+
+class TrainingSide(NamedTuple):
+    """samples: one a record, in their order. notes: where they come from, and what a reader must know of it."""
+
+    samples: list[TrainingSample]
+    notes: list[str]
+
+
+def from_file(path: Path, records: Sequence[RolloutRecord]) -> TrainingSide:
+    """TRAINING. Its masks must fit its log-probs."""
+    lines = read_training(path)
+    samples = match(records, lines)
+    for index, sample in enumerate(samples):
+        mask, values = sample.loss_mask, len(sample.train_log_probs)
+        if mask is not None and (len(mask) != values or not {0, 1}.issuperset(mask)):
+            raise InputError(
+                f"the training side's loss_mask of sample {index} has {len(mask)} entries for {values} log-probs, or "
+                f"others than 0 and 1: give one for each."
+            )
+    more = len(lines) - len(records)
+    notes = [f"{more} of its lines belong to no record and were not looked at"] if more > 0 else []
+    return TrainingSide(samples, [f"training side: {path}", *notes])
+
+
+def from_checkpoint(model: Checkpoint, records: Sequence[RolloutRecord]) -> TrainingSide:
+    """--checkpoint."""
+    note = f"training side: {model.folder} in float32, at each record's temperature"
+    return TrainingSide(model.training_samples(records), [note])
+
+
+def from_server(url: str, records: Sequence[RolloutRecord]) -> TrainingSide:
+    """--url. It rescores at temperature 1 only."""
+    for index, record in enumerate(records):
+        if record.sampling.log_prob_temperature != 1.0:
+            raise InputError(
+                f"sample {index} was drawn at temperature {record.sampling.temperature:g}, but a server rescores at "
+                f"temperature 1 only: give --checkpoint or TRAINING instead of --url."
+            )
+    samples, risks = rescore(url, records)
+    what = f"the server at {shown(url)}, which rescored with its present weights at temperature 1"
+    return TrainingSide(samples, [*risks, f"training side: {what}"])
+
+
+ADAPTERS: dict[str, Callable[[Any, Sequence[RolloutRecord]], TrainingSide]] = {
+    "TRAINING": from_file,
+    "--checkpoint": from_checkpoint,
+    "--url": from_server,
+}
+"""By the argument that names the source. The first that is given is the training side."""

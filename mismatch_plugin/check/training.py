@@ -39,35 +39,31 @@ class InputError(ValueError):
 
 def read_training(path: Path) -> list[TrainingSample]:
     """Read the file. Raises InputError with line, field and value where it is not what is described above."""
+    samples = []
     try:
-        return _read(path)
+        for number, line in read_lines(path):
+            if line.strip():
+                samples.append(_sample(f"{path}, line {number}", line))
     except InputError:
         raise
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read the training file {path}: {error}") from None
-
-
-def _read(path: Path) -> list[TrainingSample]:
-    samples = []
-    for number, line in read_lines(path):
-        if not line.strip():
-            continue
-        try:
-            samples.append(TrainingSample.model_validate_json(line))
-        except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(map(str, fault["loc"])) or "the line"
-            shown = repr(fault["input"])[:80]
-            raise InputError(
-                f"{path}, line {number}: {where} is {shown}: {fault['msg']}. A line is one JSON object with "
-                f"train_log_probs and, if wanted, {', '.join(sorted(set(TrainingSample.model_fields) - _NEEDED))}."
-            ) from None
     if not samples:
         raise InputError(f"{path} holds no sample.")
     return samples
 
 
-_NEEDED = {"train_log_probs"}
+def _sample(place: str, line: str) -> TrainingSample:
+    try:
+        return TrainingSample.model_validate_json(line)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"])) or "the line"
+        optional = sorted(name for name, field in TrainingSample.model_fields.items() if not field.is_required())
+        raise InputError(
+            f"{place}: {where} is {repr(fault['input'])[:80]}: {fault['msg']}. A line is one JSON object with "
+            f"train_log_probs and, if wanted, {', '.join(optional)}."
+        ) from None
 
 
 def match(records: Sequence[RolloutRecord], training: Sequence[TrainingSample]) -> list[TrainingSample]:
@@ -75,33 +71,30 @@ def match(records: Sequence[RolloutRecord], training: Sequence[TrainingSample]) 
 
     Raises InputError where a record has no partner, or two.
     """
-    names = [record.sample_id for record in records]
-    keys: Sequence[object]
-    wanted: Sequence[object]
-    if all(sample.sample_id is not None for sample in training):
-        if not any(name is not None for name in names):
-            raise InputError("the training file names samples by sample_id, but no record has one: use index instead.")
-        keys = [sample.sample_id for sample in training]
-        wanted, key = names, "sample_id"
-    elif all(sample.index is not None for sample in training):
-        keys = [sample.index for sample in training]
-        wanted, key = [*range(len(records))], "index"
-    elif any(sample.sample_id is not None or sample.index is not None for sample in training):
-        raise InputError("some lines of the training file have a sample_id or index and some none: give all or none.")
-    else:
+    names = {"sample_id": [record.sample_id for record in records], "index": [*range(len(records))]}
+    told = {key: [getattr(sample, key) for sample in training] for key in names}
+    key = next((key for key, values in told.items() if None not in values), None)
+    if key is None:
+        if any(value is not None for values in told.values() for value in values):
+            raise InputError(
+                "some lines of the training file have a sample_id or index and some none: give all or none."
+            )
         if len(training) != len(records):
             raise InputError(
                 f"{len(records)} records and {len(training)} lines of training log-probs: without sample_id or index "
                 f"they are matched line by line, so give one line a record."
             )
         return list(training)
-    table = dict(zip(keys, training, strict=True))
+    wanted, values = names[key], told[key]
+    if all(name is None for name in wanted):
+        raise InputError("the training file names samples by sample_id, but no record has one: use index instead.")
+    table = dict(zip(values, training, strict=True))
     if len(table) != len(training):
-        twice = next(value for value in keys if list(keys).count(value) > 1)
+        twice = next(value for value in values if values.count(value) > 1)
         raise InputError(f"the training file has {key} {twice!r} twice.")
-    missing = [value for value in wanted if value not in table]
+    missing = [name for name in wanted if name not in table]
     if missing:
         raise InputError(f"the training file has no {key} {missing[0]!r} ({len(missing)} records have no partner).")
     if len(set(wanted)) != len(wanted):
         raise InputError(f"the records have a {key} twice: it must name one record.")
-    return [table[value] for value in wanted]
+    return [table[name] for name in wanted]

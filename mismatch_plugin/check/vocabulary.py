@@ -6,7 +6,7 @@ A part of the tokens is enough. Its logits are kept in memory, at most `MAX_BYTE
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,74 +16,55 @@ from torch import Tensor
 from mismatch_plugin.check.batch import Batch, Floats, Sample
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
-Logits = Callable[[Sample], Tensor]
-"""[n, V] float32 logits of a sample, before temperature: row t is what response token t was drawn from."""
-
 MAX_BYTES = 256 * 2**20
 MAX_SAMPLES, MAX_TOKENS = 256, 4000
-MIN_TOKENS = 100
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
     """T sampled tokens with the logits they were drawn from.
 
-    logits [T, V]: raw. drawn_from [T, V]: after the recorded penalties. temperature [T]: recorded, 1 where greedy.
-    previous: for each token the ids before it in the response. late [T]: log-prob of the token under the logits one
-    position too late (those that have seen it), NaN at a response's end.
+    tokens: sample and position of each. logits [T, V]: raw. drawn_from [T, V]: after the recorded penalties.
+    temperature [T]: recorded, 1 where greedy. late [T]: log-prob of the token under the logits one position too late
+    (those that have seen it), NaN at a response's end.
     """
 
+    tokens: tuple[tuple[Sample, int], ...]
     logits: Tensor
     drawn_from: Tensor
     ids: Tensor
     temperature: Tensor
     rollout: Floats
-    train: Floats
+    training: Floats
     late: Floats
-    samples: tuple[Sample, ...]
-    positions: tuple[int, ...]
-    previous: tuple[tuple[int, ...], ...]
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.tokens)
 
-    def log_probs(self, scale: float = 1.0, *, raw: bool = False, logits: Tensor | None = None) -> Floats:
-        """[T] of the sampled tokens at `scale` times the recorded temperature; raw: without penalties, at 1."""
-        source = logits if logits is not None else self.logits if raw else self.drawn_from
-        divided = source if raw else source / (self.temperature * scale)[:, None]
-        return _picked(divided, self.ids)
+    @property
+    def sampling(self) -> SamplingParameters:
+        """Of the first token's sample."""
+        return self.tokens[0][0].record.sampling
+
+    def log_probs(self, scale: float = 1.0, logits: Tensor | None = None) -> Floats:
+        """[T] of the sampled tokens at `scale` times the recorded temperature."""
+        source = self.drawn_from if logits is None else logits
+        return _picked(source / (self.temperature * scale)[:, None], self.ids)
 
     def penalised(self, penalty: float) -> Tensor:
-        """[T, V] raw logits under a repetition penalty on each token's `previous`."""
-        return torch.stack(
-            [
-                penalise(row, previous, SamplingParameters(repetition_penalty=penalty))
-                for row, previous in zip(self.logits, self.previous, strict=True)
-            ]
-        )
+        """[T, V] raw logits under a repetition penalty on what came before each token."""
+        return _penalised(self.logits, self.tokens, SamplingParameters(repetition_penalty=penalty))
 
     def sorted_mass(self) -> tuple[Tensor, Tensor]:
         """([T, V] probabilities from the largest down, [T] place of the sampled token among them, from 0)."""
         probabilities = (self.drawn_from / self.temperature[:, None]).softmax(-1)
-        own = probabilities.gather(-1, self.ids[:, None])
-        place = (probabilities > own).sum(-1)
+        place = (probabilities > probabilities.gather(-1, self.ids[:, None])).sum(-1)
         return probabilities.sort(-1, descending=True).values, place
 
     def where(self, chosen: list[int]) -> Rows:
         """Some of them."""
-        index = torch.tensor(chosen, dtype=torch.long)
-        return Rows(
-            self.logits[index],
-            self.drawn_from[index],
-            self.ids[index],
-            self.temperature[index],
-            self.rollout[chosen],
-            self.train[chosen],
-            self.late[chosen],
-            tuple(self.samples[at] for at in chosen),
-            tuple(self.positions[at] for at in chosen),
-            tuple(self.previous[at] for at in chosen),
-        )
+        names = [name for name in self.__dataclass_fields__ if name != "tokens"]
+        return Rows(tuple(self.tokens[at] for at in chosen), *(getattr(self, name)[chosen] for name in names))
 
 
 def penalise(logits: Tensor, previous: tuple[int, ...], sampling: SamplingParameters) -> Tensor:
@@ -96,61 +77,63 @@ def penalise(logits: Tensor, previous: tuple[int, ...], sampling: SamplingParame
         return logits
     ids, counts = torch.tensor(previous).unique(return_counts=True)
     changed = logits.clone()
-    values = changed[ids]
-    values = values - counts * sampling.frequency_penalty - sampling.presence_penalty
+    values = changed[ids] - counts * sampling.frequency_penalty - sampling.presence_penalty
     penalty = sampling.repetition_penalty
     changed[ids] = torch.where(values > 0, values / penalty, values * penalty)
     return changed
 
 
 @torch.no_grad()
-def gather_rows(batch: Batch, logits_of: Logits) -> Rows | None:
-    """Tokens with both sides, from all over the batch; None if there is none."""
+def gather_rows(batch: Batch) -> Rows | None:
+    """Tokens with both sides, from all over a batch that has logits; None if there is none."""
     samples = [sample for sample in batch if sample.usable.any()]
-    if not samples:
+    samples = samples[:: max(1, math.ceil(len(samples) / MAX_SAMPLES))]
+    if batch.logits is None or not samples:
         return None
-    samples = samples[:: math.ceil(len(samples) / MAX_SAMPLES)]
-    parts: list[tuple[Sample, int, Tensor, float]] = []
-    share: int | None = None
-    for at, sample in enumerate(samples):
-        logits = logits_of(sample).float()
-        if share is None:
-            budget = min(MAX_TOKENS, max(1, MAX_BYTES // (4 * logits.shape[-1])))
-            share = max(1, math.ceil(budget / len(samples)))
+    tokens: list[tuple[Sample, int]] = []
+    rows: list[Tensor] = []
+    late: list[Floats] = []
+    share = 0
+    for index, sample in enumerate(samples):
+        logits = batch.logits(sample).float()
+        budget = min(MAX_TOKENS, max(1, MAX_BYTES // (4 * logits.shape[-1])))
+        share = share or max(1, math.ceil(budget / len(samples)))
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
-        temperature = sample.record.sampling.log_prob_temperature
-        ids = torch.from_numpy(sample.response_ids)
-        after = np.full(sample.tokens, np.nan)
-        if sample.tokens > 1:
-            after[:-1] = _picked(logits[1:] / temperature, ids[:-1])
-        parts += [
-            (sample, int(position), logits[position].clone(), float(after[position]))
-            for position in usable[at % step :: step]
-        ]
-    if not parts:
+        at = usable[index % step :: step]
+        seen = _picked(logits[1:] / sample.record.sampling.log_prob_temperature, _ids(sample)[:-1])
+        tokens += [(sample, int(position)) for position in at]
+        rows.append(logits[at])
+        late.append(np.append(seen, np.nan)[at])
+    if not tokens:
         return None
-    previous = tuple(tuple(sample.record.response_ids[:position]) for sample, position, _, _ in parts)
-    raw = torch.stack([row for _, _, row, _ in parts])
-    drawn = [
-        penalise(row, before, sample.record.sampling)
-        for (sample, _, row, _), before in zip(parts, previous, strict=True)
-    ]
-    penalised = any(sample.record.sampling.penalised for sample in samples)
+    raw = torch.cat(rows)
     return Rows(
+        tokens=tuple(tokens),
         logits=raw,
-        drawn_from=torch.stack(drawn) if penalised else raw,
-        ids=torch.tensor([sample.record.response_ids[position] for sample, position, _, _ in parts]),
-        temperature=torch.tensor([sample.record.sampling.log_prob_temperature for sample, _, _, _ in parts]),
-        rollout=np.array([sample.rollout[position] for sample, position, _, _ in parts]),
-        train=np.array([np.nan if s.train is None else s.train[position] for s, position, _, _ in parts]),
-        late=np.array([late for _, _, _, late in parts]),
-        samples=tuple(sample for sample, _, _, _ in parts),
-        positions=tuple(position for _, position, _, _ in parts),
-        previous=previous,
+        drawn_from=_penalised(raw, tokens),
+        ids=torch.tensor([sample.record.response_ids[at] for sample, at in tokens]),
+        temperature=torch.tensor([sample.record.sampling.log_prob_temperature for sample, _ in tokens]),
+        rollout=np.array([sample.rollout[at] for sample, at in tokens]),
+        training=np.array([sample.training[at] for sample, at in tokens]),
+        late=np.concatenate(late),
     )
 
 
+def _penalised(logits: Tensor, tokens: Sequence[tuple[Sample, int]], by: SamplingParameters | None = None) -> Tensor:
+    """[T, V]: each row penalised for what came before its token, as recorded or by other parameters."""
+    if by is None and not any(sample.record.sampling.penalised for sample, _ in tokens):
+        return logits
+    rows = [
+        penalise(row, tuple(sample.record.response_ids[:at]), by or sample.record.sampling)
+        for row, (sample, at) in zip(logits, tokens, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def _ids(sample: Sample) -> Tensor:
+    return torch.tensor(sample.record.response_ids, dtype=torch.long)
+
+
 def _picked(logits: Tensor, ids: Tensor) -> Floats:
-    values = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-    return values.double().numpy()
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].double().numpy()

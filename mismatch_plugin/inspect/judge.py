@@ -9,36 +9,12 @@ from dataclasses import dataclass
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
-from mismatch_plugin.core.metrics.registry import METRICS, PREFIX
+from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
-ROWS = (
-    "kl",
-    "k3_kl",
-    "log_ppl_diff",
-    "rollout_is_ratio_mean",
-    "rollout_is_ratio_std",
-    "rollout_is_ratio_eff_sample_size",
-    "rollout_is_ratio_unit_mean",
-    "rollout_is_ratio_unit_std",
-    "rollout_is_ratio_unit_eff_sample_size",
-    "rollout_is_mean",
-    "rollout_is_std",
-    "rollout_is_eff_sample_size",
-    "rollout_is_weight_after_mean",
-    "rollout_is_weight_after_max",
-    "rollout_is_weight_after_eff_sample_size",
-    "rollout_is_masked_fraction",
-    "rollout_is_veto_fraction",
-    "accepted_token_fraction",
-    "accepted_seq_fraction",
-    "chi2_token",
-    "chi2_seq",
-    "seq_log_ratio_mean",
-    "pg_clipfrac",
-    "ppo_kl",
-)
+ROWS = tuple(metric.name for place in PLACES for metric in METRICS if metric.place == place)
+"""The table's metrics: each says itself where its place is."""
 _BASIC = frozenset(metric.name for metric in METRICS if metric.level == "basic")
 _FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level == "full")
 """How the names of full metrics begin."""
@@ -100,12 +76,12 @@ def inspect_steps(
     names = [*dict.fromkeys(named)]  # several families begin alike
     full = _table("full metrics", names, steps, recent) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
-    about = Counter(warning.about for warning, _ in warnings)
+    about = {warning.about for warning, _ in warnings}
     shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
     corrected = config_known and _corrects(config)
-    sound = not about["fault"] and not about["correction"] and not shifted and (corrected or not about["data"])
-    data = _data_verdict(recent, warnings)
-    correction = _correction_verdict(recent, warnings, config) if config_known else _unknown_correction(recent)
+    sound = not shifted and not about & ({"fault", "correction"} if corrected else {"fault", "correction", "data"})
+    data = _data_verdict(recent, warnings, shifted)
+    correction = _correction_verdict(recent, warnings, config if config_known else None)
     return Inspection(len(steps), table, full, warnings, data, correction, sound)
 
 
@@ -146,7 +122,9 @@ def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
-def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]]) -> str:
+def _data_verdict(
+    recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], shifted: bool
+) -> str:
     """How large the mismatch is, whatever is done about it."""
     kl = abs(_mean(recent, "kl"))
     figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
@@ -154,7 +132,6 @@ def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tupl
     if faults := _named(warnings, "fault"):
         return f"cannot be trusted: {faults}; {figure}."
     if found := _named(warnings, "data"):
-        shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
         cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
         return f"large mismatch: {figure}, {found}. {cause} the cause (mismatch-plugin check)."
     if kl < QUIET_KL:
@@ -167,41 +144,26 @@ def _data_verdict(recent: Sequence[Mapping[str, float]], warnings: Sequence[tupl
 
 
 def _correction_verdict(
-    recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], config: MismatchConfig
+    recent: Sequence[Mapping[str, float]],
+    warnings: Sequence[tuple[HealthWarning, int]],
+    config: MismatchConfig | None,
 ) -> str:
-    """What is left of it after this correction."""
-    if not _corrects(config):
+    """What is left of it after this correction. config: None where nobody gave the run's settings."""
+    found = _named(warnings, "correction")
+    if config is not None and not _corrects(config):
         what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
-        return what + (f"; {found}." if (found := _named(warnings, "correction")) else ".")
-    figures = {
-        "mean weight": "rollout_is_weight_after_mean",
-        "effective sample size": _ess_name(config),
-        "tokens kept": "accepted_token_fraction",
-    }
-    shown = _recorded(recent, figures)
-    if found := _named(warnings, "correction"):
+        return f"{what}; {found}." if found else f"{what}."
+    figures = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
+    if config is not None:
+        of = "" if units_of(config).per_token else "seq_"
+        size = {"effective sample size": f"rollout_is_weight_after_{of}eff_sample_size"}
+        figures = {"mean weight": figures["mean weight"], **size, **figures}
+    means = {label: _mean(recent, name) for label, name in figures.items()}
+    shown = ", ".join(f"{label} {value:.2g}" for label, value in means.items() if not math.isnan(value))
+    if config is not None and found:
         return f"does not hold: {found}{f'; {shown}' if shown else ''}."
-    return f"holds{f' ({shown})' if shown else ''}."
-
-
-def _unknown_correction(recent: Sequence[Mapping[str, float]]) -> str:
-    """What the metrics tell of a correction whose settings nobody gave."""
-    names = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
-    shown = _recorded(recent, names)
-    return (
-        f"not judged, since the run's settings are not known: give them with --config{f' ({shown})' if shown else ''}."
-    )
-
-
-def _recorded(recent: Sequence[Mapping[str, float]], names: Mapping[str, str]) -> str:
-    """`mean weight 0.98, tokens kept 1`: label and mean of what was recorded."""
-    values = {label: _mean(recent, name) for label, name in names.items()}
-    return ", ".join(f"{label} {value:.2g}" for label, value in values.items() if not math.isnan(value))
-
-
-def _ess_name(config: MismatchConfig) -> str:
-    by_token = units_of(config).per_token
-    return f"rollout_is_weight_after_{'' if by_token else 'seq_'}eff_sample_size"
+    unknown = "not judged, since the run's settings are not known: give them with --config"
+    return f"{'holds' if config else unknown}{f' ({shown})' if shown else ''}."
 
 
 def _cell(value: float) -> str:

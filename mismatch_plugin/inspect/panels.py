@@ -14,9 +14,9 @@ from matplotlib.ticker import MaxNLocator
 
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.report.curves import Line
+from mismatch_plugin.report.curves import Line, Part
 from mismatch_plugin.report.data import Array
-from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, png, threshold_lines, windows
+from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, frame, png, windows
 
 ALL = "six_panels.png"
 """All of them in one picture."""
@@ -31,103 +31,59 @@ _FEW = 25
 class Series:
     """One line: the first metric of `names` that was recorded, and what the legend calls it."""
 
-    names: tuple[str, ...]
     label: str
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One axis. floor: the smallest range that it spans, so that rounding is not drawn as if it were a course.
-
-    span: of a share, what the axis shows at least; it ends a little outside 0 and 1.
-    """
+    """A picture of one axis. older: drawn where none of `series` was recorded; the axis's lines do not judge it."""
 
     name: str
     title: str
-    label: str
+    axis: Part
     series: tuple[Series, ...]
-    lines: tuple[Line, ...] = ()
-    floor: float = 0.02
-    span: tuple[float, float] | None = None
     older: Series | None = None
-    """Drawn where none of `series` was recorded; `lines` do not judge it."""
+
+
+def _axis(label: str, *lines: Line, floor: float = 0.02, span: tuple[float, float] | None = None) -> Part:
+    return Part("", label, "symlog", lines, floor, span)
 
 
 _LOW, _HIGH = health.MEAN_RANGE
+_ESS, _KL = health.MIN_EFFECTIVE_SAMPLE_SIZE, health.MAX_KL
+# fmt: off
 PANELS = (
-    Panel(
-        "mean_weight",
-        "Mean ratio and mean weight",
-        "π_train / π_rollout",
-        (
-            Series(("rollout_is_ratio_mean", "rollout_is_mean"), "ratio, before bounding"),
-            Series(("rollout_is_ratio_unit_mean",), "ratio of the sequences, before bounding"),
-            Series(("rollout_is_weight_after_mean",), "weights used in the loss"),
-        ),
-        (
-            Line(1.0, "ideal 1"),
-            Line(_LOW, f"warning below {_LOW:g}", under=True),
-            Line(_HIGH, f"warning above {_HIGH:g}"),
-        ),
-    ),
-    Panel(
-        "effective_sample_size",
-        "Effective sample size",
-        "share",
-        (
-            Series(("rollout_is_ratio_eff_sample_size",), "ratio of the tokens"),
-            Series(("rollout_is_ratio_unit_eff_sample_size",), "ratio of the sequences"),
-            Series(("rollout_is_weight_after_eff_sample_size",), "weights used in the loss"),
-        ),
-        (
-            Line(0.5, "good above 0.5"),
-            Line(health.MIN_EFFECTIVE_SAMPLE_SIZE, f"warning below {health.MIN_EFFECTIVE_SAMPLE_SIZE:g}", under=True),
-        ),
-        span=(0.0, 1.0),
-        older=Series(("rollout_is_eff_sample_size",), "ratio clamped to [1/hi, hi]: not judged"),
-    ),
-    Panel(
-        "veto",
-        "Vetoed sequences and rejected tokens",
-        "share",
-        (
-            Series(("rollout_is_veto_fraction",), "vetoed sequences"),
-            Series(("rollout_is_masked_fraction", "rollout_rs_masked_fraction"), "tokens that a criterion rejects"),
-        ),
-        (Line(health.MAX_VETO_FRACTION, f"warning: veto above {health.MAX_VETO_FRACTION:g}"),),
-        span=(0.0, 0.12),
-    ),
-    Panel(
-        "kl",
-        "KL(rollout ‖ train)",
-        "nat a token",
-        (Series(("kl",), "KL: mean of −log ratio"), Series(("k3_kl",), "k3: never negative")),
-        (
-            Line(0.0, ""),
-            Line(health.MAX_KL, f"warning above {health.MAX_KL:g}"),
-            Line(-health.MAX_KL, f"warning below −{health.MAX_KL:g}", under=True),
-        ),
-        floor=1e-5,
-    ),
-    Panel(
-        "ppl_ratio",
-        "Perplexity ratio, training / rollout",
-        "ratio",
-        (Series(("ppl_ratio",), "perplexity ratio"),),
-        (Line(1.0, "ideal 1"),),
-        floor=1e-3,
-    ),
-    Panel(
-        "chi2",
-        "χ² divergence",
-        "second moment of the ratio − 1",
-        (Series(("chi2_token",), "tokens"), Series(("chi2_seq",), "whole sequences")),
-        (Line(health.MAX_CHI2, f"warning: tokens above {health.MAX_CHI2:g}"),),
-        floor=1e-4,
-    ),
+    Panel("mean_weight", "Mean ratio and mean weight",
+          _axis("π_train / π_rollout", Line(1.0, "ideal 1"), Line(_LOW, f"warning below {_LOW:g}", under=True),
+                Line(_HIGH, f"warning above {_HIGH:g}")),
+          (Series("ratio, before bounding", ("rollout_is_ratio_mean", "rollout_is_mean")),
+           Series("ratio of the sequences, before bounding", ("rollout_is_ratio_unit_mean",)),
+           Series("weights used in the loss", ("rollout_is_weight_after_mean",)))),
+    Panel("effective_sample_size", "Effective sample size",
+          _axis("share", Line(0.5, "good above 0.5"), Line(_ESS, f"warning below {_ESS:g}", under=True),
+                span=(0.0, 1.0)),
+          (Series("ratio of the tokens", ("rollout_is_ratio_eff_sample_size",)),
+           Series("ratio of the sequences", ("rollout_is_ratio_unit_eff_sample_size",)),
+           Series("weights used in the loss", ("rollout_is_weight_after_eff_sample_size",))),
+          Series("ratio clamped to [1/hi, hi]: not judged", ("rollout_is_eff_sample_size",))),
+    Panel("veto", "Vetoed sequences and rejected tokens",
+          _axis("share", Line(health.MAX_VETO_FRACTION, f"warning: veto above {health.MAX_VETO_FRACTION:g}"),
+                span=(0.0, 0.12)),
+          (Series("vetoed sequences", ("rollout_is_veto_fraction",)),
+           Series("tokens that a criterion rejects", ("rollout_is_masked_fraction", "rollout_rs_masked_fraction")))),
+    Panel("kl", "KL(rollout ‖ train)",
+          _axis("nat a token", Line(0.0, ""), Line(_KL, f"warning above {_KL:g}"),
+                Line(-_KL, f"warning below −{_KL:g}", under=True), floor=1e-5),
+          (Series("KL: mean of −log ratio", ("kl",)), Series("k3: never negative", ("k3_kl",)))),
+    Panel("ppl_ratio", "Perplexity ratio, training / rollout", _axis("ratio", Line(1.0, "ideal 1"), floor=1e-3),
+          (Series("perplexity ratio", ("ppl_ratio",)),)),
+    Panel("chi2", "χ² divergence",
+          _axis("second moment of the ratio − 1",
+                Line(health.MAX_CHI2, f"warning: tokens above {health.MAX_CHI2:g}"), floor=1e-4),
+          (Series("tokens", ("chi2_token",)), Series("whole sequences", ("chi2_seq",)))),
 )
-
-
+# fmt: on
 _OF_SEQUENCES = {"rollout_is_weight_after_eff_sample_size": "rollout_is_weight_after_seq_eff_sample_size"}
 """What is judged where all tokens of a sequence have one weight."""
 
@@ -176,7 +132,7 @@ def _draw(axis: Axes, panel: Panel, steps: Array, columns: Mapping[str, Array]) 
     axis.margins(y=0.09)
     recorded = [(series.label, _recorded(series, columns)) for series in panel.series]
     chosen = [(label, values) for label, values in recorded if values is not None]
-    lines = panel.lines
+    lines = panel.axis.lines
     if not chosen and panel.older is not None and (values := _recorded(panel.older, columns)) is not None:
         chosen, lines = [(panel.older.label, values)], ()
     if not chosen:
@@ -187,21 +143,11 @@ def _draw(axis: Axes, panel: Panel, steps: Array, columns: Mapping[str, Array]) 
     drawn = [_line(axis, index, label, steps, values) for index, (label, values) in enumerate(chosen)]
     shown = np.concatenate(drawn)
     smallest, largest = float(shown.min()), float(shown.max())
-    if max(largest, -smallest) > 10.0:
-        axis.set_yscale("symlog", linthresh=1.0)
-    if panel.span is not None:
-        smallest, largest = min(smallest, panel.span[0]), max(largest, panel.span[1])
-    threshold_lines(axis, lines, smallest, largest)
-    bottom, top = axis.get_ylim()
-    missing = max(panel.floor - (top - bottom), 0.0)
-    axis.set_ylim(bottom - 0.5 * missing, top + 0.5 * missing)
-    if panel.span is not None:
-        axis.set_ylim(smallest - 0.02 * (largest - smallest), largest + 0.02 * (largest - smallest))
+    frame(axis, panel.axis, lines, smallest, largest)
     lost = int((~np.isfinite(np.stack([values for _, values in chosen]))).any(0).sum())
     if lost:
         axis.annotate(f"no finite value at {lost} of {len(steps)} steps", (0.0, 1.0), xycoords="axes fraction",
                       xytext=(2, -2), textcoords="offset points", va="top", fontsize=7.5, color="#333333")  # fmt: skip
-    axis.set_ylabel(panel.label)
     axis.legend(loc="upper left", bbox_to_anchor=(0.0, -0.17), ncols=1, borderaxespad=0.0, handlelength=3.0)
     return True
 

@@ -21,7 +21,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Part:
-    """One axis of a panel: the column it shows (or the `older` one, where no run recorded it), its label, scale, lines.
+    """One axis of a panel: its label, the column it shows (or the `older` one, where no run recorded it), scale, lines.
 
     floor: the smallest range that the axis spans, so that rounding is not drawn as if it were a course.
     span: what the axis shows at least.

@@ -8,7 +8,6 @@ RUN/<setting>/<variant>/seed<k>/metrics.jsonl one JSON object an optimizer step
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from numpy.typing import NDArray
 
 from mismatch_plugin.config import ALGORITHM_NAMES
 from mismatch_plugin.files import read_json_object, read_lines
+from mismatch_plugin.report.log import record_in
 
 Array = NDArray[np.float64]
 
@@ -85,10 +85,6 @@ class RunFolder:
     def shown(self, setting: str, variant: str) -> list[Run]:
         """The runs that a curve is drawn from: the finished ones, or the unfinished where there is no other."""
         return self.finished(setting, variant) or self.all(setting, variant)
-
-    def config_of(self, variant: str) -> dict[str, Any]:
-        """The configuration of a variant's first run, empty where none was read."""
-        return next((run.config for (_, v, _), run in sorted(self.runs.items()) if v == variant), {})
 
     def source(self, name: str) -> str:
         """Column for `reward` or `exact`: the held-out one where any run recorded it, else that of the batches."""
@@ -170,13 +166,16 @@ def align(curves: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     return common, np.array([values[np.isin(steps, common)] for steps, values in curves]).reshape(len(curves), -1)
 
 
-def mean_seconds(runs: Iterable[Run]) -> dict[str, float]:
+def mean_over(runs: Iterable[Run], column: str) -> float:
+    """Mean of the runs' means of a column; NaN where none recorded it."""
+    means = [float(values.mean()) for run in runs if len(values := run.curve(column)[1])]
+    return float(np.mean(means)) if means else math.nan
+
+
+def mean_seconds(runs: Sequence[Run]) -> dict[str, float]:
     """Mean seconds a step of each part over all runs; 0 where a part was not recorded."""
-    parts = {}
-    for part in ("rollout", "old_log_probs", "train"):
-        means = [float(values.mean()) for run in runs if len(values := run.curve(f"seconds/{part}")[1])]
-        parts[part] = float(np.mean(means)) if means else 0.0
-    return parts
+    means = {part: mean_over(runs, f"seconds/{part}") for part in ("rollout", "old_log_probs", "train")}
+    return {part: 0.0 if math.isnan(mean) else mean for part, mean in means.items()}
 
 
 def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -> tuple[Run | None, list[str]]:
@@ -225,11 +224,7 @@ def read_objects(path: Path) -> Iterator[dict[str, Any] | None]:
     try:
         for _, line in read_lines(path, errors="replace"):
             if line.strip():
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError):
-                    record = None
-                yield record if isinstance(record, dict) else None
+                yield record_in(line)
     except OSError:
         return
     except ValueError:  # no regular file, or a line without end

@@ -124,13 +124,13 @@ def _last_step(lines: BinaryIO) -> int:
         lines.seek(start)
         first, *whole = (lines.read(end - start) + tail).split(b"\n")
         for line in reversed(whole if start else [first, *whole]):
-            if (record := _record(line)) is None:
+            if (record := record_in(line)) is None:
                 continue
             step = record.get("step")
             if isinstance(step, int | float) and math.isfinite(step):
                 return int(step)
             lines.seek(0)
-            return sum(_record(entry) is not None for entry in lines)
+            return sum(record_in(entry) is not None for entry in lines)
         tail, end = first, start
     return 0
 
@@ -138,8 +138,8 @@ def _last_step(lines: BinaryIO) -> int:
 _BLOCK = 1 << 16
 
 
-def _record(line: bytes) -> dict[str, Any] | None:
-    """The object of one line, None where there is none: a kill cut the line."""
+def record_in(line: bytes | str) -> dict[str, Any] | None:
+    """The JSON object of one line, None where there is none: a kill cut the line."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from importlib.resources import files
@@ -21,9 +20,9 @@ from mismatch_plugin.report.curves import CURVES, GUIDE
 from mismatch_plugin.report.data import (
     BASELINE,
     HELD_OUT,
-    Run,
     RunFolder,
     describe,
+    mean_over,
     mean_seconds,
     read_run_folder,
     short,
@@ -35,7 +34,6 @@ from mismatch_plugin.report.statistics import (
     Paired,
     SettingSummary,
     VariantSummary,
-    mean_and_error,
     number,
     p_value,
     signed,
@@ -244,11 +242,6 @@ def _error_cell(d: Paired | None) -> str:
     return signed(d.mean) + (f" ± {number(d.error)}" if d.n > 1 else "")
 
 
-def _mean_over(runs: Iterable[Run], column: str) -> float:
-    means = [float(values.mean()) for run in runs if len(values := run.curve(column)[1])]
-    return mean_and_error(means).mean
-
-
 def _mismatch_table(folder: RunFolder, setting: str) -> Table:
     """How far apart the policies were, and what the correction did about it: means over steps and seeds."""
     rows = []
@@ -257,14 +250,14 @@ def _mismatch_table(folder: RunFolder, setting: str) -> Table:
         runs = folder.shown(setting, variant)
         norms = [values for run in runs if len(values := run.curve("grad_norm")[1])]
         largest = max((float(values.max()) for values in norms), default=math.nan)
-        accepted = _mean_over(runs, f"{PREFIX}accepted_token_fraction")
+        accepted = mean_over(runs, f"{PREFIX}accepted_token_fraction")
         rows.append(
             (
                 short(variant),
-                number(_mean_over(runs, f"{PREFIX}kl"), 4),
-                number(_mean_over(runs, size), 2),
-                number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_mean"), 2),
-                number(_mean_over(runs, f"{PREFIX}rollout_is_weight_after_eff_sample_size"), 2),
+                number(mean_over(runs, f"{PREFIX}kl"), 4),
+                number(mean_over(runs, size), 2),
+                number(mean_over(runs, f"{PREFIX}rollout_is_weight_after_mean"), 2),
+                number(mean_over(runs, f"{PREFIX}rollout_is_weight_after_eff_sample_size"), 2),
                 number(100 * (1 - accepted), 1) + ("" if math.isnan(accepted) else " %"),
                 number(float(np.median(np.concatenate(norms))) if norms else math.nan, 2),
                 number(largest, 1),

@@ -207,20 +207,7 @@ class Plotter:
                 error = np.array([mean_and_error(column).error for column in values.T])
                 axis.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, linewidth=0)
             largest, smallest = max(largest, float(mean.max())), min(smallest, float(mean.min()))
-        if part.scale == "symlog" and max(largest, -smallest) > 10.0:
-            axis.set_yscale("symlog", linthresh=1.0)
-        elif part.scale == "log" and smallest > 0 and largest > 20 * smallest:
-            axis.set_yscale("log")
-        if part.span is not None:
-            smallest, largest = min(smallest, part.span[0]), max(largest, part.span[1])
-            axis.set_ylim(smallest - 0.02 * (largest - smallest), largest + 0.02 * (largest - smallest))
-        threshold_lines(axis, part.lines, smallest, largest)
-        bottom, top = axis.get_ylim()
-        missing = max(part.floor - (top - bottom), 0.0)
-        axis.set_ylim(bottom - 0.5 * missing, top + 0.5 * missing)
-        if "share" in part.label:  # a share's axis ends a little outside what a share can be
-            axis.set_ylim(max(axis.get_ylim()[0], -0.01), min(axis.get_ylim()[1], 1.01))
-        axis.set_ylabel(part.label)
+        frame(axis, part, part.lines, smallest, largest)
         return drawn
 
     def _curves(self, column: str) -> dict[str, list[tuple[Array, Array]]]:
@@ -250,7 +237,25 @@ def windows(steps: Array, values: Array) -> tuple[Array, Array]:
     return np.array([steps[p].mean() for p in pieces]), np.stack([values[:, p].mean(1) for p in pieces], axis=1)
 
 
-def threshold_lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
+def frame(axis: Axes, part: Part, lines: Sequence[Line], smallest: float, largest: float) -> None:
+    """Scale, range, lines of meaning and label of an axis on which values from smallest to largest are drawn."""
+    if part.scale == "symlog" and max(largest, -smallest) > 10.0:
+        axis.set_yscale("symlog", linthresh=1.0)
+    elif part.scale == "log" and smallest > 0 and largest > 20 * smallest:
+        axis.set_yscale("log")
+    if part.span is not None:
+        smallest, largest = min(smallest, part.span[0]), max(largest, part.span[1])
+        axis.set_ylim(smallest - 0.02 * (largest - smallest), largest + 0.02 * (largest - smallest))
+    _threshold_lines(axis, lines, smallest, largest)
+    bottom, top = axis.get_ylim()
+    missing = max(part.floor - (top - bottom), 0.0)
+    axis.set_ylim(bottom - 0.5 * missing, top + 0.5 * missing)
+    if "share" in part.label:  # a share's axis ends a little outside what a share can be
+        axis.set_ylim(max(axis.get_ylim()[0], -0.01), min(axis.get_ylim()[1], 1.01))
+    axis.set_ylabel(part.label)
+
+
+def _threshold_lines(axis: Axes, lines: Sequence[Line], smallest: float, largest: float) -> None:
     """Lines of meaning that lie near the data; one far outside would squeeze the curves flat."""
     room = max(largest - smallest, 0.25 * max(abs(largest), abs(smallest)), 0.02)
     for line in lines:

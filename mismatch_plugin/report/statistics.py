@@ -8,6 +8,7 @@ their number by Holm's method. Only finished runs count.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
@@ -118,17 +119,20 @@ def paired_difference(values: dict[int, float], baseline: dict[int, float]) -> P
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values, in the order given."""
-    order = sorted(range(len(p_values)), key=lambda i: p_values[i])
-    adjusted, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        adjusted[i] = largest
-    return adjusted
+    order, count = np.argsort(p_values, kind="stable"), len(p_values)
+    scaled = np.minimum(1.0, np.asarray(p_values, dtype=float)[order] * np.arange(count, 0, -1))
+    return np.maximum.accumulate(scaled)[np.argsort(order)].tolist()
 
 
 def t_two_sided_p(t: float, df: int) -> float:
-    """P(|T| ≥ |t|) for Student's t: the regularised incomplete beta I_x(df/2, 1/2) at x = df/(df + t²)."""
-    return _incomplete_beta(df / 2.0, 0.5, df / (df + t * t))
+    """P(|T| ≥ |t|) for Student's t with whole degrees of freedom, a finite sum (Abramowitz & Stegun 26.7.3, 26.7.4)."""
+    angle, odd = math.atan2(abs(t), math.sqrt(df)), df % 2
+    term, total = math.cos(angle) if odd else 1.0, 0.0
+    for k in range(1, df // 2 + 1):
+        total += term
+        term *= math.cos(angle) ** 2 * (2 * k - 1 + odd) / (2 * k + odd)
+    total *= math.sin(angle)
+    return max(0.0, 1.0 - (2.0 / math.pi * (angle + total) if odd else total))
 
 
 def t_quantile(share: float, df: int) -> float:
@@ -142,29 +146,6 @@ def t_quantile(share: float, df: int) -> float:
     return 0.5 * (low + high)
 
 
-def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """I_x(a, b) by Lentz's continued fraction (Press et al., Numerical Recipes, 6.4)."""
-    if x <= 0.0 or x >= 1.0:
-        return 0.0 if x <= 0.0 else 1.0
-    if x > (a + 1.0) / (a + b + 2.0):
-        return 1.0 - _incomplete_beta(b, a, 1.0 - x)
-    log_beta = math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    front = math.exp(a * math.log(x) + b * math.log1p(-x) - log_beta) / a
-    tiny = 1e-300
-    c, d = 1.0, 1.0 / max(1.0 - (a + b) * x / (a + 1.0), tiny)
-    fraction = d
-    for m in range(1, 300):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1.0 / (1.0 + term * d or tiny)
-            c = 1.0 + term / c or tiny
-            fraction *= c * d
-        if abs(c * d - 1.0) < 1e-14:
-            break
-    return front * fraction
-
-
 def final_value(values: Array) -> float:
     """Mean of the last tenth of the evaluations, at least one; NaN where there is none."""
     return float(values[-math.ceil(LAST_SHARE * len(values)) :].mean()) if len(values) else math.nan
@@ -174,7 +155,7 @@ def area_under_curve(steps: Array, values: Array) -> float:
     """Area by the trapezoid rule over the range of steps: the mean height of the curve. NaN where there is none."""
     if len(values) < 2:
         return float(values[0]) if len(values) else math.nan
-    return float((0.5 * (values[1:] + values[:-1]) * np.diff(steps)).sum() / (steps[-1] - steps[0]))
+    return float(np.diff(steps) @ (values[1:] + values[:-1]) / 2.0 / (steps[-1] - steps[0]))
 
 
 def worst_drawdown(values: Array) -> float:
@@ -230,17 +211,14 @@ def _corrected(pairs: list[Paired]) -> list[Paired]:
 def _findings(summaries: Sequence[VariantSummary], measure: str) -> list[Finding]:
     """Plain sentences about one setting."""
     name = "exact match" if measure == "exact" else "reward"
-    compared = [(s.variant, s.difference) for s in summaries if s.difference is not None and s.difference.n]
-    if not compared:
-        return [
-            Finding("too few seeds", "No finished pair of runs with algorithm 0 on the same seed: nothing is compared.")
-        ]
-    sentences = []
-    of = {
-        verdict: [(describe(v), d) for v, d in compared if d.verdict == verdict]
-        for verdict in ("significant", "not significant", "same", "too few seeds")
-    }
-    sentences += [
+    of: dict[str, list[tuple[str, Paired]]] = defaultdict(list)
+    for s in summaries:
+        if s.difference is not None and s.difference.n:
+            of[s.difference.verdict].append((describe(s.variant), s.difference))
+    if not of:
+        text = "No finished pair of runs with algorithm 0 on the same seed: nothing is compared."
+        return [Finding("too few seeds", text)]
+    found = [
         Finding(
             "significant",
             f"{who} ended {'higher' if d.mean > 0 else 'lower'} than algorithm 0 by {number(abs(d.mean))} in {name} "
@@ -248,34 +226,29 @@ def _findings(summaries: Sequence[VariantSummary], measure: str) -> list[Finding
         )
         for who, d in of["significant"]
     ]
-    if of["not significant"]:
-        listed = "; ".join(f"{who} {signed(d.mean)} ({_interval(d)})" for who, d in of["not significant"])
-        count = {d.n for _, d in of["not significant"]}
-        seeds = f"{min(count)}" if len(count) == 1 else f"{min(count)} to {max(count)}"
-        sentences.append(
-            Finding("not significant", f"Not significantly different from algorithm 0 with {seeds} seeds: {listed}.")
-        )
-        alone = [who for who, d in of["not significant"] if d.p < LEVEL]
-        if alone:
-            text = (
-                f"By itself the difference of {_list(alone)} would pass the 5 % level; among {_judged(of)} it does not."
-            )
-            sentences.append(Finding("not significant", text))
+    if open_ := of["not significant"]:
+        listed = "; ".join(f"{who} {signed(d.mean)} ({_interval(d)})" for who, d in open_)
+        seeds = " to ".join(map(str, sorted({min(d.n for _, d in open_), max(d.n for _, d in open_)})))
+        text = f"Not significantly different from algorithm 0 with {seeds} seeds: {listed}."
+        found.append(Finding("not significant", text))
+        if alone := [who for who, d in open_ if d.p < LEVEL]:
+            count = len(of["significant"]) + len(open_)
+            whose = f"the difference of {_list(alone)} would pass the 5 % level"
+            text = f"By itself {whose}; among {count} comparisons it does not."
+            found.append(Finding("not significant", text))
     if of["same"]:
         whose = _list([who for who, _ in of["same"]])
-        sentences.append(Finding("same", f"Exactly the values of algorithm 0 on every seed: {whose}."))
-    if of["too few seeds"]:
-        whose = "; ".join(
-            f"{who} ({signed(d.mean)} on {d.n} seed{'s' if d.n > 1 else ''})" for who, d in of["too few seeds"]
-        )
-        sentences.append(Finding("too few seeds", f"Too few seeds to judge, fewer than {FEW_SEEDS}: {whose}."))
-    widths = [0.5 * (d.high - d.low) for _, d in of["significant"] + of["not significant"]]
+        found.append(Finding("same", f"Exactly the values of algorithm 0 on every seed: {whose}."))
+    if few := of["too few seeds"]:
+        whose = "; ".join(f"{who} ({signed(d.mean)} on {d.n} seed{'s' if d.n > 1 else ''})" for who, d in few)
+        found.append(Finding("too few seeds", f"Too few seeds to judge, fewer than {FEW_SEEDS}: {whose}."))
+    widths = [0.5 * (d.high - d.low) for _, d in of["significant"] + open_]
     if widths:
         best, worst = number(min(widths)), number(max(widths))
         span = f"±{best}" if best == worst else f"±{best} to ±{worst}"
         text = f"The 95 % intervals reach {span} to either side: smaller differences are not resolved by these seeds."
-        sentences.append(Finding("note", text))
-    return sentences + _highest(summaries, name)
+        found.append(Finding("note", text))
+    return found + _highest(summaries, name)
 
 
 def _highest(summaries: Sequence[VariantSummary], name: str) -> list[Finding]:
@@ -303,10 +276,6 @@ def _highest(summaries: Sequence[VariantSummary], name: str) -> list[Finding]:
         told = f"not significantly different from it: {_list(equal)}."
     text = f"The highest mean {name} at the end is that of {describe(top.variant)} ({mean}); {told}"
     return [Finding("note", text)]
-
-
-def _judged(of: dict[str, list[tuple[str, Paired]]]) -> str:
-    return f"{len(of['significant']) + len(of['not significant'])} comparisons"
 
 
 def _list(names: Sequence[str]) -> str:

@@ -7,12 +7,15 @@ import math
 import numpy as np
 import pytest
 
-from mismatch_plugin.check.alignment import find_lengths, find_shift, find_swapped
+from mismatch_plugin.check.alignment import find_shift, find_swapped
 from mismatch_plugin.check.batch import make_batch
+from mismatch_plugin.check.distribution import find_temperature, find_unrelated
 from mismatch_plugin.check.eos import find_null_eos, find_zero_eos
 from mismatch_plugin.check.findings import Undecided
 from mismatch_plugin.check.identity import find_ids
+from mismatch_plugin.check.lengths import find_lengths
 from mismatch_plugin.check.numbers import find_fills, find_numbers
+from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.training import TrainingSample
@@ -33,14 +36,11 @@ NAN, INF = float("nan"), float("inf")
 def test_a_number_that_is_no_log_prob(value: float | None, fault: str, side: str):
     sound, broken = [[-1.0, -2.0], [-1.0, -0.5, -3.0]], [[-1.0, -2.0], [-1.0, value, -3.0]]
     rollout, train = (broken, sound) if side == "rollout" else (sound, broken)
-    findings, fixed = find_numbers(batch_of(rollout, train))
+    found_items, fixed = find_numbers(batch_of(rollout, train))
+    findings = found(found_items)
     assert [(item.fault, item.side, item.tokens, item.samples) for item in findings] == [(fault, side, 1, 1)]
     assert findings[0].first is not None and (findings[0].first.sample, findings[0].first.position) == (1, 1)
     assert len(fixed.tokens) == 4
-
-
-def test_rounding_above_zero_and_unlikely_tokens_are_sound():
-    assert find_numbers(batch_of([[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]))[0] == []
 
 
 def test_masked_tokens_may_hold_anything():
@@ -50,13 +50,10 @@ def test_masked_tokens_may_hold_anything():
 
 
 def test_one_zero_far_from_the_other_side_is_a_fill():
-    findings, fixed = find_fills(batch_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]))
+    items, fixed = find_fills(batch_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]))
+    findings = found(items)
     assert [(item.fault, item.side, item.tokens) for item in findings] == [("zero_fill", "rollout", 1)]
     assert len(fixed.tokens) == 2
-
-
-def test_certain_tokens_are_no_fills():
-    assert find_fills(batch_of([[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]))[0] == []
 
 
 def test_zeros_that_differ_as_nearly_certain_tokens_do_are_honest():
@@ -69,7 +66,8 @@ def test_zeros_that_differ_as_nearly_certain_tokens_do_are_honest():
 def test_a_clamp_is_named_and_repeated_contexts_are_not():
     true = [-0.5, -6.0, -7.5, -5.2, -9.0, -1.0] + [-1.5, -2.5] * 6
     clamped = [max(value, -5.0) for value in true]
-    findings, _ = find_fills(batch_of([clamped], [true]))
+    items, _ = find_fills(batch_of([clamped], [true]))
+    findings = found(items)
     assert [(item.fault, item.tokens) for item in findings] == [("floor", 4)]
     same = [-0.5, -5.0, -5.0, -5.0]
     assert find_fills(batch_of([same], [[-0.5, -5.1, -5.1, -5.1]]))[0] == []
@@ -82,7 +80,8 @@ def test_ids_that_differ_are_named_with_the_first_place():
     ids = [[7, 8, 9, 10], [4, 5, 6, 7]]
     training = [{"token_ids": [7, 8, 9, 10]}, {"token_ids": [4, 5, 99, 7]}]
     values = [[-1.0] * 4] * 2
-    findings, fixed = find_ids(batch_of(values, values, ids=ids, training=training))
+    items, fixed = find_ids(batch_of(values, values, ids=ids, training=training))
+    findings = found(items)
     assert [(item.fault, item.tokens) for item in findings] == [("token_ids", 1)]
     first = findings[0].first
     assert first is not None and (first.sample, first.position, first.rollout, first.training) == (1, 2, 6, 99)
@@ -91,7 +90,8 @@ def test_ids_that_differ_are_named_with_the_first_place():
 
 def test_a_prompt_with_another_template_is_named():
     training = [{"prompt_ids": [0, 1, 2, 3]}]
-    findings, _ = find_ids(batch_of([[-1.0]], [[-1.0]], training=training))
+    items, _ = find_ids(batch_of([[-1.0]], [[-1.0]], training=training))
+    findings = found(items)
     assert [item.fault for item in findings] == ["prompt_ids"]
     assert "prompt position 0" in findings[0].evidence
 
@@ -100,11 +100,13 @@ def test_ids_of_another_sample_and_shifted_ids_are_named_for_what_they_are():
     ids = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
     values = [[-1.0] * 6, [-2.0] * 6]
     swapped = [{"token_ids": ids[1]}, {"token_ids": ids[0]}]
-    findings, fixed = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
+    items, fixed = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
+    findings = found(items)
     assert [item.fault for item in findings] == ["swapped_samples"]
     assert np.all(fixed.tokens.gap == 0)
     late = [{"token_ids": [0, 1, 2, 3, 4, 5]}, {"token_ids": ids[1]}]
-    findings, _ = find_ids(batch_of(values, values, ids=ids, training=late))
+    items, _ = find_ids(batch_of(values, values, ids=ids, training=late))
+    findings = found(items)
     assert [(item.fault, item.statistics["lag"]) for item in findings] == [("shift_by_one", 1.0)]
 
 
@@ -132,8 +134,7 @@ def test_three_shifted_of_four_leave_the_fourth_alone():
     assert np.all(fixed.tokens.gap == 0)
 
 
-def test_constant_log_probs_tell_no_shift_and_few_tokens_are_not_judged():
-    assert find_shift(batch_of([[-0.5] * 50], [[-0.9] * 50]))[0] == []
+def test_few_tokens_tell_no_shift():
     items, _ = find_shift(batch_of([wave(20, 0)], [wave(20, 0)]))
     assert isinstance(items[0], Undecided) and "20, 40 needed" in items[0].reason
 
@@ -150,13 +151,6 @@ def test_swapped_samples_are_found_even_if_their_lengths_differ():
     assert [item.fault for item in found(findings)] == ["swapped_samples"]
     assert "0→1, 1→0, 2→3, 3→2" in found(findings)[0].evidence
     assert len(fixed.tokens) == 97 and np.all(fixed.tokens.gap == 0)
-
-
-def test_two_far_apart_sides_are_no_swap():
-    generator = np.random.default_rng(0)
-    rollout = -generator.exponential(2.0, (12, 24))
-    train = -generator.exponential(2.0, (12, 24))
-    assert found(find_swapped(batch_of(rollout.tolist(), train.tolist()))[0]) == []
 
 
 def test_lengths():
@@ -191,7 +185,8 @@ def test_a_filled_last_token_is_an_appended_eos(fill: float | None):
         [[-1.0, -2.0, fill], [-1.5, fill], [-1.0, -1.0, -1.0]],
         [[-1.0, -2.0, -6.0], [-1.5, -4.0], [-1.0] * 3],
     )
-    findings, fixed = detector(batch_of(rollout, train, ids=ids))
+    items, fixed = detector(batch_of(rollout, train, ids=ids))
+    findings = found(items)
     assert [(item.fault, item.samples) for item in findings] == [("eos_appended", 2)]
     assert fixed.token_count == 6
     other = [[5, 6, 2], [7, 3], [8, 9, 10]]
@@ -223,12 +218,34 @@ def test_logs_of_another_base(base: float, side: str):
     assert np.abs(fixed.tokens.gap).max() < 1e-12
 
 
-def test_a_temperature_is_no_base():
-    """At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not."""
-    logits = np.linspace(0.5, 12, 60)
-    rollout = -np.log1p(np.exp(-np.concatenate([logits, -logits])))
-    train = -np.log1p(np.exp(-np.concatenate([logits, -logits]) * math.log(2)))
-    assert found(find_scale(batch_of([rollout.tolist()], [train.tolist()]))[0]) == []
+# What is none of it: (detector, rollout, training)
+
+_GENERATOR = np.random.default_rng(0)
+_FAR = -_GENERATOR.exponential(2.0, (2, 12, 24))
+_NOISE = _GENERATOR.normal(0, 0.3, 160)
+_LOGITS = np.concatenate([np.linspace(0.5, 12, 60), -np.linspace(0.5, 12, 60)])
+_P = np.log([0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20)
+_TINY = [[-(2.0**-24) * count for count in range(1, 40)]]
+SOUND = {
+    "rounding above zero and unlikely tokens": (find_numbers, [[0.05, -60.0, 0.0]], [[-0.1, -58.0, 0.0]]),
+    "certain tokens": (find_fills, [[0.0, 0.0, -1.0]], [[-0.2, -1e-6, -1.0]]),
+    "two sides far apart are no swap": (find_swapped, *_FAR.tolist()),
+    "constant log-probs tell no shift": (find_shift, [[-0.5] * 50], [[-0.9] * 50]),
+    # At temperature ln 2 unlikely tokens are proportional by the factor of base 2; likely ones are not.
+    "a temperature is no base": (
+        *(find_scale, [(-np.log1p(np.exp(-_LOGITS))).tolist()]),
+        [(-np.log1p(np.exp(-_LOGITS * math.log(2)))).tolist()],
+    ),
+    "noise alone is no temperature": (find_temperature, [_P.tolist()], [(_P + _NOISE).tolist()]),
+    "noise leaves the sides related": (find_unrelated, [_P.tolist()], [(_P + 2 * _NOISE).tolist()]),
+    "values near 0 are not narrow": (find_precision, _TINY, _TINY),
+}
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_what_is_sound_is_not_named(case: str):
+    detector, rollout, train = SOUND[case]
+    assert found(detector(batch_of(rollout, train))[0]) == []
 
 
 # The whole

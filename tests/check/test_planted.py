@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from mismatch_plugin.check.batch import Sample, make_batch
+from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult
-from mismatch_plugin.check.hypotheses import Examination
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.report.table import Table
@@ -61,8 +61,12 @@ TRAINERS = ("float32", "bfloat16", "int8", "drift-0.003-1", "drift-0.01-2", "dri
 CLEAN_BATCHES = 200
 
 
-def _check(records: Sequence[RolloutRecord], samples: Sequence[TrainingSample] | None, **options: Any) -> CheckResult:
-    return check_batch(make_batch(records, samples, eos_ids=[EOS]), **options)
+def _check(records: Sequence[RolloutRecord], samples: Sequence[TrainingSample], checkpoint: str = "") -> CheckResult:
+    """checkpoint: the form of the model whose whole distributions are looked at, and whose log-probs `samples` are."""
+    batch = make_batch(records, samples, eos_ids=[EOS])
+    if checkpoint:
+        batch = replace(batch, logits=lambda s: logits_of(checkpoint, [s.record])[0], from_checkpoint=True)
+    return check_batch(batch)
 
 
 def _names(result: CheckResult) -> list[str]:
@@ -123,17 +127,10 @@ def test_what_the_server_did_is_found(name: str, trainer: str):
     assert _names(_check(recorded(name), training(trainer, name))) == [SERVED[name]]
 
 
-def _examination(form: str, from_checkpoint: bool) -> Examination:
-    def logits(sample: Sample) -> Any:
-        return logits_of(form, [sample.record])[0]
-
-    return Examination(logits, from_checkpoint=from_checkpoint)
-
-
 @pytest.mark.parametrize("name", SERVED)
 def test_whole_distributions_tell_the_same(name: str):
     records = recorded(name)
-    result = _check(records, training("int8", name), vocabulary=_examination("int8", True))
+    result = _check(records, training("int8", name), "int8")
     assert _names(result) == [SERVED[name]]
 
 
@@ -141,7 +138,7 @@ def test_whole_distributions_tell_the_same(name: str):
 @pytest.mark.parametrize("trainer", ["float32", "drift-0.02-3"])
 def test_whole_distributions_are_silent_on_clean_records(temperature: float, trainer: str):
     name = f"bfloat16_temperature_{temperature}"
-    assert _names(_check(recorded(name), training(trainer, name), vocabulary=_examination(trainer, True))) == []
+    assert _names(_check(recorded(name), training(trainer, name), trainer)) == []
 
 
 @pytest.mark.parametrize(("name", "cut"), [("float32_top_p_0.8", "top_p=0.8"), ("float32_top_k_5", "top_k=5")])
@@ -151,7 +148,7 @@ def test_a_filter_that_no_record_tells_shows_in_where_tokens_fall(name: str, cut
         for record in recorded(name)
     ]
     assert _names(_check(secret, training("float32", name))) == []  # nothing to see in sampled tokens alone
-    result = _check(secret, training("float32", name), vocabulary=_examination("float32", True))
+    result = _check(secret, training("float32", name), "float32")
     assert _names(result) == ["truncation"]
     assert cut in result.findings[0].evidence and "0 of" in result.findings[0].evidence
 

@@ -14,7 +14,9 @@ from typer.testing import CliRunner
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
+from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.inspect.sources import read_source
+from mismatch_plugin.report.curves import CURVES, GUIDE
 from mismatch_plugin.report.log import write_step
 
 KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
@@ -39,18 +41,12 @@ def test_names_may_have_anything_before_them(tmp_path: Path, before: str) -> Non
 
 def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
     """`run.history()` as lines: every column in every row, null where nothing was logged, NaN as text."""
-    rows = [
-        {"_step": 10, "_runtime": 3.5, "_timestamp": 1.7e9, f"train/{KL}": 0.1, "train/step": 1, "eval/reward": None},
-        {
-            "_step": 11,
-            "_runtime": 4.5,
-            "_timestamp": 1.7e9,
-            f"train/{KL}": None,
-            "train/step": None,
-            "eval/reward": 0.5,
-        },
-        {"_step": 20, "_runtime": 5.5, "_timestamp": 1.7e9, f"train/{KL}": "NaN", "train/step": 2, "eval/reward": None},
-        {"_step": 30, "_runtime": 6.5, "_timestamp": 1.7e9, f"train/{KL}": "-Infinity", "train/step": 3},
+    own = {"_runtime": 3.5, "_timestamp": 1.7e9}
+    rows: list[dict[str, object]] = [
+        {"_step": 10, **own, f"train/{KL}": 0.1, "train/step": 1, "eval/reward": None},
+        {"_step": 11, **own, f"train/{KL}": None, "train/step": None, "eval/reward": 0.5},
+        {"_step": 20, **own, f"train/{KL}": "NaN", "train/step": 2, "eval/reward": None},
+        {"_step": 30, **own, f"train/{KL}": "-Infinity", "train/step": 3},
     ]
     source = read_source(write(tmp_path, "export.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
     assert source.numbers == (1.0, 2.0, 3.0) and source.rows[0] == {KL: 0.1}
@@ -181,6 +177,11 @@ def test_two_runs_in_one_folder_are_refused_unless_one_is_chosen(tmp_path: Path)
 
 
 def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> None:
+    events(tmp_path / "apart", suffix=".a")
+    events(tmp_path / "apart", start=4, suffix=".b")
+    apart = read_source(tmp_path / "apart")
+    assert apart.numbers == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0) and apart.notes == ()
+    tmp_path /= "overlap"
     events(tmp_path, suffix=".a")  # 1, 2, 3
     events(tmp_path, start=3, shift=5.0, suffix=".b")  # 3, 4, 5
     source = read_source(tmp_path)
@@ -199,12 +200,6 @@ def test_a_writer_that_purges_says_itself_from_where_it_goes_on(tmp_path: Path) 
     events(tmp_path, start=2, shift=5.0, suffix=".b", purge_step=2)
     source = read_source(tmp_path)
     assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0] and source.notes == ()
-
-
-def test_files_of_other_names_or_other_steps_are_one_run(tmp_path: Path) -> None:
-    events(tmp_path, suffix=".a")
-    events(tmp_path, start=4, suffix=".b")
-    assert read_source(tmp_path).numbers == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0) and read_source(tmp_path).notes == ()
 
 
 def test_damaged_events_are_named(tmp_path: Path) -> None:
@@ -229,6 +224,22 @@ def test_damaged_events_are_named(tmp_path: Path) -> None:
 def test_a_quote_that_is_not_closed_is_named(tmp_path: Path, text: str, line: int) -> None:
     with pytest.raises(ValueError, match=rf"a\.csv, line {line} is no line of a CSV file: .* a quote not closed"):
         read_source(write(tmp_path, "a.csv", text))
+
+
+# Which metrics are shown.
+
+
+def test_what_is_shown_is_declared() -> None:
+    """A place that no part of the table has would hide its metric; a name that nobody declares draws nothing."""
+    assert {metric.place for metric in METRICS} == {"", *PLACES}
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    from mismatch_plugin.inspect import panels
+
+    series = [item for panel in panels.PANELS for item in (*panel.series, panel.older) if item is not None]
+    drawn = {name for item in series for name in item.names}
+    columns = {name for panel in (*CURVES, *GUIDE) for part in panel.parts for name in (part.column, part.older)}
+    drawn |= {name.removeprefix(PREFIX) for name in columns if name.startswith(PREFIX)}
+    assert drawn <= {metric.name for metric in METRICS}
 
 
 # Pictures.

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -100,23 +101,25 @@ def test_holm_steps_down():
     assert statistics.holm([]) == []
 
 
-def test_area_is_the_mean_height():
-    # Trapezoids 2·0.5 + 2·1.5 over 4 steps.
-    assert statistics.area_under_curve(np.array([0.0, 2.0, 4.0]), np.array([0.0, 1.0, 2.0])) == pytest.approx(1.0)
-    assert statistics.area_under_curve(np.array([0.0, 1.0, 4.0]), np.array([0.0, 1.0, 0.0])) == pytest.approx(0.5)
-    assert statistics.area_under_curve(np.array([3.0]), np.array([0.7])) == 0.7
-    assert math.isnan(statistics.area_under_curve(np.array([]), np.array([])))
+AREA, DRAWDOWN, FINAL = statistics.area_under_curve, statistics.worst_drawdown, statistics.final_value
 
 
-def test_drawdown_is_the_largest_fall_from_an_earlier_value():
-    assert statistics.worst_drawdown(np.array([0.2, 0.8, 0.5, 0.9, 0.4])) == pytest.approx(0.5)
-    assert statistics.worst_drawdown(np.array([0.1, 0.2, 0.3])) == 0.0
-
-
-def test_final_value_is_the_mean_of_the_last_tenth():
-    assert statistics.final_value(np.arange(20.0)) == 18.5
-    assert statistics.final_value(np.arange(5.0)) == 4.0
-    assert statistics.final_value(np.arange(11.0)) == 9.5
+@pytest.mark.parametrize(
+    ("figure", "curve", "value"),
+    [
+        (AREA, ([0.0, 2.0, 4.0], [0.0, 1.0, 2.0]), 1.0),  # trapezoids 2·0.5 + 2·1.5 over 4 steps
+        (AREA, ([0.0, 1.0, 4.0], [0.0, 1.0, 0.0]), 0.5),
+        (AREA, ([3.0], [0.7]), 0.7),
+        (AREA, ([], []), math.nan),
+        (DRAWDOWN, ([0.2, 0.8, 0.5, 0.9, 0.4],), 0.5),  # the largest fall from an earlier value
+        (DRAWDOWN, ([0.1, 0.2, 0.3],), 0.0),
+        (FINAL, (np.arange(20.0),), 18.5),  # the mean of the last tenth
+        (FINAL, (np.arange(5.0),), 4.0),
+        (FINAL, (np.arange(11.0),), 9.5),
+    ],
+)
+def test_figures_of_a_curve(figure: Callable[..., float], curve: tuple[list[float], ...], value: float):
+    assert figure(*map(np.array, curve)) == pytest.approx(value, nan_ok=True)
 
 
 def test_mean_and_error_leave_out_what_is_no_number():

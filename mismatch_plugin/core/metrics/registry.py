@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 PREFIX = "rollout_corr/"
+PLACES = ("headline", "ratio", "clamped ratio", "correction", "products", "loss")
+"""The parts of `inspect`'s table, in their order."""
 
 
 class Mean(NamedTuple):
     """A value that is a sum divided by the count of tokens or sequences which its metric is `over`.
 
     total: that sum, or the row of which it is the sum.
-    left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same;
-        the mean of nothing, too.
+    left_out: what a token (sequence) whose invalid log-prob is only measured adds where a host counts it all the same.
+    empty: the mean of nothing.
     """
 
     total: str | Callable[[f.State], float]
     left_out: float = 0.0
+    empty: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class Metric:
     trained: over everything that trains; the others are over what was measured, and absent where that is nothing.
     averaged: its mean over micro-batches means something, though its count is its own. That of a `Mean` always does,
         and a host that knows the count of the step may add it up over micro-batches.
+    place: the part of `inspect`'s table that shows it, one of `PLACES`, in order of declaration; "" where none does.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Metric:
     level: str = "basic"
     trained: bool = False
     averaged: bool = False
+    place: str = ""
 
     def total(self, s: f.State) -> float:
         """What a `Mean` divides."""
@@ -61,7 +66,7 @@ class Metric:
         """The value, or the values of a family."""
         if not isinstance(self.value, Mean):
             return self.value(s)
-        return f.ratio(self.total(s), s.count(f.measure(self.over, s.config), self.trained), self.value.left_out)
+        return f.ratio(self.total(s), s.count(f.measure(self.over, s.config), self.trained), self.value.empty)
 
 
 def means(config: MismatchConfig) -> Iterator[tuple[Metric, Mean, str]]:
@@ -101,36 +106,39 @@ def compute_metrics(
 METRICS: tuple[Metric, ...] = (
     # The ratio before bounding.
     Metric("rollout_is_mean", "mean of ρ, clamped to e^±20", "tokens", "ratio",
-           Mean(lambda s: f.ratio_total(s, "tokens"), left_out=1.0)),
+           Mean(lambda s: f.ratio_total(s, "tokens"), left_out=1.0, empty=1.0), place="clamped ratio"),
     Metric("rollout_is_ratio_mean", "mean of the tokens' ρ_t, clamped to e^±20", "tokens", "ratio",
-           Mean(lambda s: s.tokens + s.sums["ratio@tokens"], left_out=1.0)),
+           Mean(lambda s: s.tokens + s.sums["ratio@tokens"], left_out=1.0, empty=1.0), place="ratio"),
     Metric("rollout_is_ratio_std", "deviation of the tokens' ρ_t", "tokens", "ratio_squared",
-           lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio"))),
+           lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio")), place="ratio"),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
-           "ratio_squared", f.token_ess, unit="share"),
+           "ratio_squared", f.token_ess, unit="share", place="ratio"),
     Metric("rollout_is_ratio_unit_mean", "mean of the sequences' ρ (not at token level)", "sequences", "unit_ratio",
-           Mean(lambda s: s.sequences + s.sums["unit_ratio@sequences"], left_out=1.0)),
+           Mean(lambda s: s.sequences + s.sums["unit_ratio@sequences"], left_out=1.0, empty=1.0), place="ratio"),
     Metric("rollout_is_ratio_unit_std", "deviation of the sequences' ρ (not at token level)", "sequences",
            "unit_ratio_squared",
-           lambda s: f.deviation(s.mean("unit_ratio_squared", "sequences"), s.mean("unit_ratio", "sequences"))),
+           lambda s: f.deviation(s.mean("unit_ratio_squared", "sequences"), s.mean("unit_ratio", "sequences")),
+           place="ratio"),
     Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the sequences' ρ (not at token level)",
-           "sequences", "unit_ratio", f.unit_ess, unit="share"),
+           "sequences", "unit_ratio", f.unit_ess, unit="share", place="ratio"),
     Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
            "other dashboards", "tokens", "clamped",
-           lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0),
+           lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0,
+           place="clamped ratio"),
     Metric("rollout_is_min", "smallest ρ, from the unclamped log-ratio", "level's units", "-log_aggregate",
            lambda s: f.bounded_exp(-s.maximum("-log_aggregate")), merges="max"),
     Metric("rollout_is_max", "largest ρ, at most e^20", "level's units", "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
-           "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share"),
+           "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share",
+           place="clamped ratio"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
            "criterion's, else a TIS bound from preset or hand", "units of that bound", "high", Mean("high"),
            unit="share"),
     Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",
-           Mean(lambda s: f.ratio_total(s, "sequences"), left_out=1.0)),
+           Mean(lambda s: f.ratio_total(s, "sequences"), left_out=1.0, empty=1.0)),
     Metric("rollout_is_seq_std", "sample deviation of each sequence's mean ρ", "sequences", "ratio_squared", f.seq_std),
     Metric("rollout_is_seq_max", "largest mean ρ of a sequence", "sequences", "ratio",
            lambda s: f.seq_extreme(s, ""), merges="max"),
@@ -144,20 +152,21 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
            Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_tokens}low@sequences"]), unit="share"),
     # The weights really used.
-    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean, averaged=True),
+    Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean,
+           averaged=True, place="correction"),
     Metric("rollout_is_weight_after_std", "deviation of the weights", "accepted tokens", "weight", f.after_std),
     Metric("rollout_is_weight_after_max", "largest weight", "accepted tokens", "weight",
-           lambda s: s.maximum("weight") / s.factor, merges="max"),
+           lambda s: s.maximum("weight") / s.factor, merges="max", place="correction"),
     Metric("rollout_is_weight_after_eff_sample_size", "(Σ w)² / (n Σ w²), rejected tokens have w = 0", "tokens",
            "weight",
-           lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share"),
+           lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share", place="correction"),
     Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
            "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
     Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", "level's units",
            "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
     Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
-           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share"),
+           Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
            Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
     Metric("rollout_rs_masked_fraction", "same as rollout_is_masked_fraction", "tokens", "one",
@@ -180,13 +189,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_rs_{criterion}_min", "its smallest value", "criterion's units", "one",
            lambda s: f.criterion_extremes(s, "-"), merges="max", level="full"),
     Metric("rollout_is_veto_fraction", "share vetoed", "sequences", "one",
-           Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share"),
+           Mean(lambda s: s.sums.get("vetoed@sequences", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_catastrophic_token_fraction", "share with ρ below the veto threshold", "tokens", "one",
            Mean(lambda s: s.sums.get("catastrophic@tokens", 0.0)), unit="share"),
     Metric("accepted_token_fraction", "share that stays in the loss", "tokens", "kept",
-           Mean("kept", left_out=1.0), unit="share"),
+           Mean("kept", left_out=1.0), unit="share", place="correction"),
     Metric("accepted_seq_fraction", "share with a token that stays in the loss", "sequences", "kept_any",
-           Mean("kept_any", left_out=1.0), unit="share"),
+           Mean("kept_any", left_out=1.0), unit="share", place="correction"),
     Metric("all_rejected", "1 where the step has tokens and none is left", "step", "kept",
            lambda s: float(s.tokens > 0 and not s.sums["kept@tokens"]), averaged=True),
     Metric("tokens", "response tokens", "step", "one", lambda s: s.trained_tokens, unit="tokens", trained=True),
@@ -194,8 +203,8 @@ METRICS: tuple[Metric, ...] = (
            lambda s: s.trained_sequences, unit="sequences", trained=True),
     # How far apart the two policies are.
     Metric("kl", "mean of log π_rollout − log π_train", "tokens", "log_ratio",
-           Mean(lambda s: -s.sums["log_ratio@tokens"]), unit="nat"),
-    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", Mean("k3"), unit="nat"),
+           Mean(lambda s: -s.sums["log_ratio@tokens"]), unit="nat", place="headline"),
+    Metric("k3_kl", "mean of e^l − 1 − l, l clamped to ±20", "tokens", "k3", Mean("k3"), unit="nat", place="headline"),
     Metric("training_ppl", "exp of the mean −log π_train of a sequence, at most e^20", "sequences", "training_ppl",
            Mean("training_ppl")),
     Metric("training_log_ppl", "mean −log π_train of a sequence", "sequences", "train",
@@ -207,7 +216,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("ppl_ratio", "exp of log_ppl_diff: geometric mean of training over rollout perplexity", "sequences",
            "log_ratio", lambda s: f.bounded_exp(-s.mean("log_ratio", "sequences"))),
     Metric("log_ppl_diff", "training_log_ppl − rollout_log_ppl of a sequence", "sequences", "log_ratio",
-           Mean(lambda s: -s.sums["log_ratio@sequences"]), unit="nat"),
+           Mean(lambda s: -s.sums["log_ratio@sequences"]), unit="nat", place="headline"),
     Metric("log_ppl_abs_diff", "its absolute value", "sequences", "log_ratio_abs",
            Mean("log_ratio_abs"), unit="nat"),
     Metric("log_ppl_diff_max", "its largest value", "sequences", "-log_ratio_seq",
@@ -215,11 +224,13 @@ METRICS: tuple[Metric, ...] = (
     Metric("log_ppl_diff_min", "its smallest value", "sequences", "log_ratio_seq",
            lambda s: -s.maximum("log_ratio_seq"), unit="nat", merges="max"),
     Metric("chi2_token", "mean ρ² − 1, l clamped to ±20: an estimate, negative where ρ is mostly below 1", "tokens",
-           "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"])),
+           "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"]),
+           place="products"),
     Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
-           Mean(lambda s: s.sums[f"{'unit' if s.units.multiplies else 'product'}_square@sequences"] - s.sequences)),
+           Mean(lambda s: s.sums[f"{'unit' if s.units.multiplies else 'product'}_square@sequences"] - s.sequences),
+           place="products"),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
-           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True),
+           lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True, place="products"),
     Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
            unit="tokens", trained=True, averaged=True),
     # The loss.
@@ -228,7 +239,7 @@ METRICS: tuple[Metric, ...] = (
            averaged=True),
     Metric("pg_clipfrac", "share where the clip is active, on either side", "tokens", "clip_high",
            Mean(lambda s: s.sums["clip_high"] + s.sums["clip_low"]), unit="share",
-           trained=True),
+           trained=True, place="loss"),
     Metric("pg_clipfrac_lower", "share cut by the dual clip", "tokens", "clip_high",
            Mean(lambda s: s.sums.get("clip_dual", 0.0)), unit="share", trained=True),
     Metric("pg_clipfrac_high_side", "share where the clip is active above: r > 1 + ε, A > 0", "tokens", "clip_high",
@@ -236,7 +247,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
            Mean(lambda s: s.sums["clip_low"]), unit="share", trained=True),
     Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
-           Mean(lambda s: s.sums["ppo_kl"]), unit="nat", trained=True),
+           Mean(lambda s: s.sums["ppo_kl"]), unit="nat", trained=True, place="loss"),
     Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
            Mean(lambda s: s.sums["entropy"]), unit="nat", trained=True),
     Metric("ref_kl", "mean of the chosen estimator of KL(π_θ ‖ π_ref)", "tokens", "ref_kl",
