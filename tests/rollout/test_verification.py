@@ -51,7 +51,7 @@ def test_a_whole_update_passes_and_its_cost_is_in_the_log(caplog: pytest.LogCapt
     order = [path for path in paths if not path.endswith("_info")]
     update_paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     assert order == ["/weights_checker", *update_paths, "/weights_checker"]
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     # The four norms are ones before and after.
     assert line.startswith(f"version 1 verified on the server: {COUNT - 4} of {COUNT} tensors changed; ")
     assert line.endswith(" s")
@@ -121,7 +121,7 @@ def test_the_same_weights_again_from_the_same_client_are_a_warning(caplog: pytes
     # A step in which everything was rejected moves nothing: that is no reason to stop the training.
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         update(WeightsServer(BASE), NEW, NEW)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith("version 2 has the same weights as the update before it")
 
 
@@ -218,7 +218,7 @@ def test_a_server_without_checksums_is_updated_and_the_log_says_once_that_nobody
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         paths = update(served, NEW, NEWER)
     assert paths.count("/weights_checker") == 1 and served.version == "2"
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith("weight updates are not verified: the server has no checksums of its weights")
 
 
@@ -240,7 +240,7 @@ def test_only_every_nth_update_is_verified(
     with caplog.at_level(logging.INFO, "mismatch_plugin"):
         paths = update(WeightsServer(BASE), NEW, BASE, NEWER, nudged(NEWER, 1e-3), every=every)
     assert paths.count("/weights_checker") == asked
-    lines = [record.getMessage() for record in caplog.records]
+    lines = caplog.messages
     assert [line.split(" verified")[0] for line in lines] == [f"version {number}" for number in verified]
 
 
@@ -265,7 +265,7 @@ def test_a_step_that_moves_nothing_after_an_unverified_update_is_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         update(WeightsServer(BASE), *[NEW, nudged(NEW, 0.5), NEWER][-every:], NEWER, every=every)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith(f"version {every + 1} has the same weights as the update before it")
 
 
