@@ -152,8 +152,8 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     notes = []
     if sampling.filtered and not has_kept_ids:
         notes.append(
-            f"{', '.join(sampling.filters)} without the sampling mask: tokens were drawn from what the filters kept, but "
-            "their log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
+            f"{', '.join(sampling.filters)} without the sampling mask: tokens were drawn from what the filters kept, "
+            "but their log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
             "π_train/π_rollout is too high by 1/(kept mass) and grows with the response length at sequence level. "
             "Request return_sampling_mask (SGLang 0.5.23 needs a finite top_k for it), or sample with top_p 1, top_k "
             "−1, min_p 0. And what the training policy gives to tokens outside the kept set cannot be reweighted."
