@@ -17,12 +17,7 @@ MAX_LINE = 256 * MIB
 MAX_FILE = 512 * MIB
 """Bytes of a file that is read whole."""
 
-_KINDS = (
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
+_KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
 def refuse_special(path: Path) -> None:
@@ -31,9 +26,8 @@ def refuse_special(path: Path) -> None:
         mode = path.stat().st_mode
     except OSError:
         return
-    for is_kind, kind in _KINDS:
-        if is_kind(mode):
-            raise ValueError(f"{path} is {kind}, not a regular file: save what it holds in a file and give that one.")
+    if kind := _KINDS.get(stat.S_IFMT(mode)):
+        raise ValueError(f"{path} is {kind}, not a regular file: save what it holds in a file and give that one.")
 
 
 def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str:

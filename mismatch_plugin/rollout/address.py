@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from base64 import b64encode
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -17,8 +17,7 @@ _SHORTEST_SECRET = 4
 HIDDEN = "***"
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """url: http(s)://host:port[/path], without credentials. auth: user and password that stood in it."""
 
     url: str

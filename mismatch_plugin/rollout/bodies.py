@@ -1,78 +1,61 @@
-"""Bodies of replies, read in pieces and never further than a limit, whatever a server or a proxy sends."""
+"""Bodies of replies, never read further than a limit, whatever a server or a proxy sends."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import zlib
-from typing import Any
 
 import httpx
+
+from mismatch_plugin.rollout.outcomes import RequestError
 
 ACCEPT_ENCODING = "gzip"
 """The one encoding that is asked for: httpx's own decoders unpack a whole chunk before anybody can count it."""
 
-
-class BodyTooLarge(Exception):
-    """More bytes than allowed, after decompression."""
-
-
-class BodyGarbled(Exception):
-    """Bytes that are not what their Content-Encoding says."""
-
-
-class BodyCutOff(Exception):
-    """A compressed body without its end."""
+_GZIP_OVERHEAD = 1024
+"""Bytes by which a compressed body may be longer than what it holds."""
 
 
 async def read_body(response: httpx.Response, limit: int) -> bytes:
-    """All bytes of a streamed response after decompression. Memory: at most `limit` bytes and one chunk.
+    """All bytes of a streamed response after decompression. Memory: at most three times `limit`.
 
-    Raises BodyTooLarge, BodyGarbled, BodyCutOff, and what httpx raises while it reads.
+    Raises RequestError of kind `content` for more than `limit` bytes and for bytes that are not what their
+    Content-Encoding says, `connection` for a compressed body without its end; and what httpx raises while it reads.
     """
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "x-gzip"):
-        raise BodyGarbled(f"Content-Encoding {encoding[:40]!r} was not asked for")
-    gzip = _Gzip() if encoding.endswith("gzip") else None
+        raise _undecodable(f"Content-Encoding {encoding[:40]!r} was not asked for")
+    zipped = encoding.endswith("gzip")
+    longest = limit + _GZIP_OVERHEAD if zipped else limit
     declared = response.headers.get("content-length", "")
-    if gzip is None and declared.isdecimal() and int(declared) > limit:
-        raise BodyTooLarge
+    if declared.isdecimal() and int(declared) > longest:
+        raise _too_large(limit)
     body = bytearray()
     async for chunk in response.aiter_raw():
-        try:
-            if gzip is None:
-                body += chunk
-            else:
-                gzip.extend(body, chunk, limit)
-        except zlib.error as error:
-            raise BodyGarbled(str(error)) from None
-        if len(body) > limit:
-            raise BodyTooLarge
-    if gzip is not None and not gzip.whole:
-        raise BodyCutOff
-    return bytes(body)
+        body += chunk
+        if len(body) > longest:
+            raise _too_large(limit)
+    if not zipped:
+        return bytes(body)
+    try:
+        content = gzip.GzipFile(fileobj=io.BytesIO(body)).read(limit + 1)
+    except EOFError:
+        raise RequestError("connection", "compressed answer cut off") from None
+    except (OSError, zlib.error) as error:
+        raise _undecodable(str(error)) from None
+    if len(content) > limit:
+        raise _too_large(limit)
+    return content
 
 
-class _Gzip:
-    """Members of gzip one after another, as RFC 1952 allows, and zeros behind them, as gzip itself ignores."""
+def _undecodable(reason: str) -> RequestError:
+    return RequestError("content", f"an answer that cannot be decoded ({reason})")
 
-    def __init__(self) -> None:
-        self._member: Any = None
-        self._behind = False  # a member has ended
 
-    @property
-    def whole(self) -> bool:
-        """Whether all members that began have ended."""
-        return self._member is None
-
-    def extend(self, body: bytearray, data: bytes, limit: int) -> None:
-        """Add to the body what the data hold, but at most 1 byte beyond the limit. Raises zlib.error."""
-        while data and len(body) <= limit:
-            if self._member is None:
-                data = data.lstrip(b"\0") if self._behind else data
-                if not data:
-                    return
-                self._member = zlib.decompressobj(16 + zlib.MAX_WBITS)
-            # At least 1: zlib takes 0 for "no limit".
-            body += self._member.decompress(data, limit - len(body) + 1)
-            data = self._member.unused_data
-            if self._member.eof:
-                self._member, self._behind = None, True
+def _too_large(limit: int) -> RequestError:
+    return RequestError(
+        "content",
+        f"an answer of more than {limit} bytes after decompression: raise max_reply_bytes of SGLangClient if it is "
+        f"meant to be so large, or ask for less (top_log_probs, return_sampling_mask, max_new_tokens)",
+    )

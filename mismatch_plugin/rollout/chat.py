@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.replies import ReplyError, record_from_meta_info
+from mismatch_plugin.rollout.replies import MetaInfo, ReplyError, error_reply
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 _DELTAS = (
@@ -34,50 +34,35 @@ def parse_chat(
     if not isinstance(reply, Mapping):
         raise ReplyError(0, "form", f"a JSON object is expected, not {type(reply).__name__}")
     if not isinstance(reply.get("choices"), list):
-        error = reply.get("error", reply if reply.get("object") == "error" else None)
-        if error is None:
-            raise ReplyError(0, "form", f"no choices among {sorted(reply)[:8]}: this is no chat reply")
-        message = error.get("message", error) if isinstance(error, Mapping) else error
-        raise ReplyError(0, "error_reply", f"the server answered: {message}")
+        raise error_reply(0, reply, "choices", "chat reply")
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
     names = list(range(len(choices))) if samples is None else list(samples)
     if len(names) != len(choices) or [choice["index"] for choice in choices] != list(range(len(choices))):
         raise ReplyError(0, "count", f"choices {[choice['index'] for choice in choices]} to {len(names)} requests")
-    return [
-        _choice(choice, reply, prompt, sampling or SamplingParameters(), name, require_kept_ids)
-        for choice, name in zip(choices, names, strict=True)
-    ]
-
-
-def _choice(
-    choice: Mapping[str, Any],
-    reply: Mapping[str, Any],
-    prompt: Sequence[int] | None,
-    sampling: SamplingParameters,
-    sample: object,
-    require_kept_ids: bool,
-) -> RolloutRecord:
-    meta = choice.get("meta_info")
-    if meta is None:
-        raise ReplyError(
-            sample, "form", "no meta_info, and chat log-probs carry no token ids: send return_meta_info true"
-        )
-    rendered = choice.get("prompt_token_ids")
-    if rendered is None and prompt is None:
-        raise ReplyError(sample, "prompt", "the prompt's ids are unknown: send return_prompt_token_ids true")
-    if rendered is not None and prompt is not None and list(rendered) != list(prompt):
-        raise ReplyError(sample, "prompt", "the server rendered another prompt: tokenizer or chat template differ")
     versions = {key: value for key, value in (reply.get("metadata") or {}).items() if key.startswith("weight_version")}
-    return record_from_meta_info(
-        {**versions, **meta},
-        list(rendered if rendered is not None else prompt or ()),
-        choice.get("response_token_ids"),
-        sampling,
-        sample,
-        text=(choice.get("message") or {}).get("content"),
-        finish_reason=meta.get("finish_reason", choice.get("finish_reason")),
-        require_kept_ids=require_kept_ids,
-    )
+    records = []
+    for choice, name in zip(choices, names, strict=True):
+        meta = choice.get("meta_info")
+        if meta is None:
+            message = "no meta_info, and chat log-probs carry no token ids: send return_meta_info true"
+            raise ReplyError(name, "form", message)
+        rendered = choice.get("prompt_token_ids")
+        rendered = prompt if rendered is None else rendered
+        if rendered is None:
+            raise ReplyError(name, "prompt", "the prompt's ids are unknown: send return_prompt_token_ids true")
+        if prompt is not None and list(rendered) != list(prompt):
+            raise ReplyError(name, "prompt", "the server rendered another prompt: tokenizer or chat template differ")
+        records.append(
+            MetaInfo({**versions, **meta}, name).record(
+                list(rendered),
+                choice.get("response_token_ids"),
+                sampling or SamplingParameters(),
+                text=(choice.get("message") or {}).get("content"),
+                finish_reason=choice.get("finish_reason"),
+                require_kept_ids=require_kept_ids,
+            )
+        )
+    return records
 
 
 def read_events(lines: Iterable[str]) -> list[Any]:

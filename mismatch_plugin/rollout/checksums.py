@@ -63,42 +63,38 @@ class Sources:
     """
 
     def __init__(self, sent: Mapping[str, Sent], ranks: Checksums) -> None:
+        self.names = list(dict.fromkeys(name for rank in ranks for name in rank))
         self._sent = sent
-        self._names = list(dict.fromkeys(name for rank in ranks for name in rank))
-        own = set(self._names)
-        self._within: dict[str, list[str]] = defaultdict(list)  # module -> sent names anywhere in it
-        self._siblings: dict[str, list[str]] = defaultdict(list)  # module -> sent parameters of its direct submodules
-        for name in sent:
-            if name in own:
-                continue
-            parts = name.split(".")
-            for length in range(1, len(parts)):
-                self._within[".".join(parts[:length])].append(name)
-            self._siblings[".".join(parts[:-2])].append(name)
+        within: dict[str, list[str]] = defaultdict(list)  # module -> sent names anywhere in it
+        siblings: dict[str, list[str]] = defaultdict(
+            list
+        )  # module and leaf -> sent parameters of its direct submodules
+        own = set(self.names)
+        for name in (name for name in sent if name not in own):
+            *modules, leaf = name.split(".")
+            for length in range(1, len(modules) + 1):
+                within[".".join(modules[:length])].append(name)
+            siblings[".".join([*modules[:-1], leaf])].append(name)
+        self._of: dict[str, list[str]] = {}
+        for name in self.names:
+            module, _, leaf = name.rpartition(".")
+            beside = ".".join([*module.split(".")[:-1], leaf])
+            self._of[name] = [name] if name in sent else within.get(module) or siblings.get(beside) or []
+        used = {source for sources in self._of.values() for source in sources}
+        self.unknown = [name for name in sent if name not in used]
+        """Sent names that belong to no tensor of the server."""
 
     def of(self, name: str) -> list[str]:
-        """The sent names that `name` is made of; [] if that is unknown, or nothing was sent for it."""
-        if name in self._sent:
-            return [name]
-        module, _, leaf = name.rpartition(".")
-        if module in self._within:
-            return self._within[module]
-        parent = module.rpartition(".")[0]
-        return [source for source in self._siblings.get(parent, ()) if source.rpartition(".")[2] == leaf]
-
-    def unknown(self) -> list[str]:
-        """Sent names that belong to no tensor of the server."""
-        used = {source for name in self._names for source in self.of(name)}
-        return [name for name in self._sent if name not in used]
+        """The sent names that the server's `name` is made of; [] if that is unknown, or nothing was sent for it."""
+        return self._of[name]
 
     def foreign(self) -> str:
         """A sentence about sent names that belong to no tensor of the server, or nothing."""
-        unknown = self.unknown()
-        if not unknown:
+        if not self.unknown:
             return ""
         return (
-            f"{len(unknown)} of {len(self._sent)} names that were sent belong to no tensor of the server and were "
-            f"skipped: {some(unknown)}; it has {some(self._names)}. "
+            f"{len(self.unknown)} of {len(self._sent)} names that were sent belong to no tensor of the server and were "
+            f"skipped: {some(self.unknown)}; it has {some(self.names)}. "
         )
 
     def explanation(self) -> str:

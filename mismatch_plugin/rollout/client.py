@@ -9,14 +9,11 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args
 
-from mismatch_plugin.config import MismatchWarning
 from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.rollout.control import PauseMode, ServerControl
-from mismatch_plugin.rollout.lanes import Lane
 from mismatch_plugin.rollout.outcomes import (
     Failure,
     GenerateError,
@@ -30,7 +27,7 @@ from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.replies import ReplyError, parse_generate, parse_prompt_log_probs
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server_info import ServerInfo
-from mismatch_plugin.rollout.transport import MAX_REPLY_BYTES, Retries, Transport
+from mismatch_plugin.rollout.transport import MAX_REPLY_BYTES, Answer, Retries, Transport
 
 __all__ = [
     "Failure",
@@ -100,7 +97,7 @@ class SGLangClient(ServerControl):
             raise ValueError(f"vocab_size={vocab_size} must be at least 1: it counts the model's token ids.")
         transport = Transport(
             url,
-            lanes=concurrency,
+            concurrency=concurrency,
             timeout=timeout,
             connect_timeout=connect_timeout,
             headers=headers or {},
@@ -109,9 +106,7 @@ class SGLangClient(ServerControl):
         attempts = Retries(attempts=1 + retries) if isinstance(retries, int) else retries
         super().__init__(transport, attempts, verify_updates_every)
         self.url, self.concurrency, self.policy = transport.url, concurrency, rollout_log_prob_policy
-        self._vocab_size = vocab_size
-        self._asked = False
-        self._warned: set[str] = set()
+        self._vocab_size, self._asked = vocab_size, False
 
     async def __aenter__(self) -> SGLangClient:
         return self
@@ -182,32 +177,32 @@ class SGLangClient(ServerControl):
         until = None if deadline is None else time.monotonic() + deadline
         await self._check_prompts(prompts, until)
         batch = uuid.uuid4().hex[:12]
+        asked: dict[str, Any] = {"return_logprob": True}
+        if return_sampling_mask:
+            asked["return_sampling_mask"] = True
+        if prompt_log_probs:
+            asked["logprob_start_len"] = 0
+        if top_log_probs:
+            asked["top_logprobs_num"] = top_log_probs
 
-        async def sample(index: int, lane: Lane) -> tuple[RolloutRecord, int]:
+        async def sample(index: int) -> tuple[RolloutRecord, int]:
             prompt = list(prompts[index // samples_per_prompt])
             own = sampling if sampling.seed is None else sampling.model_copy(update={"seed": sampling.seed + index})
-            body: dict[str, Any] = {"input_ids": prompt, "sampling_params": own.to_sglang(), "return_logprob": True}
-            if return_sampling_mask:
-                body["return_sampling_mask"] = True
-            if prompt_log_probs:
-                body["logprob_start_len"] = 0
-            if top_log_probs:
-                body["top_logprobs_num"] = top_log_probs
             name = f"{batch}-{index}"
-            answer = await self._transport.call(
-                "POST", "/generate", body, request_id=name, lane=lane, retries=self._retries, deadline=until
-            )
-            try:
-                kept = return_sampling_mask
-                (record,) = parse_generate(answer.json, [prompt], own, samples=[index], require_kept_ids=kept)
+
+            def read(answer: Answer) -> RolloutRecord:
+                (record,) = parse_generate(
+                    answer.json, [prompt], own, samples=[index], require_kept_ids=return_sampling_mask
+                )
                 _check(record, f"{name}-{answer.attempts}", prompt_log_probs, top_log_probs > 0, index)
-            except _MALFORMED as error:
-                raise self._unreadable(error, answer.attempts) from None
-            faults = record.faults(index) if self.policy == "error" else []
-            if faults:
-                more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
-                raise RequestError("log_probs", f"{faults[0]}{more}", answer.attempts)
-            return record.model_copy(update={"server": self.url}), answer.attempts
+                faults = record.faults(index) if self.policy == "error" else []
+                if faults:
+                    more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
+                    raise RequestError("log_probs", f"{faults[0]}{more}", answer.attempts)
+                return record.model_copy(update={"server": self.url})
+
+            body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}
+            return await self._ask(body, read, until, name)
 
         return await self._run(len(prompts) * samples_per_prompt, sample, progress, until)
 
@@ -224,81 +219,62 @@ class SGLangClient(ServerControl):
         """
         until = None if deadline is None else time.monotonic() + deadline
         await self._check_prompts(sequences, until)
+        sampling = {"temperature": 1.0, "max_new_tokens": 0}
 
-        async def score(index: int, lane: Lane) -> tuple[list[float | None], int]:
+        async def score(index: int) -> tuple[list[float | None], int]:
             sequence = list(sequences[index])
-            body = {
-                "input_ids": sequence,
-                "sampling_params": {"temperature": 1.0, "max_new_tokens": 0},
-                "return_logprob": True,
-                "logprob_start_len": 0,
-            }
-            answer = await self._transport.call(
-                "POST", "/generate", body, lane=lane, retries=self._retries, deadline=until
-            )
-            try:
-                scored = parse_prompt_log_probs(answer.json, sequence, index, vocab_size=self._vocabulary)
-            except _MALFORMED as error:
-                raise self._unreadable(error, answer.attempts) from None
-            return scored, answer.attempts
+
+            def read(answer: Answer) -> list[float | None]:
+                return parse_prompt_log_probs(answer.json, sequence, index, vocab_size=self._vocabulary)
+
+            body = {"input_ids": sequence, "sampling_params": sampling, "return_logprob": True, "logprob_start_len": 0}
+            return await self._ask(body, read, until)
 
         return _values(await self._run(len(sequences), score, progress, until))
-
-    async def server_info(self) -> ServerInfo:
-        """As `ServerControl.server_info`; warns of the server's risks, of each once."""
-        info = await super().server_info()
-        self._warn_of_risks(info)
-        return info
 
     @property
     def _vocabulary(self) -> int | None:
         return self._vocab_size or (self._info.vocab_size if self._info is not None else None)
 
-    async def _ask_once(self, until: float | None) -> None:
-        """Risks and vocabulary of the server, for the first request. One that does not tell is taken as it is."""
-        if self._asked:
-            return
-        wait = min(self._transport.connect_timeout, self._transport.timeout)
-        question = {"retries": Retries(attempts=1), "timeout": wait, "deadline": until}
-        try:
-            server = await self._transport.call("GET", "/server_info", **question)
-            model = await self._transport.call("GET", "/model_info", **question)
-            self._info = ServerInfo.from_replies(server.json, model.json)
-        except RequestError as error:
-            self._asked = error.kind not in ("connection", "deadline", "closed")  # then it is asked again
-        except _MALFORMED:
-            self._asked = True
-        else:
-            self._asked = True
-            self._warn_of_risks(self._info)
-
-    def _warn_of_risks(self, info: ServerInfo) -> None:
-        for risk in info.risks():
-            if risk not in self._warned:
-                self._warned.add(risk)
-                warnings.warn(f"{self.url}: {risk}", MismatchWarning, stacklevel=3)
-
-    def _unreadable(self, error: Exception, attempts: int) -> RequestError:
-        told = isinstance(error, ReplyError)
-        message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
-        return RequestError("reply", self._transport.redacted(message), attempts)
-
     async def _check_prompts(self, prompts: Sequence[Sequence[int]], until: float | None) -> None:
+        """Risks and vocabulary of the server are asked once; one that does not tell is taken as it is."""
         check_ids(prompts)
         if len(prompts) == 0:
             return
-        await self._ask_once(until)
+        if not self._asked:
+            wait = min(self._transport.connect_timeout, self._transport.timeout)
+            try:
+                await self._ask_server(retries=Retries(attempts=1), timeout=wait, deadline=until)
+                self._asked = True
+            except RequestError as error:
+                self._asked = error.kind not in ("connection", "deadline", "closed")  # then it is asked again
+            except _MALFORMED:
+                self._asked = True
         if self._vocabulary is not None:
             check_vocabulary(prompts, self._vocabulary)
+
+    async def _ask(
+        self, body: dict[str, Any], read: Callable[[Answer], T], until: float | None, name: str | None = None
+    ) -> tuple[T, int]:
+        """What `read` finds in the answer to a `/generate`, and after how many attempts it came."""
+        answer = await self._transport.call(
+            "POST", "/generate", body, request_id=name, retries=self._retries, deadline=until
+        )
+        try:
+            return read(answer), answer.attempts
+        except _MALFORMED as error:
+            told = isinstance(error, ReplyError)
+            message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
+            raise RequestError("reply", self._transport.redacted(message), answer.attempts) from None
 
     async def _run(
         self,
         total: int,
-        job: Callable[[int, Lane], Awaitable[tuple[T, int]]],
+        job: Callable[[int], Awaitable[tuple[T, int]]],
         progress: Callable[[Progress], None] | None,
         until: float | None,
     ) -> list[Outcome[T]]:
-        """`job` for each of `total` indices, by as many workers as there are lanes: no task a request."""
+        """`job` for each of `total` indices, by as many workers as may be under way: no task a request."""
         waiting = iter(range(total))
         outcomes: dict[int, Outcome[T]] = {}
         failed = retries = 0
@@ -307,8 +283,8 @@ class SGLangClient(ServerControl):
             nonlocal failed, retries
             for index in waiting:
                 try:
-                    async with self._transport.lanes.take(until) as lane:
-                        value, attempts = await job(index, lane)
+                    async with self._transport.slot(until):
+                        value, attempts = await job(index)
                     outcomes[index] = Outcome(index, value, None, attempts)
                 except RequestError as error:
                     failed += 1

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from typing import Any, Literal, get_args
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any, Literal, TypeVar, get_args
 
 import torch.distributed as dist
 
+from mismatch_plugin.config import MismatchWarning
 from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
 from mismatch_plugin.rollout.server_info import ServerInfo
 from mismatch_plugin.rollout.transport import Answer, Retries, Transport
 from mismatch_plugin.rollout.verification import ExpectChanged, UpdateVerifier, check_expectation
 from mismatch_plugin.rollout.weights import (
+    Bucket,
     NamedTensors,
     broadcast,
     buckets,
-    dtype_name,
     join_weights_update_group,
     named_pairs,
     serialised,
@@ -25,6 +27,7 @@ from mismatch_plugin.rollout.weights import (
 )
 
 PauseMode = Literal["abort", "retract", "in_place"]
+T = TypeVar("T")
 GROUP_NAME = "weight_update_group"
 
 _ONCE = Retries(attempts=1)
@@ -44,6 +47,7 @@ class ServerControl:
         self._verifier = UpdateVerifier(transport, retries, verify_updates_every)
         self._paused: PauseMode | None = None
         self._info: ServerInfo | None = None
+        self._warned: set[str] = set()
 
     async def health(self, timeout: float = 30.0) -> bool:
         """Whether the server answers and can generate (SGLang generates one token to find out)."""
@@ -54,12 +58,19 @@ class ServerControl:
         return True
 
     async def server_info(self) -> ServerInfo:
-        """Version and settings, with the model and weight version that the last update left."""
-        server = await self._transport.call("GET", "/server_info", retries=self._retries)
-        model = await self._transport.call("GET", "/model_info", retries=self._retries)
+        """Version and settings, with the model and weight version that the last update left. Warns of the server's
+        risks (`ServerInfo.risks`), of each once."""
+        return await self._ask_server(retries=self._retries)
+
+    async def _ask_server(self, **options: Any) -> ServerInfo:
+        server, model = [await self._transport.call("GET", path, **options) for path in ("/server_info", "/model_info")]
         if not isinstance(server.json, dict) or not isinstance(model.json, dict):
             raise RequestError("content", "/server_info did not answer with a JSON object", server.attempts)
         self._info = ServerInfo.from_replies(server.json, model.json)
+        for risk in self._info.risks():
+            if risk not in self._warned:
+                self._warned.add(risk)
+                warnings.warn(f"{self._transport.url}: {risk}", MismatchWarning, stacklevel=3)
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
@@ -130,21 +141,12 @@ class ServerControl:
         flush_cache, expect_changed: as in `update_weights_from_disk`. A tensor that is sent as it was sent before may
             stay the same.
         """
-        check_expectation(expect_changed)
-        pairs = named_pairs(named_tensors)
-        parts = list(buckets(pairs, bucket_bytes))
-        info = self._info or await self.server_info()
-        flush = await self._flush(flush_cache)
 
-        async def send() -> None:
-            for number, part in enumerate(parts):
-                body: dict[str, Any] = {"serialized_named_tensors": [serialised(part)] * info.tp_size}
-                body |= _last(number + 1 == len(parts), version, flush)
-                await self._update("/update_weights_from_tensor", body)
+        async def send(bucket: Bucket, last: dict[str, Any], info: ServerInfo) -> None:
+            body = {"serialized_named_tensors": [serialised(bucket)] * info.tp_size, **last}
+            await self._update("/update_weights_from_tensor", body)
 
-        async with self._verifier.around(version, expect_changed, pairs, torch_dtype(info.dtype)):
-            await self._session(send, pause=len(parts) > 1)
-            await self._confirm(version)
+        await self._send(send, named_tensors, version, bucket_bytes, flush_cache, expect_changed)
 
     async def init_weights_update_group(
         self,
@@ -161,25 +163,11 @@ class ServerControl:
         master_address, master_port: where this process listens, as the server sees it. world_size: 1 + the server's
         tensor-parallel size by default. backend: gloo or nccl. Raises WeightUpdateError.
         """
-        size = 1 + await self._tp_size() if world_size is None else world_size
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": 1,
-            "world_size": size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        joining = asyncio.to_thread(
-            join_weights_update_group,
-            master_address,
-            master_port,
-            world_size=size,
-            group_name=group_name,
-            backend=backend,
-            timeout=timeout,
-        )
-        return await self._beside(self._update("/init_weights_update_group", body), joining)
+        size = 1 + (await self._known()).tp_size if world_size is None else world_size
+        group: dict[str, Any] = {"world_size": size, "group_name": group_name, "backend": backend}
+        body = {"master_address": master_address, "master_port": master_port, "rank_offset": 1, **group}
+        joining = asyncio.to_thread(join_weights_update_group, master_address, master_port, timeout=timeout, **group)
+        return await self._together(self._update("/init_weights_update_group", body), joining)
 
     async def destroy_weights_update_group(self, group: dist.ProcessGroup, *, group_name: str = GROUP_NAME) -> None:
         """Take the group down on both sides."""
@@ -202,33 +190,55 @@ class ServerControl:
         The tensors must be where the group's backend reads them (CPU for gloo, CUDA for nccl). If the server refuses
         in the middle, the broadcast hangs until the group's time limit: make a new group afterwards.
         """
+
+        async def send(bucket: Bucket, last: dict[str, Any], info: ServerInfo) -> None:
+            body = {
+                "names": [name for name, _ in bucket],
+                "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
+                "shapes": [list(tensor.shape) for _, tensor in bucket],
+                "group_name": group_name,
+                **last,
+            }
+            update = self._update("/update_weights_from_distributed", body)
+            await self._together(update, asyncio.to_thread(broadcast, bucket, group))
+
+        await self._send(send, named_tensors, version, bucket_bytes, flush_cache, expect_changed)
+
+    async def _send(
+        self,
+        send: Callable[[Bucket, dict[str, Any], ServerInfo], Awaitable[None]],
+        named_tensors: NamedTensors,
+        version: str | int,
+        bucket_bytes: int | None,
+        flush_cache: bool | None,
+        expect_changed: ExpectChanged,
+    ) -> None:
+        """`send` each bucket, between begin and end, which SGLang needs around tensors; end also where it failed."""
         check_expectation(expect_changed)
         pairs = named_pairs(named_tensors)
-        parts = list(buckets(pairs, bucket_bytes))
-        info = self._info or await self.server_info()
+        *first, final = buckets(pairs, bucket_bytes)
+        info = await self._known()
         flush = await self._flush(flush_cache)
-
-        async def send() -> None:
-            for number, part in enumerate(parts):
-                body: dict[str, Any] = {
-                    "names": [name for name, _ in part],
-                    "dtypes": [dtype_name(tensor.dtype) for _, tensor in part],
-                    "shapes": [list(tensor.shape) for _, tensor in part],
-                    "group_name": group_name,
-                }
-                body |= _last(number + 1 == len(parts), version, flush)
-                update = self._update("/update_weights_from_distributed", body)
-                await self._beside(update, asyncio.to_thread(broadcast, part, group))
-
         async with self._verifier.around(version, expect_changed, pairs, torch_dtype(info.dtype)):
-            await self._session(send, pause=len(parts) > 1)
+            async with self.paused("retract") if first and self._paused is None else nullcontext():
+                await self._update("/begin_weight_update", {})
+                try:
+                    for bucket in first:
+                        await send(bucket, {"flush_cache": False}, info)
+                    # The version takes effect with the last bucket.
+                    await send(final, {"weight_version": str(version), "flush_cache": flush}, info)
+                except BaseException:
+                    with suppress(WeightUpdateError):  # the first error says what went wrong
+                        await self._update("/end_weight_update", {})
+                    raise
+                await self._update("/end_weight_update", {})
             await self._confirm(version)
 
     async def _flush(self, wanted: bool | None) -> bool:
         """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""
         if self._paused != "in_place":
             return wanted is not False
-        info = self._info or await self.server_info()
+        info = await self._known()
         if wanted is False or (wanted is None and info.disable_radix_cache):
             return False
         try:
@@ -243,36 +253,21 @@ class ServerControl:
                 ) from error
         return False
 
-    async def _session(self, send: Callable[[], Awaitable[None]], *, pause: bool) -> None:
-        """`send` between begin and end, which SGLang needs around tensors; end also where it failed."""
-        async with AsyncExitStack() as stack:
-            if pause and self._paused is None:
-                await stack.enter_async_context(self.paused("retract"))
-            await self._update("/begin_weight_update", {})
-            try:
-                await send()
-            except BaseException:
-                with suppress(WeightUpdateError):  # the first error says what went wrong
-                    await self._update("/end_weight_update", {})
-                raise
-            await self._update("/end_weight_update", {})
-
-    async def _beside(self, request: Coroutine[Any, Any, None], local: Coroutine[Any, Any, Any]) -> Any:
+    async def _together(self, request: Coroutine[Any, Any, None], local: Coroutine[Any, Any, T]) -> T:
         """Both at once, as a collective needs it; the first error ends it, without waiting for the other side."""
-        ours, theirs = asyncio.ensure_future(local), asyncio.ensure_future(request)
+        theirs, ours = asyncio.ensure_future(request), asyncio.ensure_future(local)
         try:
-            done, _ = await asyncio.wait({ours, theirs}, return_when=asyncio.FIRST_EXCEPTION)
-            failed = [task for task in (theirs, ours) if task in done and task.exception() is not None]
-            if failed:
-                error = failed[0].exception()
-                raise error if isinstance(error, WeightUpdateError) else WeightUpdateError(str(error)) from error
-            return ours.result()
+            return (await asyncio.gather(theirs, ours))[1]
+        except WeightUpdateError:
+            raise
+        except Exception as error:
+            raise WeightUpdateError(str(error)) from error
         finally:
-            ours.cancel()
             theirs.cancel()
+            ours.cancel()
 
-    async def _tp_size(self) -> int:
-        return (self._info or await self.server_info()).tp_size
+    async def _known(self) -> ServerInfo:
+        return self._info or await self.server_info()
 
     async def _confirm(self, version: str | int) -> None:
         """The server must now report the version: a silent refusal would go on sampling from old weights."""
@@ -299,8 +294,3 @@ class ServerControl:
             said = answer.json.get("message") or answer.json
             raise RequestError("refused", f"the server did not do {path}: {said}", answer.attempts)
         return answer
-
-
-def _last(last: bool, version: str | int, flush: bool) -> dict[str, Any]:
-    """The version takes effect with the last bucket."""
-    return {"weight_version": str(version), "flush_cache": flush} if last else {"flush_cache": False}

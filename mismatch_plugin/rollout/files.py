@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mismatch_plugin.files import read_lines, refuse_special, replacing
 from mismatch_plugin.rollout.records import RolloutRecord
 
 _ROWS = 1024
 """Rows of a Parquet row group: what is in memory at once."""
+_PAIR = ("log_prob", "id")
+"""A (log-prob, id) pair of `top_log_probs` is a struct in Parquet."""
 
 
 def read_records(path: str | Path) -> list[RolloutRecord]:
@@ -95,58 +97,28 @@ def _pyarrow() -> tuple[Any, Any]:
         ) from None
 
 
-def _schema(pa: Any) -> Any:
-    """The columns. Log-probs are doubles, so that reading gives back what was written."""
-    ids, log_probs = pa.list_(pa.int64()), pa.list_(pa.float64())
-    sampling = [
-        *[
-            (name, pa.float64())
-            for name in (
-                "temperature",
-                "top_p",
-                "min_p",
-                "repetition_penalty",
-                "frequency_penalty",
-                "presence_penalty",
-            )
-        ],
-        *[(name, pa.int64()) for name in ("top_k", "max_new_tokens", "min_new_tokens", "seed", "stream_interval")],
-        ("stop_token_ids", ids),
-        *[(name, pa.list_(pa.string())) for name in ("stop", "stop_regex")],
-        *[
-            (name, pa.bool_())
-            for name in ("ignore_eos", "skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
-        ],
-    ]
-    return pa.schema(
-        [
-            ("prompt_ids", ids),
-            ("response_ids", ids),
-            ("rollout_log_probs", log_probs),
-            ("loss_mask", pa.list_(pa.int8())),
-            ("sampling", pa.struct(sampling)),
-            ("finish_reason", pa.string()),
-            (
-                "weight_versions",
-                pa.list_(pa.struct([("version", pa.string()), ("start", pa.int64()), ("end", pa.int64())])),
-            ),
-            ("kept_ids", pa.list_(ids)),
-            ("behaviour_log_probs", log_probs),
-            ("prompt_log_probs", log_probs),
-            ("top_log_probs", pa.list_(pa.list_(pa.struct([("log_prob", pa.float64()), ("id", pa.int64())])))),
-            ("text", pa.string()),
-            ("request_id", pa.string()),
-            ("sample_id", pa.string()),
-            ("server", pa.string()),
-            ("dp_rank", pa.int64()),
-            ("reward", pa.float64()),
-        ]
-    )
+def _column(pa: Any, kind: Any) -> Any:
+    """The type of a column for values of the type `kind`. Doubles, so that reading gives back what was written."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return pa.struct([(name, _column(pa, field.annotation)) for name, field in kind.model_fields.items()])
+    if origin is Annotated:
+        return _column(pa, inner[0])
+    if origin is tuple and inner[-1] is not ...:  # of the top log-probs
+        return pa.struct([(name, _column(pa, part)) for name, part in zip(_PAIR, inner, strict=True)])
+    if origin in (list, tuple):
+        return pa.list_(_column(pa, inner[0]))
+    if type(None) in inner:
+        (kind,) = (part for part in inner if part is not type(None))
+        return _column(pa, kind)
+    return {bool: pa.bool_(), int: pa.int64(), float: pa.float64()}.get(kind, pa.string())
 
 
 def _write_parquet(path: Path, records: Iterable[RolloutRecord]) -> int:
     pa, parquet = _pyarrow()
-    schema, count, rows = _schema(pa), 0, []
+    schema = pa.schema([*_column(pa, RolloutRecord)])
+    schema = schema.set(schema.get_field_index("loss_mask"), pa.field("loss_mask", pa.list_(pa.int8())))
+    count, rows = 0, []
     with parquet.ParquetWriter(path, schema) as writer:
         for record in records:
             rows.append(_row(record))
@@ -160,12 +132,8 @@ def _write_parquet(path: Path, records: Iterable[RolloutRecord]) -> int:
 
 def _row(record: RolloutRecord) -> dict[str, Any]:
     row = record.model_dump()
-    for name in ("stop", "stop_regex", "stop_token_ids"):
-        row["sampling"][name] = list(getattr(record.sampling, name))
     if record.top_log_probs is not None:
-        row["top_log_probs"] = [
-            [{"log_prob": value, "id": token} for value, token in position] for position in record.top_log_probs
-        ]
+        row["top_log_probs"] = [[dict(zip(_PAIR, pair, strict=True)) for pair in top] for top in record.top_log_probs]
     return row
 
 
@@ -193,8 +161,7 @@ def _pairs(position: Any) -> Any:
     """(log-prob, id) of each entry of a position; what has another form stays, for the record to refuse."""
     if not isinstance(position, list):
         return position
-    names = {"log_prob", "id"}
     return [
-        (entry["log_prob"], entry["id"]) if isinstance(entry, dict) and entry.keys() == names else entry
+        tuple(entry[name] for name in _PAIR) if isinstance(entry, dict) and entry.keys() == {*_PAIR} else entry
         for entry in position
     ]

@@ -58,7 +58,7 @@ class Progress:
 class RequestError(RuntimeError):
     """One request that failed for good."""
 
-    def __init__(self, kind: FailureKind, message: str, attempts: int, status: int | None = None) -> None:
+    def __init__(self, kind: FailureKind, message: str, attempts: int = 0, status: int | None = None) -> None:
         super().__init__(message)
         self.kind: FailureKind = kind
         self.message, self.attempts, self.status = message, attempts, status

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,19 +17,12 @@ from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask
 from mismatch_plugin.rollout.records import Fault, RolloutRecord
 from mismatch_plugin.rollout.sampling import remaining_bias
+from mismatch_plugin.rollout.turns import common_length
 
 Which = Literal["auto", "full", "behaviour"]
 
 INITIAL_VERSION = "default"
 """What SGLang calls the weights it was started with: number −1, before every update."""
-
-
-class _Row(NamedTuple):
-    """One sequence as it is trained on."""
-
-    log_probs: list[float | None]
-    mask: list[int]
-    versions: list[str | None]
 
 
 def to_packed(
@@ -73,26 +66,32 @@ def to_packed(
         raise ValueError(f"trained_ids has {len(trained_ids)} entries for {len(records)} records.")
     if policy == "error":
         _raise_faults(records, train_log_probs, trained_ids)
-    names: list[object] = [
-        index if record.sample_id is None else record.sample_id for index, record in enumerate(records)
-    ]
-    trained = [None] * len(records) if trained_ids is None else list(trained_ids)
-    rows = [_row(record, ids, behaviour) for record, ids in zip(records, trained, strict=True)]
-    for note in {remaining_bias(record.sampling, has_kept_ids=behaviour) for record in records}:
-        if note:
-            warnings.warn(note, MismatchWarning, stacklevel=2)
+    trained = [record.response_ids for record in records] if trained_ids is None else trained_ids
+    log_probs: list[list[float | None]] = []
+    masks: list[list[int]] = []
+    versions: list[list[str | None]] = []
+    for record, ids in zip(records, trained, strict=True):
+        given = record.behaviour_log_probs if behaviour else record.rollout_log_probs
+        # In a list of another length nobody knows which token lacks its log-prob, nor behind an id that differs.
+        whole = given is not None and len(given) == len(record.response_ids)
+        same = common_length(record.response_ids, ids) if whole else 0
+        log_probs.append([*(given or ())[:same], *[None] * (len(ids) - same)])
+        masks.append([*record.loss_mask, *[1] * len(ids)][: len(ids)])
+        versions.append([*record.version_of_token, *[None] * len(ids)][: len(ids)])
+    for note in {remaining_bias(record.sampling, has_kept_ids=behaviour) for record in records} - {""}:
+        warnings.warn(note, MismatchWarning, stacklevel=2)
     rewards = [record.reward for record in records]
     return PackedSequences.from_lists(
         train_log_probs=train_log_probs,
-        rollout_log_probs=[row.log_probs for row in rows],
-        loss_masks=[row.mask for row in rows],
+        rollout_log_probs=log_probs,
+        loss_masks=masks,
         old_log_probs=old_log_probs,
         ref_log_probs=ref_log_probs,
         advantages=advantages,
         entropy=entropy,
-        weight_versions=_version_rows(rows, version_numbers),
+        weight_versions=_numbered(versions, masks, version_numbers),
         rewards=rewards if rewards and None not in rewards else None,
-        sequence_ids=names,
+        sequence_ids=[index if record.sample_id is None else record.sample_id for index, record in enumerate(records)],
     )
 
 
@@ -129,20 +128,19 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
     stands before the number is not the same in all of them: hexadecimal digests end in digits that mean nothing.
     """
     numbers: dict[str, int] = {}
+    named: dict[int, str] = {}
     stems: dict[str, str] = {}
     for version in dict.fromkeys(versions):
         match = re.search(r"\d+$", version)
-        if version != INITIAL_VERSION and match is None:
+        if match is not None:
+            stems.setdefault(version[: match.start()], version)
+        elif version != INITIAL_VERSION:
             raise ValueError(
                 f"weight version {version!r} does not end in a number: name versions by step, or pass version_numbers."
             )
-        number = -1 if match is None else int(match.group())
-        for other, taken in numbers.items():
-            if taken == number:
-                raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
-        numbers[version] = number
-        if match is not None:
-            stems.setdefault(version[: match.start()], version)
+        numbers[version] = number = -1 if match is None else int(match.group())
+        if (other := named.setdefault(number, version)) != version:
+            raise ValueError(f"weight versions {other!r} and {version!r} both mean {number}: pass version_numbers.")
     if len(stems) > 1:
         first, second, *_ = stems.values()
         raise ValueError(
@@ -175,11 +173,11 @@ def _raise_faults(
     found: list[Fault] = []
     for index, record in enumerate(records):
         train = None
-        ids = None if trained_ids is None else trained_ids[index]
         if train_log_probs is not None and index < len(train_log_probs):
             train = [float(value) for value in train_log_probs[index]]
             # Where the two sides have other lengths, a length fault (or from_lists) says so.
             train = train if len(train) == len(record.response_ids) else None
+        ids = None if trained_ids is None else trained_ids[index]
         found += record.faults(index if record.sample_id is None else None, trained_ids=ids, train_log_probs=train)
     if found:
         shown = "; ".join(str(fault) for fault in found[:3])
@@ -190,45 +188,25 @@ def _raise_faults(
         )
 
 
-def _row(record: RolloutRecord, trained_ids: Sequence[int] | None, behaviour: bool) -> _Row:
-    given = record.behaviour_log_probs if behaviour else record.rollout_log_probs
-    values: list[float | None] = list(given or ())
-    mask, versions = list(record.loss_mask), record.version_of_token
-    length = len(record.response_ids)
-    if len(values) != length:
-        values = list[float | None]([None] * length)  # which token lacks its log-prob is unknown
-    if trained_ids is None:
-        return _Row(values, mask, versions)
-    same = 0
-    while same < min(length, len(trained_ids)) and record.response_ids[same] == trained_ids[same]:
-        same += 1
-    rest = len(trained_ids) - same
-    total = len(trained_ids)
-    return _Row(
-        log_probs=[*values[:same], *[None] * rest],
-        mask=[*mask, *[1] * total][:total],
-        versions=[*versions, *[None] * total][:total],
-    )
-
-
-def _version_rows(rows: Sequence[_Row], version_numbers: Mapping[str, int] | None) -> list[Tensor] | None:
-    told = [version for row in rows for version in row.versions if version is not None]
+def _numbered(
+    versions: Sequence[Sequence[str | None]], masks: Sequence[Sequence[int]], numbers: Mapping[str, int] | None
+) -> list[Tensor] | None:
+    told = [version for row in versions for version in row if version is not None]
     if not told:
         return None
-    if any(mask and version is None for row in rows for version, mask in zip(row.versions, row.mask, strict=True)):
+    pairs = (pair for row, mask in zip(versions, masks, strict=True) for pair in zip(row, mask, strict=True))
+    if any(mask and version is None for version, mask in pairs):
         warnings.warn(
             "some training tokens have no weight version and others do: no metric by version for this batch.",
             MismatchWarning,
             stacklevel=3,
         )
         return None
-    numbers = number_versions(told) if version_numbers is None else version_numbers
-    unknown = sorted(set(told) - set(numbers))
-    if unknown:
+    numbers = number_versions(told) if numbers is None else numbers
+    if unknown := sorted(set(told) - set(numbers)):
         raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
     # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
-    filler = numbers[told[0]]
     return [
-        torch.tensor([filler if version is None else numbers[version] for version in row.versions], dtype=torch.int64)
-        for row in rows
+        torch.tensor([numbers[told[0] if version is None else version] for version in row], dtype=torch.int64)
+        for row in versions
     ]

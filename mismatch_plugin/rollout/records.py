@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -112,17 +112,13 @@ class RolloutRecord(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> RolloutRecord:
         length = len(self.response_ids)
-        for name in ("loss_mask", "kept_ids", "top_log_probs"):
-            value = getattr(self, name)
-            if value is not None and len(value) != length:
-                raise ValueError(
-                    f"{name} has {len(value)} entries, response_ids {length}{self._called}: give one a response token"
-                )
-        if self.prompt_log_probs is not None and len(self.prompt_log_probs) != len(self.prompt_ids):
-            raise ValueError(
-                f"prompt_log_probs has {len(self.prompt_log_probs)} entries, prompt_ids {len(self.prompt_ids)}"
-                f"{self._called}: give one a prompt token, None for the first"
-            )
+        for name in ("loss_mask", "kept_ids", "top_log_probs", "prompt_log_probs"):
+            per, advice = "response_ids", "give one a response token"
+            if name == "prompt_log_probs":
+                per, advice = "prompt_ids", "give one a prompt token, None for the first"
+            value, count = getattr(self, name), len(getattr(self, per))
+            if value is not None and len(value) != count:
+                raise ValueError(f"{name} has {len(value)} entries, {per} {count}{self._called}: {advice}")
         for position, value in enumerate(self.loss_mask):
             if value not in (0, 1):
                 raise ValueError(
@@ -171,55 +167,43 @@ class RolloutRecord(BaseModel):
             sample: how messages call the record; default `sample_id`.
             trained_ids: the response ids that the training side sees.
         """
+        found: list[Fault] = []
         sample = self.sample_id if sample is None else sample
-        found = [*self._id_faults(sample, trained_ids)]
-        lists = [("rollout log-prob", self.rollout_log_probs)]
-        if self.behaviour_log_probs is not None:
-            lists.append(("behaviour log-prob", self.behaviour_log_probs))
-        for name, values in lists:
-            if len(values) != len(self.response_ids):
-                position = min(len(values), len(self.response_ids))
-                message = (
-                    f"{name}s of sample {sample}: {len(values)} for {len(self.response_ids)} response tokens, position "
-                    f"{position} is the first without a partner (kind length)"
-                )
-                found.append(Fault(sample, position, "length", len(values), message))
+        length = len(self.response_ids)
+
+        def add(what: str, position: int, kind: FaultKind, value: float | None, says: str) -> None:
+            found.append(Fault(sample, position, kind, value, f"{what} of sample {sample}{says}"))
+
+        def add_length(what: str, count: int, says: str) -> None:
+            first = min(count, length)
+            says += f", position {first} is the first without a partner (kind length)"
+            add(what, first, "length", count, says)
+
+        if trained_ids is not None:
+            if len(trained_ids) != length:
+                says = f": {length} tokens were sampled, {len(trained_ids)} are trained on"
+                add_length("response", len(trained_ids), says)
+            for at, (sampled, trained) in enumerate(zip(self.response_ids, trained_ids, strict=False)):
+                if sampled != trained:
+                    says = f", position {at}: {sampled} was sampled, {trained} is trained on (kind token_ids)"
+                    add("token id", at, "token_ids", trained, says)
+        for what, values in (("rollout", self.rollout_log_probs), ("behaviour", self.behaviour_log_probs)):
+            what += " log-prob"
+            if values is None:
                 continue
-            found += self._value_faults(name, values, sample, train_log_probs)
-        return sorted(found, key=lambda fault: fault.position)
-
-    def _id_faults(self, sample: object, trained_ids: Sequence[int] | None) -> Iterator[Fault]:
-        if trained_ids is None:
-            return
-        ours = self.response_ids
-        if len(trained_ids) != len(ours):
-            position = min(len(trained_ids), len(ours))
-            message = (
-                f"response of sample {sample}: {len(ours)} tokens were sampled, {len(trained_ids)} are trained on, "
-                f"position {position} is the first without a partner (kind length)"
-            )
-            yield Fault(sample, position, "length", len(trained_ids), message)
-        for position, (sampled, trained) in enumerate(zip(ours, trained_ids, strict=False)):
-            if sampled != trained:
-                message = (
-                    f"token id of sample {sample}, position {position}: {sampled} was sampled, {trained} is trained on "
-                    f"(kind token_ids)"
+            if len(values) != length:
+                add_length(f"{what}s", len(values), f": {len(values)} for {length} response tokens")
+                continue
+            if train_log_probs is not None and len(train_log_probs) != length:
+                raise ValueError(
+                    f"train_log_probs of sample {sample} has {len(train_log_probs)} entries, the response {length} "
+                    f"tokens: give one a response token"
                 )
-                yield Fault(sample, position, "token_ids", trained, message)
-
-    def _value_faults(
-        self, name: str, values: Sequence[float | None], sample: object, train: Sequence[float] | None
-    ) -> Iterator[Fault]:
-        if train is not None and len(train) != len(values):
-            raise ValueError(
-                f"train_log_probs of sample {sample} has {len(train)} entries, the response {len(values)} tokens: give "
-                f"one a response token"
-            )
-        for position, (value, mask) in enumerate(zip(values, self.loss_mask, strict=True)):
-            kind = _kind(value, None if train is None else train[position]) if mask else None
-            if kind is not None:
-                message = f"{name} of sample {sample}, position {position} {_WHAT[kind]} (value {value}, kind {kind})"
-                yield Fault(sample, position, kind, value, message)
+            for at, (value, mask) in enumerate(zip(values, self.loss_mask, strict=True)):
+                kind = _kind(value, None if train_log_probs is None else train_log_probs[at]) if mask else None
+                if kind is not None:
+                    add(what, at, kind, value, f", position {at} {_WHAT[kind]} (value {value}, kind {kind})")
+        return sorted(found, key=lambda fault: fault.position)
 
 
 def _kind(value: float | None, train: float | None) -> FaultKind | None:
@@ -237,17 +221,13 @@ def _kind(value: float | None, train: float | None) -> FaultKind | None:
     return None
 
 
-def check_record(record: RolloutRecord, index: int) -> list[Fault]:
-    """The record's faults without a training side, called by its place in the batch."""
-    return record.faults(index)
+check_record = RolloutRecord.faults
 
 
 def check_records(records: Sequence[RolloutRecord], train_log_probs: Sequence[Any] | None = None) -> list[Fault]:
     """All faults of a batch; `train_log_probs` holds one sequence of numbers a record."""
     if train_log_probs is not None and len(train_log_probs) != len(records):
         raise ValueError(f"train_log_probs has {len(train_log_probs)} entries for {len(records)} records.")
-    found: list[Fault] = []
-    for index, record in enumerate(records):
-        train = None if train_log_probs is None else [float(value) for value in train_log_probs[index]]
-        found += record.faults(index, train_log_probs=train)
-    return found
+    rows = [None] * len(records) if train_log_probs is None else [[float(v) for v in row] for row in train_log_probs]
+    both = enumerate(zip(records, rows, strict=True))
+    return [fault for index, (record, row) in both for fault in record.faults(index, train_log_probs=row)]

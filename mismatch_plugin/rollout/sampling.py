@@ -104,7 +104,13 @@ class SamplingParameters(BaseModel):
     @property
     def filtered(self) -> bool:
         """top-p, top-k or min-p cut the distribution, which SGLang's log-probs do not show."""
-        return self.top_p < 1.0 or self.top_k != -1 or self.min_p > 0.0
+        return bool(self.filters)
+
+    @property
+    def filters(self) -> list[str]:
+        """The filters that are on, as "top_p=0.9"."""
+        off = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
+        return [f"{name}={getattr(self, name)}" for name, value in off.items() if getattr(self, name) != value]
 
     @property
     def penalised(self) -> bool:
@@ -144,15 +150,10 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
             "weight can repair a policy that never explores. Sample with temperature > 0 and top_k ≠ 1."
         )
     notes = []
-    filters = [
-        f"{name}={getattr(sampling, name)}"
-        for name, off in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0))
-        if getattr(sampling, name) != off
-    ]
-    if filters and not has_kept_ids:
+    if sampling.filtered and not has_kept_ids:
         notes.append(
-            f"{', '.join(filters)} without the sampling mask: tokens were drawn from what the filters kept, but their "
-            "log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
+            f"{', '.join(sampling.filters)} without the sampling mask: tokens were drawn from what the filters kept, "
+            "but their log-probs are over the full vocabulary. Each is too low by −log(kept mass), so that every ratio "
             "π_train/π_rollout is too high by 1/(kept mass) and grows with the response length at sequence level. "
             "Request return_sampling_mask (SGLang 0.5.23 needs a finite top_k for it), or sample with top_p 1, top_k "
             "−1, min_p 0. And what the training policy gives to tokens outside the kept set cannot be reweighted."

@@ -142,25 +142,19 @@ def start_cpu_server(
 
 def _is_gone(server: CpuServer) -> bool:
     """Whether it ended by itself. Its connections break before its exit can be seen, each in a way of its own, so it is
-    asked until it answers or has ended."""
+    asked until it answers, or keeps a connection open, or has ended."""
     deadline = time.monotonic() + _END_S
     while not server.ended_by_itself and time.monotonic() < deadline:
-        if _answers(server.url):
+        with contextlib.suppress(httpx.TransportError):
+            with contextlib.suppress(httpx.TimeoutException):
+                _ask(server)
             return False
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server._process.wait(0.1)
+        time.sleep(0.1)
     return server.ended_by_itself
 
 
-def _answers(url: str) -> bool:
-    """Whether somebody is there: an answer of any kind, or a connection that nobody closes."""
-    try:
-        httpx.get(url + "/health", timeout=5.0, trust_env=False)
-    except httpx.TimeoutException:
-        return True
-    except httpx.TransportError:
-        return False
-    return True
+def _ask(server: CpuServer) -> httpx.Response:
+    return httpx.get(server.url + "/health", timeout=5.0, trust_env=False)
 
 
 def find_python(python: str | os.PathLike[str] | None = None) -> Path:
@@ -177,35 +171,31 @@ def find_python(python: str | os.PathLike[str] | None = None) -> Path:
 
 def _start(command: list[str], port: int, log: Path, scratch: str, timeout: float) -> CpuServer:
     """Start and wait, again with another port where somebody took the free one meanwhile."""
-    for attempt in range(_PORT_TRIES):
-        chosen = port or _free_port()
-        server = _launch([*command, "--port", str(chosen)], f"http://127.0.0.1:{chosen}", log, scratch)
+    # Sockets and other files that the server leaves behind go into `scratch`.
+    environment = {**os.environ, **_ENVIRONMENT, "TMPDIR": scratch}
+    environment.pop("PYTHONPATH", None)  # the server's environment is whole without ours
+    for left in reversed(range(_PORT_TRIES)):
+        chosen = str(port or _free_port())
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-I", supervisor.__file__, scratch, *command, "--port", chosen],
+                stdin=subprocess.PIPE,  # closes when this process dies, which ends the server
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=scratch,
+                start_new_session=True,
+            )
+        server = CpuServer(process, f"http://127.0.0.1:{chosen}", log)
         try:
             _wait(server, timeout)
             return server
         except BaseException as error:
             server.stop()
             taken = isinstance(error, ServerError) and _PORT_TAKEN in server.log_tail().lower()
-            if port or not taken or attempt == _PORT_TRIES - 1:
+            if port or not taken or not left:
                 raise
     raise AssertionError("unreachable")
-
-
-def _launch(command: list[str], url: str, log: Path, scratch: str) -> CpuServer:
-    # Sockets and other files that the server leaves behind go into `scratch`.
-    environment = {**os.environ, **_ENVIRONMENT, "TMPDIR": scratch}
-    environment.pop("PYTHONPATH", None)  # the server's environment is whole without ours
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, "-I", supervisor.__file__, scratch, *command],
-            stdin=subprocess.PIPE,  # closes when this process dies, which ends the server
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            cwd=scratch,
-            start_new_session=True,
-        )
-    return CpuServer(process, url, log)
 
 
 def _free_port() -> int:
@@ -220,7 +210,7 @@ def _wait(server: CpuServer, timeout: float) -> None:
         if server.ended_by_itself:
             raise ServerError(f"the SGLang server did not start:\n{server.log_tail()}")
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(server.url + "/health", timeout=5.0, trust_env=False).status_code == httpx.codes.OK:
+            if _ask(server).is_success:
                 return
         time.sleep(0.2)
     raise ServerError(f"the SGLang server did not answer within {timeout:g} s:\n{server.log_tail()}")

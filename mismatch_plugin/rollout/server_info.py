@@ -57,21 +57,17 @@ class ServerInfo(BaseModel):
 
     def risks(self) -> list[str]:
         """Settings known to widen the mismatch, one sentence each with its fix."""
-        found = []
-        if self.quantization:
-            found.append(f"quantization {self.quantization}: weights or activations are rounded; serve unquantised.")
-        if self.kv_cache_dtype not in (None, "auto", self.dtype):
-            found.append(f"kv_cache_dtype {self.kv_cache_dtype}: keys and values are rounded; use auto.")
-        if self.dtype in ("bfloat16", "float16", "half") and not self.enable_fp32_lm_head:
-            found.append(f"logits are computed in {self.dtype}; start with --enable-fp32-lm-head.")
-        if self.speculative_algorithm:
-            found.append(
-                f"speculative decoding {self.speculative_algorithm}: check whether log-probs are the target's."
-            )
-        if self.preferred_sampling_params:
-            found.append(
-                f"preferred_sampling_params {self.preferred_sampling_params} stand in where a request is silent."
-            )
-        if self.allow_auto_truncate:
-            found.append("allow_auto_truncate: long prompts are cut without a word; start without it.")
-        return found
+        rounds_head = self.dtype in ("bfloat16", "float16", "half") and not self.enable_fp32_lm_head
+        rounds_cache = self.kv_cache_dtype not in (None, "auto", self.dtype)
+        preferred = f"preferred_sampling_params {self.preferred_sampling_params}"
+        quantized = f"quantization {self.quantization}"
+        speculative = f"speculative decoding {self.speculative_algorithm}"
+        found = [
+            (self.quantization, f"{quantized}: weights or activations are rounded; serve unquantised."),
+            (rounds_cache, f"kv_cache_dtype {self.kv_cache_dtype}: keys and values are rounded; use auto."),
+            (rounds_head, f"logits are computed in {self.dtype}; start with --enable-fp32-lm-head."),
+            (self.speculative_algorithm, f"{speculative}: check whether log-probs are the target's."),
+            (self.preferred_sampling_params, f"{preferred} stand in where a request is silent."),
+            (self.allow_auto_truncate, "allow_auto_truncate: long prompts are cut without a word; start without it."),
+        ]
+        return [risk for holds, risk in found if holds]

@@ -6,7 +6,8 @@ import asyncio
 import json as jsonlib
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,8 @@ import anyio
 import httpx
 
 from mismatch_plugin.rollout.address import Redactor, check_headers, parse_address, shown
-from mismatch_plugin.rollout.bodies import ACCEPT_ENCODING, BodyCutOff, BodyGarbled, BodyTooLarge, read_body
-from mismatch_plugin.rollout.lanes import Lane, Lanes
-from mismatch_plugin.rollout.outcomes import FailureKind, RequestError
+from mismatch_plugin.rollout.bodies import ACCEPT_ENCODING, read_body
+from mismatch_plugin.rollout.outcomes import RequestError
 
 _KEEP_ALIVE = 2.0
 """Seconds after which an idle connection is not used again: less than the server's 5, or the two would race."""
@@ -25,6 +25,7 @@ MAX_REPLY_BYTES = 2**28
 _MOST_BREAKS = 3
 """A request is sent so often at most if its connection breaks each time before an answer: it may be what brings the
 server down, and every server behind a router in turn."""
+_PASSING = ("connection", "timeout", "server_error")
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,7 @@ class Retries:
 
     def delay(self, attempt: int, chance: random.Random) -> float:
         """Seconds to wait after a failed attempt. The random part keeps many requests from coming back at once."""
-        longest = self.longest if attempt >= 30 else min(self.longest, self.first * 2**attempt)
-        return longest * (0.5 + 0.5 * chance.random())
+        return min(self.longest, self.first * 2.0 ** min(attempt, 99)) * chance.uniform(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,12 @@ class Answer:
 class Transport:
     """HTTP to one base URL; it follows no redirect and reads no proxy from the environment.
 
-    Requests that generate share `lanes` lanes. Control requests have lanes of their own: a pause must not wait for what
-    it is to pause. No message holds credentials, neither those of URL and headers nor a server's echo of them.
+    Requests that generate each hold one of `concurrency` slots. Control requests need none: a pause must not wait for
+    what it is to pause. No message holds credentials, neither those of URL and headers nor a server's echo of them.
+
+    httpx's pool looks through all of its connections for each request, and a request that is cancelled between
+    connecting and sending leaves a connection there that is neither used nor freed. So a connection is an httpx client
+    of its own, in the hands of one request at a time, and closed with whatever ends one but an answer.
 
     Raises ValueError for an address or headers that HTTP has no use for.
     """
@@ -66,7 +70,7 @@ class Transport:
         self,
         url: str,
         *,
-        lanes: int,
+        concurrency: int,
         timeout: float,
         connect_timeout: float,
         headers: Mapping[str, str],
@@ -80,24 +84,33 @@ class Transport:
         self.redacted = Redactor(self._auth, self._headers)
         self._chance = random.Random()
         self._certificates = httpx.create_ssl_context()
-        self.lanes, self._control = Lanes(self._client, lanes), Lanes(self._client, None)
-
-    def _client(self) -> httpx.AsyncClient:
-        return httpx.AsyncClient(
-            base_url=self.url,
-            auth=self._auth,
-            headers={**self._headers, "Accept-Encoding": ACCEPT_ENCODING},
-            # `call` times whole attempts; a wait for a lane's own connection would be a bug, and must end.
-            timeout=httpx.Timeout(None, connect=self.connect_timeout, pool=self.connect_timeout),
-            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE),
-            verify=self._certificates,
-            follow_redirects=False,
-            trust_env=False,
-        )
+        self._slots = asyncio.Semaphore(concurrency)
+        self._idle: list[httpx.AsyncClient] = []
+        self._busy: set[httpx.AsyncClient] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def close(self) -> None:
-        """Close all connections."""
-        await asyncio.gather(*(lanes.close(self.connect_timeout) for lanes in (self.lanes, self._control)))
+        """Close all connections; a peer that does not answer to that is waited for `connect_timeout` at most."""
+        self._closed = True
+        for client in (*self._idle, *self._busy):
+            self._close_soon(client)
+        self._idle.clear()
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=self.connect_timeout)
+
+    @asynccontextmanager
+    async def slot(self, deadline: float | None) -> AsyncIterator[None]:
+        """One of the slots, once one is free. Raises RequestError if none is before `deadline` (time.monotonic)."""
+        try:
+            with anyio.fail_after(None if deadline is None else max(0.0, deadline - time.monotonic())):
+                await self._slots.acquire()
+        except TimeoutError:
+            raise RequestError("deadline", "the deadline passed before a lane was free") from None
+        try:
+            yield
+        finally:
+            self._slots.release()
 
     async def call(
         self,
@@ -106,7 +119,6 @@ class Transport:
         json: Any = None,
         *,
         request_id: str | None = None,
-        lane: Lane | None = None,
         retries: Retries,
         deadline: float | None = None,
         timeout: float | None = None,
@@ -121,154 +133,164 @@ class Transport:
         Args:
             request_id: sent as `rid` with the number of the attempt (from 1) behind it: the server may still be busy
                 with a request that was given up, and refuses an id that it is busy with.
-            lane: the connection to use; None: one for control.
             deadline: point of `time.monotonic()` after which nothing is sent and nothing awaited.
             timeout: seconds for one attempt, from sending to the last byte.
 
         Raises:
             RequestError: with the last reason, once no attempt is left.
         """
-        if lane is None:
-            async with self._control.take() as own:
-                return await self.call(
-                    method, path, json, request_id=request_id, lane=own, retries=retries, deadline=deadline,
-                    timeout=timeout,
-                )  # fmt: skip
-        where, limit = f"{method} {self.url}{path}", self.timeout if timeout is None else timeout
+        where, limit = f"{method} {path}", self.timeout if timeout is None else timeout
         error: RequestError | None = None
-        breaks = 0
-        for attempt in range(retries.attempts):
+        attempts = breaks = 0
+        while attempts < retries.attempts:
             left = float("inf") if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 break
+            attempts += 1
             if request_id is not None:
-                json = {**json, "rid": f"{request_id}-{attempt + 1}"}
+                json = {**json, "rid": f"{request_id}-{attempts}"}
             try:
                 with anyio.fail_after(min(limit, left)):
-                    response, body = await self._once(lane, method, path, json)
-                return Answer(self._json(response, body, attempt + 1), attempt + 1)
-            except RequestError as failed:
-                if failed.kind == "closed":
-                    raise RequestError("closed", failed.message, attempt) from error
-                if failed.kind not in ("server_error", "connection"):
-                    raise
-                error = failed
+                    return Answer(await self._once(method, path, json), attempts)
             except TimeoutError:
                 if left <= limit:
-                    raise _too_late(method, path, attempt + 1, error) from None
-                error = RequestError("timeout", f"no answer to {method} {path} within {limit:g} s", attempt + 1)
-            except httpx.TimeoutException:
-                message = f"{where}: no connection within {self.connect_timeout:g} s"
-                error = RequestError("timeout", message, attempt + 1)
-            except BodyTooLarge:
-                raise RequestError("content", f"{where}: {self._too_large()}", attempt + 1) from None
-            except BodyGarbled as garbled:
-                message = f"{where}: an answer that cannot be decoded ({garbled})"
-                raise RequestError("content", message, attempt + 1) from None
-            except BodyCutOff:
-                error = RequestError("connection", f"{where}: compressed answer cut off", attempt + 1)
-            except _Broken as broken:
-                breaks += 1
-                error = RequestError("connection", f"{where}: {_broke(breaks)} ({broken})", attempt + 1)
-                if breaks == _MOST_BREAKS:
+                    break
+                error = RequestError("timeout", f"no answer to {where} within {limit:g} s", attempts)
+            except RequestError as failed:
+                breaks += isinstance(failed, _Broken)
+                message = f"{where}: {failed.message}{_broke(breaks) if failed.kind == 'connection' else ''}"
+                error = RequestError(failed.kind, message, attempts - (failed.kind == "closed"), failed.status)
+                if failed.kind not in _PASSING or breaks == _MOST_BREAKS:
                     raise error from None
-            except httpx.TransportError as lost:
-                reason = self.redacted(str(lost)) or type(lost).__name__
-                before = f"; {_broke(breaks)}" if breaks else ""
-                error = RequestError("connection", f"{where}: {reason}{before}", attempt + 1)
-            if attempt + 1 < retries.attempts:
-                wait = retries.delay(attempt, self._chance)
-                if deadline is not None:
-                    wait = min(wait, max(0.0, deadline - time.monotonic()))
-                await asyncio.sleep(wait)
+            if attempts < retries.attempts:
+                wait = retries.delay(attempts - 1, self._chance)
+                left = wait if deadline is None else max(0.0, deadline - time.monotonic())
+                await asyncio.sleep(min(wait, left))
         else:
             assert error is not None
             raise error
-        raise _too_late(method, path, 0 if error is None else error.attempts, error)
+        before, status = ("", None) if error is None else (f"; before that: {error.message}", error.status)
+        raise RequestError("deadline", f"{where}: the deadline passed{before}", attempts, status)
 
-    async def _once(self, lane: Lane, method: str, path: str, json: Any) -> tuple[httpx.Response, bytes]:
-        """One attempt. Whatever ends it but an answer, a cancellation too, ends the lane's connection."""
-        client = lane.client
-        try:
+    async def _once(self, method: str, path: str, json: Any) -> Any:
+        """One attempt: the answer's JSON. Raises RequestError without number of attempts."""
+        async with self._connection() as client:
             try:
                 response = await client.send(client.build_request(method, path, json=json), stream=True)
-            except (httpx.TimeoutException, httpx.ConnectError):
-                raise  # nothing was sent
+            except httpx.TimeoutException:
+                message = f"no connection to {self.url} within {self.connect_timeout:g} s"
+                raise RequestError("timeout", message) from None
+            except httpx.ConnectError as lost:  # nothing was sent
+                raise RequestError("connection", self._reason(lost)) from None
             except httpx.TransportError as lost:
-                raise _Broken(self.redacted(str(lost)) or type(lost).__name__) from None
+                raise _Broken("connection", self._reason(lost)) from None
             try:
-                return response, await read_body(response, self._limit)
+                body = await read_body(response, self._limit)
+            except httpx.TransportError as lost:
+                raise RequestError("connection", self._reason(lost)) from None
             finally:
                 await response.aclose()
-        except BaseException:
-            lane.drop()
-            raise
+        return self._json(response, body)
 
-    def _too_large(self) -> str:
-        return (
-            f"an answer of more than {self._limit} bytes after decompression: raise max_reply_bytes of SGLangClient if "
-            f"it is meant to be so large, or ask for less (top_log_probs, return_sampling_mask, max_new_tokens)"
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[httpx.AsyncClient]:
+        """A connection of one's own; it is used again only if the block ends without an exception or cancellation."""
+        if self._closed:
+            raise RequestError("closed", "this client is closed: open another one for further requests")
+        client = self._idle.pop() if self._idle else self._new_client()
+        self._busy.add(client)
+        try:
+            yield client
+            self._idle.append(client)
+        except BaseException:
+            self._close_soon(client)
+            raise
+        finally:
+            self._busy.discard(client)
+
+    def _new_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.url,
+            auth=self._auth,
+            headers={**self._headers, "Accept-Encoding": ACCEPT_ENCODING},
+            # `call` times whole attempts; a wait for a client's only connection would be a bug, and must end.
+            timeout=httpx.Timeout(None, connect=self.connect_timeout, pool=self.connect_timeout),
+            limits=httpx.Limits(max_connections=1, keepalive_expiry=_KEEP_ALIVE),
+            verify=self._certificates,
+            follow_redirects=False,
+            trust_env=False,
         )
 
-    def _json(self, response: httpx.Response, body: bytes, attempts: int) -> Any:
+    def _close_soon(self, client: httpx.AsyncClient) -> None:
+        """Close a connection, whatever is under way on it, in a task of its own, which no cancellation stops."""
+        task = asyncio.get_running_loop().create_task(_close(client))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    def _json(self, response: httpx.Response, body: bytes) -> Any:
         status = response.status_code
-        where = f"{response.request.method} {response.request.url.path}"
         if status >= 400:
-            kind: FailureKind = "server_error" if status >= 500 else "refused"
-            raise RequestError(kind, f"{where}: status {status}, {self._told(body)}", attempts, status)
+            kind = "server_error" if status >= 500 else "refused"
+            raise RequestError(kind, f"status {status}, {self._told(body)}", status=status)
         if status >= 300:
             target = self.redacted(shown(response.headers.get("location", "nowhere")))
-            message = f"{where}: status {status}, a redirect to {target}; give the server's own address"
-            raise RequestError("content", message, attempts, status)
+            message = f"status {status}, a redirect to {target}; give the server's own address"
+            raise RequestError("content", message, status=status)
         if not body:
             return None
         media = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media and media != "application/json":
-            begins = self.redacted(_text(body))[:80]
-            message = f"{where}: content type {media} instead of JSON, {begins!r}: is this an SGLang server?"
-            raise RequestError("content", message, attempts, status)
+            message = f"content type {media} instead of JSON, {self._begin(body, 80)}: is this an SGLang server?"
+            raise RequestError("content", message, status=status)
         try:
             return jsonlib.loads(body)
         except RecursionError:
-            raise RequestError("content", f"{where}: JSON nested too deeply", attempts, status) from None
+            fault = "JSON nested too deeply"
+        except UnicodeDecodeError as error:
+            cut = error.reason == "unexpected end of data"
+            fault = None if cut else f"JSON that is not {error.encoding}, from byte {error.start} on"
+        except jsonlib.JSONDecodeError:
+            fault = None
         except ValueError as error:
-            text = isinstance(error, UnicodeDecodeError)
-            if isinstance(error, jsonlib.JSONDecodeError) or (text and error.reason == "unexpected end of data"):
-                message = f"{where}: JSON cut off after {len(body)} bytes"
-                raise RequestError("connection", message, attempts, status) from None
-            fault = f"is not {error.encoding}, from byte {error.start} on" if text else f"cannot be read ({error})"
-            raise RequestError("content", f"{where}: JSON that {fault}", attempts, status) from None
+            fault = f"JSON that cannot be read ({error})"
+        if fault is None:
+            raise RequestError("connection", f"JSON cut off after {len(body)} bytes", status=status)
+        raise RequestError("content", fault, status=status)
 
     def _told(self, body: bytes) -> str:
         """The server's message in an error answer, or the beginning of whatever it is."""
         try:
             told = jsonlib.loads(body)
         except (ValueError, RecursionError):
-            return repr(self.redacted(_text(body))[:200])
+            return self._begin(body, 200)
         if isinstance(told, dict):
             error = told.get("error", told.get("message", told))
             told = error.get("message", error) if isinstance(error, dict) else error
         return self.redacted(str(told))[:500]
 
+    def _begin(self, body: bytes, length: int) -> str:
+        return repr(self.redacted(body[:10_000].decode("utf-8", errors="replace"))[:length])
 
-class _Broken(Exception):
+    def _reason(self, lost: httpx.TransportError) -> str:
+        return f"{self.url}: {self.redacted(str(lost)) or type(lost).__name__}"
+
+
+class _Broken(RequestError):
     """The connection was lost after the request was sent, or while it was, and before any answer."""
 
 
 def _broke(times: int) -> str:
-    if times < _MOST_BREAKS:
-        return f"the connection broke with this request under way{f' {times} times' if times > 1 else ''}"
-    return (
-        f"the connection broke {times} times with this request under way. It is not sent again: it may be what brings "
-        f"the server down, as a token id outside its vocabulary does (vocab_size of SGLangClient refuses those)"
+    if not times:
+        return ""
+    often = f" {times} times" if times > 1 else ""
+    last = times == _MOST_BREAKS
+    return f"; the connection broke{often} with this request under way" + last * (
+        ". It is not sent again: it may be what brings the server down, as a token id outside its vocabulary does "
+        "(vocab_size of SGLangClient refuses those)"
     )
 
 
-def _too_late(method: str, path: str, attempts: int, before: RequestError | None) -> RequestError:
-    reason = "" if before is None else f"; before that: {before.message}"
-    status = None if before is None else before.status
-    return RequestError("deadline", f"{method} {path}: the deadline passed{reason}", attempts, status)
-
-
-def _text(body: bytes) -> str:
-    return body[:10_000].decode("utf-8", errors="replace")
+async def _close(client: httpx.AsyncClient) -> None:
+    # It was given up, so nobody needs to know.
+    with suppress(OSError, RuntimeError, httpx.HTTPError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        await client.aclose()

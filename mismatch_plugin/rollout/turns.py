@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 
 T = TypeVar("T")
+_FILL = {"rollout_log_probs": None, "loss_mask": 0, "behaviour_log_probs": None, "kept_ids": [], "top_log_probs": []}
+"""Lists per token, and what they hold for a token that no turn sampled."""
 
 
 def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
@@ -24,78 +26,62 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
     if not turns:
         raise ValueError("join_turns needs at least one record.")
     first, last = turns[0], turns[-1]
+    for name in ("kept_ids", "behaviour_log_probs", "top_log_probs"):
+        if len({getattr(turn, name) is None for turn in turns}) > 1:
+            raise ValueError(f"{name} is there in some turns of sample {first.sample_id} and missing in others.")
     ids: list[int] = []
-    rollout: list[float | None] = []
-    mask: list[int] = []
     spans: list[WeightSpan] = []
-    with_kept = _agree(turns, "kept_ids")
-    with_behaviour = _agree(turns, "behaviour_log_probs")
-    with_top = _agree(turns, "top_log_probs")
-    kept: list[list[int]] = []
-    behaviour: list[float | None] = []
-    top: list[list[tuple[float, int]]] = []
+    columns: dict[str, Any] = {name: [] for name in _FILL if getattr(first, name) is not None}
     for number, turn in enumerate(turns):
+        called = f"turn {number} of sample {turn.sample_id}"
         before = first.prompt_ids + ids
         if turn.prompt_ids[: len(before)] != before:
-            same = _common_length(before, turn.prompt_ids)
+            same = common_length(before, turn.prompt_ids)
             raise ValueError(
-                f"turn {number} of sample {turn.sample_id} does not continue the turn before: its prompt differs from "
-                f"position {same} on. Send the token ids that were sampled, never their text encoded again."
+                f"{called} does not continue the turn before: its prompt differs from position {same} on. Send the "
+                f"token ids that were sampled, never their text encoded again."
             )
-        for name in ("rollout_log_probs", "behaviour_log_probs"):
+        _check_distribution(first, turn, called)
+        added = turn.prompt_ids[len(before) :]
+        start = len(ids) + len(added)
+        ids += added + turn.response_ids
+        for name, column in columns.items():
             values = getattr(turn, name)
-            if values is not None and len(values) != len(turn.response_ids):
+            if len(values) != len(turn.response_ids):
                 raise ValueError(
-                    f"{name} of turn {number} of sample {turn.sample_id}: {len(values)} for {len(turn.response_ids)} "
-                    f"tokens; joined, they would shift those of later turns."
+                    f"{name} of {called}: {len(values)} for {len(turn.response_ids)} tokens; joined, they would shift "
+                    f"those of later turns."
                 )
-        _check_distribution(first, turn, number)
-        added = len(turn.prompt_ids) - len(before)
-        start = len(ids) + added
-        ids += turn.prompt_ids[len(before) :] + turn.response_ids
-        mask += [0] * added + turn.loss_mask
-        for whole, own in ((rollout, turn.rollout_log_probs), (behaviour, turn.behaviour_log_probs)):
-            whole.extend([None] * added)
-            whole.extend(own or ())
-        kept += [[] for _ in range(added)] + (turn.kept_ids or [])
-        top += [[] for _ in range(added)] + (turn.top_log_probs or [])
+            column += [_FILL[name] for _ in added] + values
         spans += [
             WeightSpan(version=span.version, start=span.start + start, end=span.end + start)
             for span in turn.weight_versions
         ]
+    shared: dict[str, Any] = {name: _shared(getattr(turn, name) for turn in turns) for name in ("server", "dp_rank")}
+    budget = {name: _shared(getattr(turn.sampling, name) for turn in turns) for name in ("max_new_tokens", "seed")}
     return RolloutRecord(
         prompt_ids=first.prompt_ids,
         response_ids=ids,
-        rollout_log_probs=rollout,
-        loss_mask=mask,
-        sampling=last.sampling.model_copy(
-            update={
-                "max_new_tokens": _shared(turn.sampling.max_new_tokens for turn in turns),
-                "seed": _shared(turn.sampling.seed for turn in turns),
-            }
-        ),
+        sampling=last.sampling.model_copy(update=budget),
         finish_reason=last.finish_reason,
         weight_versions=spans,
-        kept_ids=kept if with_kept else None,
-        behaviour_log_probs=behaviour if with_behaviour else None,
         prompt_log_probs=first.prompt_log_probs,
-        top_log_probs=top if with_top else None,
         text=last.text,
         request_id=last.request_id,
         sample_id=last.sample_id,
-        server=_shared(turn.server for turn in turns),
-        dp_rank=_shared(turn.dp_rank for turn in turns),
         reward=last.reward,
+        **columns,
+        **shared,
     )
 
 
-def _check_distribution(first: RolloutRecord, turn: RolloutRecord, number: int) -> None:
+def _check_distribution(first: RolloutRecord, turn: RolloutRecord, called: str) -> None:
     ours, theirs = first.sampling.distribution, turn.sampling.distribution
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):
             raise ValueError(
-                f"turn {number} of sample {turn.sample_id} was sampled with {name}={theirs.get(name)}, turn 0 with "
-                f"{ours.get(name)}: one record holds one distribution. Keep such turns in records of their own."
+                f"{called} was sampled with {name}={theirs.get(name)}, turn 0 with {ours.get(name)}: one record holds "
+                f"one distribution. Keep such turns in records of their own."
             )
 
 
@@ -105,15 +91,8 @@ def _shared(values: Iterable[T]) -> T | None:
     return first if all(other == first for other in others) else None
 
 
-def _common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    length = 0
-    while length < min(len(ours), len(theirs)) and ours[length] == theirs[length]:
-        length += 1
-    return length
-
-
-def _agree(turns: Sequence[RolloutRecord], name: str) -> bool:
-    given = {getattr(turn, name) is not None for turn in turns}
-    if len(given) > 1:
-        raise ValueError(f"{name} is there in some turns of sample {turns[0].sample_id} and missing in others.")
-    return given.pop()
+def common_length(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many of the first ids are the same."""
+    return next(
+        (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+    )

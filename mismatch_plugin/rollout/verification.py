@@ -133,7 +133,9 @@ class UpdateVerifier:
                 raise
             if _again(sent, Sources(sent, after)):
                 logger.warning("version %s has the same weights as the update before it: no step in between?", version)
-            logger.info("version %s verified on the server: %s; %.3f s", version, _counts(before, after), taken)
+            total = len({name for rank in after for name in rank})
+            told = f"{total - len(unchanged(before, after))} of {total} tensors changed; {taken:.3f} s"
+            logger.info("version %s verified on the server: %s", version, told)
             self._arrived |= _taken(before, after, new, expect)
         self._number += expect != "any"  # neither a failed update nor one that nobody looked at takes a turn
 
@@ -169,20 +171,17 @@ def fault(before: Checksums, after: Checksums, sent: Mapping[str, Sent], expect:
     if _again(sent, sources):
         return None
     held = Counter(name for rank in after for name in rank if _expected(name, sources.of(name), expect))
-    same = unchanged(before, after)
-    same = {name: ranks for name, ranks in same.items() if name in held}
-    stayed = sum(len(ranks) for ranks in same.values())
-    if stayed == held.total():
-        return f"no tensor changed{'' if isinstance(expect, str) else ' of those named'} ({len(held)} compared). " + (
-            sources.explanation()
-        )
+    same = {name: ranks for name, ranks in unchanged(before, after).items() if name in held}
+    if sum(map(len, same.values())) == held.total():
+        named = "" if isinstance(expect, str) else " of those named"
+        return f"no tensor changed{named} ({len(held)} compared). {sources.explanation()}"
     if expect == "some":
         return None
-    stuck = [
-        _on(name, ranks, held[name])
-        for name, ranks in same.items()
-        if not _may_stay(name, [sent[source] for source in sources.of(name)], len(ranks) < held[name])
-    ]
+    stuck = []
+    for name, ranks in same.items():
+        elsewhere = len(ranks) < held[name]
+        if not _may_stay(name, [sent[source] for source in sources.of(name)], elsewhere):
+            stuck.append(f"{name} (rank {', '.join(map(str, ranks))})" if elsewhere else name)
     if not stuck:
         return None
     changed = [name for name in held if name not in same]
@@ -210,9 +209,9 @@ def _compared(
 
 def _again(sent: Mapping[str, Sent], sources: Sources) -> bool:
     """Whether what was sent is what the server is known to have had. Names that it does not have do not count."""
-    unknown = set(sources.unknown())
-    counted = [tensor.changed for name, tensor in sent.items() if name not in unknown]
-    return bool(counted) and all(changed is False for changed in counted)
+    unknown = set(sources.unknown)
+    counted = {tensor.changed for name, tensor in sent.items() if name not in unknown}
+    return counted == {False}
 
 
 def _taken(before: Checksums, after: Checksums, names: Collection[str], expect: ExpectChanged) -> set[str]:
@@ -247,8 +246,8 @@ def _expected(name: str, sources: Sequence[str], expect: ExpectChanged) -> bool:
 
 def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChanged) -> None:
     sources = Sources(sent, ranks)
-    names = list(dict.fromkeys(name for rank in ranks for name in rank))
-    if sent and expect != "some" and len(sources.unknown()) == len(sent):
+    names = sources.names
+    if sent and expect != "some" and len(sources.unknown) == len(sent):
         for depth in range(1, 1 + _WRAPPERS):
             prefixes = {".".join(name.split(".")[:depth]) + "." for name in sent}
             if len(prefixes) == 1 and any(name.split(".", depth)[-1] in names for name in sent):
@@ -260,12 +259,3 @@ def _check_names(ranks: Checksums, sent: Mapping[str, Sent], expect: ExpectChang
     for pattern in () if isinstance(expect, str) else expect:
         if not any(_expected(name, sources.of(name), (pattern,)) for name in names):
             raise ValueError(f"expect_changed: {pattern!r} is no tensor of the server, which has {some(names)}.")
-
-
-def _on(name: str, ranks: Sequence[int], held: int) -> str:
-    return name if len(ranks) == held else f"{name} (rank {', '.join(map(str, ranks))})"
-
-
-def _counts(before: Checksums, after: Checksums) -> str:
-    total = len({name for rank in after for name in rank})
-    return f"{total - len(unchanged(before, after))} of {total} tensors changed"

@@ -16,12 +16,13 @@ from torch import Tensor
 _CHUNK = 1 << 20
 _NEXT = 6364136223846793005  # odd, as are the keys: what a chunk adds is never lost in the chunks after it
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+Bucket = list[tuple[str, Tensor]]
 
 
-def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, Tensor]]:
+def named_pairs(named_tensors: NamedTensors) -> Bucket:
     """(name, tensor) pairs, each name once. Raises ValueError for none, for a repeated name, for what is no tensor."""
     given: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
-    pairs: list[tuple[str, Tensor]] = list(given)
+    pairs: Bucket = list(given)
     if not pairs:
         raise ValueError("no weights were given: an update without tensors would only change the version's name.")
     seen: set[str] = set()
@@ -34,9 +35,9 @@ def named_pairs(named_tensors: NamedTensors) -> list[tuple[str, Tensor]]:
     return pairs
 
 
-def buckets(pairs: list[tuple[str, Tensor]], limit: int | None) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(pairs: Bucket, limit: int | None) -> Iterator[Bucket]:
     """The pairs in order, in lists of at most `limit` bytes each; a larger tensor is alone. None: all at once."""
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: Bucket = []
     size = 0
     for name, tensor in pairs:
         grown = size + tensor.numel() * tensor.element_size()
@@ -48,7 +49,7 @@ def buckets(pairs: list[tuple[str, Tensor]], limit: int | None) -> Iterator[list
     yield bucket
 
 
-def serialised(bucket: list[tuple[str, Tensor]]) -> str:
+def serialised(bucket: Bucket) -> str:
     """Tensors as SGLang reads them from JSON: base64 of a pickled list of (name, CPU tensor).
 
     By value: the torch reductions that share file descriptors or CUDA handles need both ends on one machine.
@@ -63,24 +64,17 @@ def digests(pairs: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> d
 
     Unequal digests mean unequal tensors; equal ones mean equal tensors but for one chance in 2^64. Floating-point
     tensors are rounded to `dtype` first; where it is unknown, those wider than 2 bytes are to bfloat16. Computed where
-    the tensors are; one host sync a device.
+    the tensors are; one host sync.
     """
-    keys: dict[torch.device, Tensor] = {}
-    found: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, tensor in pairs:
-        if tensor.device not in keys:
-            random = torch.Generator().manual_seed(0)
-            low, high = -(2**63), 2**63 - 1
-            # Odd, so that a change of one word always shows.
-            keys[tensor.device] = (torch.randint(low, high, (_CHUNK,), generator=random) | 1).to(tensor.device)
-        found.setdefault(tensor.device, []).append((name, _digest(tensor.detach(), dtype, keys[tensor.device])))
-    return {
-        name: value
-        for pairs_there in found.values()
-        for (name, _), value in zip(
-            pairs_there, torch.stack([digest for _, digest in pairs_there]).tolist(), strict=True
-        )
-    }
+    pairs = list(pairs)
+    if not pairs:
+        return {}
+    random = torch.Generator().manual_seed(0)
+    odd = torch.randint(-(2**63), 2**63 - 1, (_CHUNK,), generator=random) | 1  # so that a change of one word shows
+    keys = {device: odd.to(device) for device in {tensor.device for _, tensor in pairs}}
+    found = [_digest(tensor.detach(), dtype, keys[tensor.device]) for _, tensor in pairs]
+    together = torch.stack([digest.to(found[0].device) for digest in found]).tolist()
+    return {name: digest for (name, _), digest in zip(pairs, together, strict=True)}
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype | None, keys: Tensor) -> Tensor:
@@ -93,11 +87,6 @@ def _digest(tensor: Tensor, dtype: torch.dtype | None, keys: Tensor) -> Tensor:
         words = torch.nn.functional.pad(raw, (0, -raw.numel() % 8)).view(torch.int64)
         total = total * _NEXT + (words * keys[: words.numel()]).sum()
     return total
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """ "bfloat16" for torch.bfloat16."""
-    return str(dtype).removeprefix("torch.")
 
 
 def join_weights_update_group(
@@ -134,7 +123,7 @@ def join_weights_update_group(
     return group
 
 
-def broadcast(pairs: list[tuple[str, Tensor]], group: dist.ProcessGroup) -> None:
+def broadcast(pairs: Bucket, group: dist.ProcessGroup) -> None:
     """Send each tensor from rank 0 to the group, in order."""
     for _, tensor in pairs:
         dist.broadcast(tensor.detach().contiguous(), src=0, group=group)

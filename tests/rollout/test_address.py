@@ -52,23 +52,19 @@ def test_what_is_no_address_is_refused_at_construction(url: Any, says: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("url", "base"),
+    ("url", "base", "auth"),
     [
-        ("http://127.0.0.1:30000", "http://127.0.0.1:30000"),
-        ("https://host/prefix/", "https://host/prefix"),
-        ("http://[::1]:30000/", "http://[::1]:30000"),
-        ("http://user:p%40ss@host:1", "http://host:1"),
-        ("HTTP://host_with_underscore:1", "http://host_with_underscore:1"),
+        ("http://127.0.0.1:30000", "http://127.0.0.1:30000", None),
+        ("https://host/prefix/", "https://host/prefix", None),
+        ("http://[::1]:30000/", "http://[::1]:30000", None),
+        ("http://user:p%40ss@host:1", "http://host:1", ("user", "p@ss")),
+        ("http://token@host:1", "http://host:1", ("token", "")),
+        ("HTTP://host_with_underscore:1", "http://host_with_underscore:1", None),
     ],
 )
-def test_addresses_are_kept_without_credentials(url: str, base: str) -> None:
-    assert parse_address(url).url == base == SGLangClient(url).url
-
-
-def test_credentials_of_the_address_are_kept_apart() -> None:
-    assert parse_address("http://user:p%40ss@host:1").auth == ("user", "p@ss")
-    assert parse_address("http://token@host:1").auth == ("token", "")
-    assert parse_address("http://host:1").auth is None
+def test_addresses_are_kept_without_credentials(url: str, base: str, auth: tuple[str, str] | None) -> None:
+    assert parse_address(url) == (base, auth)
+    assert SGLangClient(url).url == base
 
 
 @pytest.mark.parametrize(

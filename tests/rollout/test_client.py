@@ -10,31 +10,21 @@ import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 import mismatch_plugin as mp
 from mismatch_plugin.rollout.client import GenerateError, Outcome, Progress, Retries, SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters
-from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest, response_ids
+from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest, response_ids
 
-T = TypeVar("T")
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
-QUICK = Retries(attempts=6, first=0.01, longest=0.05)
 THREE = SamplingParameters(max_new_tokens=3)
 
 
 def prompts(count: int) -> list[list[int]]:
     return [[number, number + 1] for number in range(count)]
-
-
-def call(server: FaultyServer, action: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
-    async def run() -> T:
-        async with SGLangClient(server.url, **{"retries": QUICK, "timeout": 20.0, **options}) as client:
-            return await asyncio.wait_for(action(client), 240)
-
-    return asyncio.run(run())
 
 
 def generate(server: FaultyServer, count: int, **options: Any) -> list[RolloutRecord]:
@@ -113,12 +103,7 @@ class Forgetful(list[Request]):
 def test_a_server_killed_in_mid_request_and_started_again() -> None:
     def respond(request: Request) -> Reply:
         if request.number == 25:
-
-            def die() -> None:
-                server.kill()
-                server.soon(server.start, 0.1)
-
-            server.soon(die)
+            dying(server, 0.1)
         reply = honest(request)
         reply.delay = 0.02
         return reply
@@ -212,9 +197,7 @@ def refused(reply: Reply) -> Callable[[Request], Reply]:
 
 FINAL: dict[str, tuple[Callable[[Request], Reply], str, str]] = {
     "400": (refused(Reply({"error": {"message": "too long"}}, status=400)), "refused", "status 400, too long"),
-    "401": (refused(Reply({"error": "Unauthorized"}, status=401)), "refused", "status 401, Unauthorized"),
-    "404": (refused(Reply({"detail": "Not Found"}, status=404)), "refused", "status 404"),
-    "429": (refused(Reply(status=429)), "refused", "status 429"),
+    "429": (refused(Reply({"error": "slow"}, status=429)), "refused", "status 429, slow"),
     "a page": (refused(Reply(body=b"<html>", content_type="text/html")), "content", "content type text/html"),
     "a redirect": (
         refused(Reply(status=307, headers={"Location": "http://elsewhere.invalid/"})),
@@ -226,11 +209,7 @@ FINAL: dict[str, tuple[Callable[[Request], Reply], str, str]] = {
         "reply",
         "3 tokens and no output_token_logprobs",
     ),
-    "length changed": (
-        damaged(lambda reply: reply["meta_info"]["output_token_logprobs"].pop()),
-        "reply",
-        "3 output_ids, but 2 output_token_logprobs",
-    ),
+    "another form": (damaged(lambda reply: reply.update(output_ids=5)), "reply", "a reply of another form"),
     "too many tokens": (
         damaged(
             lambda reply: (
@@ -368,6 +347,32 @@ def test_prompt_log_probs_and_rescoring() -> None:
         assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
 
 
+LOST: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
+    "prompt log-probs": (lambda meta: meta.update(input_token_logprobs=[]), "did not come", {"prompt_log_probs": True}),
+    "top log-probs": (lambda meta: meta, "top_log_probs were asked for and did not come", {"top_log_probs": 2}),
+    "some of them": (
+        lambda meta: meta.update(output_top_logprobs=[[[-0.1, 7]], [], [[-0.1, 7]]]),
+        "did not come for every token",
+        {"top_log_probs": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOST)
+def test_what_was_asked_for_must_come(name: str) -> None:
+    lose, says, options = LOST[name]
+
+    def respond(request: Request) -> Reply:
+        reply = honest(request)
+        lose(reply.json["meta_info"])
+        return reply
+
+    with FaultyServer(respond) as server:
+        with pytest.raises(GenerateError, match=says):
+            call(server, lambda client: client.generate([[5, 6]], THREE, **options))
+        assert len(call(server, lambda client: client.generate([[5, 6]], THREE))) == 1  # not asked for
+
+
 def test_rescoring_that_loses_a_log_prob_fails() -> None:
     def respond(request: Request) -> Reply:
         reply = honest(request)
@@ -375,31 +380,8 @@ def test_rescoring_that_loses_a_log_prob_fails() -> None:
             reply.json["meta_info"]["input_token_logprobs"].pop(1)
         return reply
 
-    with FaultyServer(respond) as server, pytest.raises(GenerateError, match="1 of 2 requests failed: sample 1"):
-        call(server, lambda client: client.rescore([[7, 8], [4, 5]]))
-
-
-def test_a_prompt_log_prob_that_was_asked_for_must_come() -> None:
-    def respond(request: Request) -> Reply:
-        reply = honest(request)
-        reply.json["meta_info"]["input_token_logprobs"] = []
-        return reply
-
-    with FaultyServer(respond) as server, pytest.raises(GenerateError, match="asked for and did not come"):
-        call(server, lambda client: client.generate([[5, 6]], THREE, prompt_log_probs=True))
-
-
-@pytest.mark.parametrize("sent", [None, [[[-0.1, 7]], [], [[-0.1, 7]]]])
-def test_top_log_probs_that_were_asked_for_must_come(sent: Any) -> None:
-    def respond(request: Request) -> Reply:
-        reply = honest(request)
-        reply.json["meta_info"]["output_top_logprobs"] = sent
-        return reply
-
-    with FaultyServer(respond) as server:
-        with pytest.raises(GenerateError, match="top_log_probs were asked for and did not come for every token"):
-            call(server, lambda client: client.generate([[5, 6]], THREE, top_log_probs=2))
-        assert len(call(server, lambda client: client.generate([[5, 6]], THREE))) == 1  # not asked for
+    with pytest.raises(GenerateError, match="1 of 2 requests failed: sample 1"):
+        call(respond, lambda client: client.rescore([[7, 8], [4, 5]]))
 
 
 @pytest.mark.parametrize(
@@ -449,15 +431,19 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
         assert_right(generate(server, 2), 2)
 
 
-def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="concurrency=0"):
-        SGLangClient("http://127.0.0.1:1", concurrency=0)
-    with pytest.raises(ValueError, match="must be positive seconds"):
-        SGLangClient("http://127.0.0.1:1", timeout=0)
-    with pytest.raises(ValueError, match="max_reply_bytes=0 must be at least 1"):
-        SGLangClient("http://127.0.0.1:1", max_reply_bytes=0)
-    with pytest.raises(ValueError, match="vocab_size=0 must be at least 1"):
-        SGLangClient("http://127.0.0.1:1", vocab_size=0)
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"concurrency": 0}, "concurrency=0"),
+        ({"timeout": 0}, "must be positive seconds"),
+        ({"max_reply_bytes": 0}, "max_reply_bytes=0 must be at least 1"),
+        ({"vocab_size": 0}, "vocab_size=0 must be at least 1"),
+        ({"rollout_log_prob_policy": "errror"}, "rollout_log_prob_policy='errror' is unknown"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        SGLangClient("http://127.0.0.1:1", **options)
 
 
 def test_waits_grow_and_scatter() -> None:
@@ -470,41 +456,23 @@ def test_waits_grow_and_scatter() -> None:
         Retries(attempts=0)
 
 
-@pytest.mark.parametrize("field", ["output_ids", "prompt_token_ids"])
-def test_a_reply_of_another_form_costs_one_sample(field: str) -> None:
-    def respond(request: Request) -> Reply:
-        reply = honest(request)
-        if request.json["input_ids"] == prompts(4)[2]:
-            reply.json[field] = 5
-        return reply
-
-    with FaultyServer(respond) as server, pytest.raises(GenerateError) as caught:
-        call(server, lambda client: client.generate(prompts(4), THREE))
-    assert [outcome.failure is None for outcome in caught.value.outcomes] == [True, True, False, True]
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="rollout_log_prob_policy='errror' is unknown"):
-        SGLangClient("http://127.0.0.1:1", rollout_log_prob_policy="errror")  # type: ignore[arg-type]
-
-
-def pill(request: Request, server: FaultyServer) -> Reply:
-    """Prompt 2 ends the server, which is started again."""
-    if request.json["input_ids"][0] != 2:
-        return honest(request)
+def dying(server: FaultyServer, after: float) -> Reply:
+    """Ends the server, which is started again after a while."""
 
     def die() -> None:
         server.kill()
-        server.soon(server.start, 0.05)
+        server.soon(server.start, after)
 
     server.soon(die)
     return Reply(hang=True)
 
 
 def test_a_request_that_brings_the_server_down_is_not_sent_again_and_again() -> None:
-    patient = Retries(attempts=30, first=0.02, longest=0.05)
-    with FaultyServer(lambda request: pill(request, server)) as server:
-        found = outcomes(server, 4, concurrency=1, retries=patient)
+    def respond(request: Request) -> Reply:
+        return dying(server, 0.05) if request.json["input_ids"][0] == 2 else honest(request)
+
+    with FaultyServer(respond) as server:
+        found = outcomes(server, 4, concurrency=1, retries=Retries(attempts=30, first=0.02, longest=0.05))
         assert times_sent(server) == {0: 1, 1: 1, 2: 3, 3: 1}
         assert [outcome.failure is None for outcome in found] == [True, True, False, True]
         failure = found[2].failure

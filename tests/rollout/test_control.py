@@ -10,16 +10,15 @@ import subprocess
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 
-from mismatch_plugin.rollout.client import PauseMode, RequestError, Retries, ServerInfo, SGLangClient, WeightUpdateError
+from mismatch_plugin.rollout.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.records import SamplingParameters
-from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
+from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
 
-T = TypeVar("T")
 ROOT = Path(__file__).parents[2]
 WEIGHTS = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -52,14 +51,6 @@ class Trainee:
         if request.path == "/abort_request":
             return Reply(body=b"", content_type="")
         return Reply({"success": True, "message": "ok"})
-
-
-def call(server: FaultyServer, action: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
-    async def run() -> T:
-        async with SGLangClient(server.url, retries=Retries(3, 0.01, 0.02), **options) as client:
-            return await asyncio.wait_for(action(client), 60)
-
-    return asyncio.run(run())
 
 
 def orders(server: FaultyServer) -> list[str]:
@@ -112,19 +103,13 @@ def _under(mode: PauseMode, **options: Any) -> Callable[[SGLangClient], Awaitabl
     return update
 
 
-def test_under_a_pause_nothing_is_paused_twice() -> None:
-    with FaultyServer(Trainee()) as server:
-        call(server, _under("in_place"))
-        assert orders(server).count("/pause_generation") == 1
-        assert server.bodies("/pause_generation") == [{"mode": "in_place"}]
-
-
 def test_an_in_place_pause_flushes_the_cache_before_the_first_weight_is_sent() -> None:
     trainee = Trainee()
     trainee.refuse["/flush_cache"] = Reply(body=b"Cache flushed.\nPlease check", content_type="")
     with FaultyServer(trainee) as server:
         call(server, _under("in_place"))
         assert orders(server)[:3] == ["/pause_generation", "/flush_cache", "/begin_weight_update"]
+        assert server.bodies("/pause_generation") == [{"mode": "in_place"}]  # not a second time for the buckets
         assert [body["flush_cache"] for body in server.bodies("/update_weights_from_tensor")] == [False] * 3
 
 
@@ -160,16 +145,20 @@ def test_other_pauses_leave_the_flush_to_the_update(
         assert sent == [False, False, flushed]
 
 
-def test_an_in_place_update_from_disk_flushes_too() -> None:
+@pytest.mark.parametrize(("mode", "flush_cache"), [("in_place", None), ("retract", False)])
+def test_an_update_from_disk(mode: PauseMode, flush_cache: bool | None) -> None:
     async def update(client: SGLangClient) -> None:
-        async with client.paused("in_place"):
-            await client.update_weights_from_disk("somewhere", 5)
+        async with client.paused(mode):
+            await client.update_weights_from_disk("somewhere", "step_3", flush_cache=flush_cache)
 
     with FaultyServer(Trainee()) as server:
         call(server, update)
-        updates = ["/flush_cache", "/update_weights_from_disk"]
+        flushed = ["/flush_cache"] if mode == "in_place" else []
+        updates = [*flushed, "/update_weights_from_disk"]
         assert orders(server) == ["/pause_generation", *updates, "/continue_generation"]
-        assert [body["flush_cache"] for body in server.bodies("/update_weights_from_disk")] == [False]
+        assert server.bodies("/update_weights_from_disk") == [
+            {"model_path": "somewhere", "weight_version": "step_3", "flush_cache": False}
+        ]
 
 
 @pytest.mark.parametrize(
@@ -204,14 +193,6 @@ def test_a_version_that_does_not_take_effect_is_an_error() -> None:
         pytest.raises(WeightUpdateError, match="version 5, but the server reports 'default'"),
     ):
         call(server, lambda client: client.update_weights_from_disk("somewhere", 5))
-
-
-def test_an_update_from_disk() -> None:
-    with FaultyServer(Trainee()) as server:
-        call(server, lambda client: client.update_weights_from_disk("somewhere", "step_3", flush_cache=False))
-        assert server.bodies("/update_weights_from_disk") == [
-            {"model_path": "somewhere", "weight_version": "step_3", "flush_cache": False}
-        ]
 
 
 @pytest.mark.parametrize(

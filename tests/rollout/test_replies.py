@@ -38,11 +38,8 @@ def test_a_batch_keeps_its_order_and_its_prompts() -> None:
         assert record.loss_mask == [1] * 12 and record.finish_reason == "length"
         assert record.version_of_token == ["default"] * 12 and record.faults() == []
     assert [record.sample_id for record in records] == ["0", "1", "2", "3"]
-
-
-def test_samples_of_one_prompt_stand_together() -> None:
-    records = parsed("parallel_samples")
-    assert [record.prompt_ids for record in records] == [[10, 20, 30, 40]] * 2 + [[5, 6]] * 2
+    samples = parsed("parallel_samples")
+    assert [record.prompt_ids for record in samples] == [[10, 20, 30, 40]] * 2 + [[5, 6]] * 2
 
 
 def test_prompt_log_probs_text_and_top_log_probs() -> None:
@@ -51,11 +48,8 @@ def test_prompt_log_probs_text_and_top_log_probs() -> None:
     assert record.prompt_log_probs[1:] == [-7.923654556274414, -4.610270977020264, -5.290630340576172]
     assert record.top_log_probs is not None and len(record.top_log_probs) == 6
     assert record.top_log_probs[0] == [(-3.229572296142578, 34), (-3.2735772132873535, 149)]
-
-
-def test_prompt_log_probs_from_the_middle_on() -> None:
-    (record,) = parsed("prompt_log_probs_tail")
-    assert record.prompt_log_probs == [None, None, None, -5.290630340576172]
+    (tail,) = parsed("prompt_log_probs_tail")
+    assert tail.prompt_log_probs == [None, None, None, -5.290630340576172]
 
 
 def test_rescoring() -> None:
@@ -74,12 +68,9 @@ def test_sampling_parameters_are_those_of_the_request() -> None:
     assert greedy.sampling.greedy and greedy.note.startswith("greedy")
 
 
-def test_a_stop_token_belongs_to_the_response() -> None:
+def test_responses_end_in_a_stop_token_or_with_an_abort() -> None:
     (record,) = parsed("stop_token")
     assert record.finish_reason == "stop" and record.response_ids == [337, 433, 0]
-
-
-def test_an_aborted_response_keeps_what_it_has() -> None:
     (record,) = parsed("aborted")
     assert record.finish_reason == "abort" and len(record.rollout_log_probs) == 118 == len(record.response_ids)
 

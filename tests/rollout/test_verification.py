@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from mismatch_plugin.rollout.checksums import Sent
 from mismatch_plugin.rollout.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.transport import Retries
 from mismatch_plugin.rollout.verification import UpdateVerifier, fault
-from tests.fixtures.faulty_server import FaultyServer, Reply
+from tests.fixtures.faulty_server import FaultyServer, Reply, call
 from tests.fixtures.weights_server import WeightsServer, checkpoint, fused
 
 BASE, NEW, NEWER = checkpoint(0), checkpoint(1), checkpoint(2)
@@ -26,13 +26,12 @@ COUNT = 3 * (4 + 1) + 3  # a layer: qkv, o, gate_up, down and a norm; embedding,
 def update(served: WeightsServer, *states: Mapping[str, Tensor], every: int = 1, **options: Any) -> list[str]:
     """Send one state after another, as versions 1, 2, …, with one client; returns the paths that were asked for."""
 
-    async def run(url: str) -> None:
-        async with SGLangClient(url, retries=Retries(2, 0.01, 0.02), verify_updates_every=every) as client:
-            for version, state in enumerate(states, start=1):
-                await client.update_weights_from_tensors(state, version, **options)
+    async def run(client: SGLangClient) -> None:
+        for version, state in enumerate(states, start=1):
+            await client.update_weights_from_tensors(state, version, **options)
 
     with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
+        call(server, run, verify_updates_every=every)
         return server.paths()
 
 
@@ -52,7 +51,7 @@ def test_a_whole_update_passes_and_its_cost_is_in_the_log(caplog: pytest.LogCapt
     order = [path for path in paths if not path.endswith("_info")]
     update_paths = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
     assert order == ["/weights_checker", *update_paths, "/weights_checker"]
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     # The four norms are ones before and after.
     assert line.startswith(f"version 1 verified on the server: {COUNT - 4} of {COUNT} tensors changed; ")
     assert line.endswith(" s")
@@ -122,7 +121,7 @@ def test_the_same_weights_again_from_the_same_client_are_a_warning(caplog: pytes
     # A step in which everything was rejected moves nothing: that is no reason to stop the training.
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         update(WeightsServer(BASE), NEW, NEW)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith("version 2 has the same weights as the update before it")
 
 
@@ -173,32 +172,28 @@ def test_expectations_that_mean_nothing_are_refused_before_anything_is_sent(expe
 
 
 def test_updates_from_disk_are_verified() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_disk("whole", 1)
-            with pytest.raises(WeightUpdateError, match=r"version 2, but no tensor changed .* The checkpoint holds"):
-                await client.update_weights_from_disk("whole", 2)
-            await client.update_weights_from_disk("whole", 3, expect_changed="any")
-            with pytest.raises(WeightUpdateError, match="version 4, but 10 of"):
-                await client.update_weights_from_disk("part", 4)
+    async def run(client: SGLangClient) -> None:
+        await client.update_weights_from_disk("whole", 1)
+        with pytest.raises(WeightUpdateError, match=r"version 2, but no tensor changed .* The checkpoint holds"):
+            await client.update_weights_from_disk("whole", 2)
+        await client.update_weights_from_disk("whole", 3, expect_changed="any")
+        with pytest.raises(WeightUpdateError, match="version 4, but 10 of"):
+            await client.update_weights_from_disk("part", 4)
 
     served = WeightsServer(BASE)
     served.disk = {"whole": NEW, "part": layer(NEWER, 2)}
-    with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
+    call(served, run)
 
 
 def test_after_an_update_from_disk_nothing_is_known_of_what_was_sent_before() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_tensors(NEW, 1)
-            await client.update_weights_from_disk("newer", 2)
-            await client.update_weights_from_tensors(NEW, 3)  # as in version 1, and yet a change
+    async def run(client: SGLangClient) -> None:
+        await client.update_weights_from_tensors(NEW, 1)
+        await client.update_weights_from_disk("newer", 2)
+        await client.update_weights_from_tensors(NEW, 3)  # as in version 1, and yet a change
 
     served = WeightsServer(BASE)
     served.disk = {"newer": NEWER}
-    with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
+    call(served, run)
     assert torch.equal(served.weights["lm_head.weight"], NEW["lm_head.weight"])
 
 
@@ -223,7 +218,7 @@ def test_a_server_without_checksums_is_updated_and_the_log_says_once_that_nobody
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         paths = update(served, NEW, NEWER)
     assert paths.count("/weights_checker") == 1 and served.version == "2"
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith("weight updates are not verified: the server has no checksums of its weights")
 
 
@@ -245,21 +240,8 @@ def test_only_every_nth_update_is_verified(
     with caplog.at_level(logging.INFO, "mismatch_plugin"):
         paths = update(WeightsServer(BASE), NEW, BASE, NEWER, nudged(NEWER, 1e-3), every=every)
     assert paths.count("/weights_checker") == asked
-    lines = [record.getMessage() for record in caplog.records]
+    lines = caplog.messages
     assert [line.split(" verified")[0] for line in lines] == [f"version {number}" for number in verified]
-
-
-def test_an_update_that_failed_or_that_nobody_looked_at_takes_no_turn() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url, verify_updates_every=9) as client:
-            await client.update_weights_from_tensors(BASE, 1, expect_changed="any")
-            with pytest.raises(WeightUpdateError, match="10 of"):
-                await client.update_weights_from_tensors(layer(NEW, 0), 2)
-            await client.update_weights_from_tensors(NEW, 2, expect_changed="some")
-
-    with FaultyServer(WeightsServer(BASE)) as server:
-        asyncio.run(run(server.url))
-        assert server.paths().count("/weights_checker") == 4
 
 
 def test_a_server_that_is_gone_is_an_error_and_no_reason_to_update_unseen() -> None:
@@ -283,37 +265,63 @@ def test_a_step_that_moves_nothing_after_an_unverified_update_is_a_warning(
 ) -> None:
     with caplog.at_level(logging.WARNING, "mismatch_plugin"):
         update(WeightsServer(BASE), *[NEW, nudged(NEW, 0.5), NEWER][-every:], NEWER, every=every)
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = caplog.messages
     assert line.startswith(f"version {every + 1} has the same weights as the update before it")
 
 
-def test_an_update_that_nobody_looked_at_excuses_no_later_one() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_tensors(NEW, 1, expect_changed="any")
-            for version in (2, 3):
-                with pytest.raises(WeightUpdateError, match=rf"version {version}, but no tensor .* or takes none"):
-                    await client.update_weights_from_tensors(NEW, version)
+Step = tuple[Mapping[str, Tensor], str, str | None]
+NO = "but no tensor changed"
+STORIES: dict[str, tuple[Callable[[str, str], bool], list[Step]]] = {
+    "an update that nobody looked at excuses no later one": (
+        lambda name, version: True,
+        [(NEW, "any", None), (NEW, "all", f"version 2, {NO} .* or takes none"), (NEW, "all", f"version 3, {NO}")],
+    ),
+    "only what changed counts as arrived where some was enough": (
+        lambda name, version: name != "lm_head.weight",
+        [(NEW, "some", None), (NEW, "all", f"version 2, {NO}")],
+    ),
+    "the first update of a run may change nothing, and the next ones are verified": (
+        lambda name, version: name == "model.norm.weight" and version == "2",
+        [
+            (BASE, "any", None),
+            (NEW, "all", None),
+            ({name: t + 1 for name, t in NEW.items()}, "all", f"1 of {COUNT} tensors should .* not: model.norm.weight"),
+        ],
+    ),
+    "a failed update, or one that nobody looked at, takes no turn": (
+        lambda name, version: False,
+        [(BASE, "any", None), (layer(NEW, 0), "all", "10 of"), (NEW, "some", None)],
+    ),
+}
 
+
+@pytest.mark.parametrize("name", STORIES)
+def test_what_is_known_of_the_updates_before(name: str) -> None:
+    skip, steps = STORIES[name]
     served = WeightsServer(BASE)
-    served.skip = lambda name: True
+    served.skip = lambda tensor: skip(tensor, served.version)
+
+    async def run(client: SGLangClient) -> None:
+        for version, (state, expect, says) in enumerate(steps, start=1):
+            with nullcontext() if says is None else pytest.raises(WeightUpdateError, match=says):
+                await client.update_weights_from_tensors(state, version, expect_changed=expect)
+
     with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
+        call(server, run, verify_updates_every=9 if name.endswith("takes no turn") else 1)
+        assert server.paths().count("/weights_checker") == 2 * sum(expect != "any" for _, expect, _ in steps)
 
 
 def test_a_re_sync_forgets_what_had_arrived() -> None:
     # The server was started anew between version 1 and 2, and takes nothing since.
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_tensors(NEW, 1)
-            served.weights, served.skip = dict(BASE), lambda name: True
-            await client.update_weights_from_tensors(NEW, 2, expect_changed="any")
-            with pytest.raises(WeightUpdateError, match="version 3, but no tensor changed"):
-                await client.update_weights_from_tensors(NEW, 3)
+    async def run(client: SGLangClient) -> None:
+        await client.update_weights_from_tensors(NEW, 1)
+        served.weights, served.skip = dict(BASE), lambda name: True
+        await client.update_weights_from_tensors(NEW, 2, expect_changed="any")
+        with pytest.raises(WeightUpdateError, match="version 3, but no tensor changed"):
+            await client.update_weights_from_tensors(NEW, 3)
 
     served = WeightsServer(BASE)
-    with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
+    call(served, run)
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -323,33 +331,6 @@ def test_an_update_that_was_lost_unverified_is_found_when_it_is_sent_again(every
     states = [nudged(BASE, 1.0), nudged(NEW, 0.5), NEW][-every:]
     with pytest.raises(WeightUpdateError, match=f"version {every + 1}, but no tensor changed"):
         update(served, *states, NEW, every=every)
-
-
-def test_only_what_changed_counts_as_arrived_where_some_was_enough() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_tensors(NEW, 1, expect_changed="some")
-            with pytest.raises(WeightUpdateError, match="version 2, but no tensor changed"):
-                await client.update_weights_from_tensors(NEW, 2)
-
-    served = WeightsServer(BASE)
-    served.skip = lambda name: name != "lm_head.weight"
-    with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
-
-
-def test_the_first_update_of_a_run_may_change_nothing_and_the_next_ones_are_verified() -> None:
-    async def run(url: str) -> None:
-        async with SGLangClient(url) as client:
-            await client.update_weights_from_tensors(BASE, 1, expect_changed="any")
-            await client.update_weights_from_tensors(NEW, 2)
-            served.skip = lambda name: name == "model.norm.weight"
-            with pytest.raises(WeightUpdateError, match=f"1 of {COUNT} tensors should .* not: model.norm.weight"):
-                await client.update_weights_from_tensors({name: t + 1 for name, t in NEW.items()}, 3)
-
-    served = WeightsServer(BASE)
-    with FaultyServer(served) as server:
-        asyncio.run(run(server.url))
 
 
 @pytest.mark.parametrize(

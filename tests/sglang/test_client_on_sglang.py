@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
-
 import pytest
 
 from mismatch_plugin.lab.tasks import get_task
 from mismatch_plugin.rollout.client import GenerateError, SGLangClient
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer
+from tests.fixtures.faulty_server import call
 
 TASK = get_task("reverse")
 LAST = TASK.vocab - 1
 SAME = 1e-4
 """Prefill and decoding of a float32 server agree to this."""
-T = TypeVar("T")
-
-
-def call(server: CpuServer, action: Callable[[SGLangClient], Awaitable[T]], **options: Any) -> T:
-    async def run() -> T:
-        async with SGLangClient(server.url, **options) as client:
-            return await action(client)
-
-    return asyncio.run(run())
 
 
 @pytest.mark.parametrize("vocab_size", [None, TASK.vocab])
@@ -57,28 +45,15 @@ def test_the_server_decides_about_the_sampling_mask(float32_server: CpuServer) -
 
 
 @pytest.mark.parametrize(
-    "sampling",
-    [SamplingParameters(temperature=1e-7), SamplingParameters(temperature=0.0), SamplingParameters(top_k=1)],
+    "asked", [{"temperature": 1e-7}, {"temperature": 0.0}, {"top_k": 1}, {"top_k": 1, "temperature": 0.5}]
 )
-def test_greedy_log_probs_are_those_of_temperature_1(float32_server: CpuServer, sampling: SamplingParameters) -> None:
-    asked = sampling.model_copy(update={"max_new_tokens": 6, "ignore_eos": True, "temperature": sampling.temperature})
+def test_greedy_log_probs_are_those_of_temperature_1(float32_server: CpuServer, asked: dict[str, float]) -> None:
+    sampling = SamplingParameters.model_validate({**asked, "max_new_tokens": 6, "ignore_eos": True})
 
     async def both(client: SGLangClient) -> None:
-        (record,) = await client.generate([[1, 2, 3]], asked, top_log_probs=1)
-        assert record.sampling.greedy and record.top_log_probs is not None
-        assert [row[0][1] for row in record.top_log_probs] == record.response_ids  # always the likeliest
-        (scored,) = await client.rescore([[*record.prompt_ids, *record.response_ids]])
-        assert record.rollout_log_probs == pytest.approx(scored[3:], abs=SAME)
-        assert record.sampling.log_prob_temperature == 1.0
-
-    call(float32_server, both)
-
-
-def test_an_all_greedy_batch_has_temperature_1_whatever_was_asked(float32_server: CpuServer) -> None:
-    asked = SamplingParameters(top_k=1, temperature=0.5, max_new_tokens=6, ignore_eos=True)
-
-    async def both(client: SGLangClient) -> None:
-        (record,) = await client.generate([[1, 2, 3]], asked)
+        (record,) = await client.generate([[1, 2, 3]], sampling, top_log_probs=1)
+        assert record.sampling.greedy and record.sampling.log_prob_temperature == 1.0
+        assert [row[0][1] for row in record.top_log_probs or ()] == record.response_ids  # always the likeliest
         (scored,) = await client.rescore([[*record.prompt_ids, *record.response_ids]])
         assert record.rollout_log_probs == pytest.approx(scored[3:], abs=SAME)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ from mismatch_plugin.rollout.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer, start_cpu_server
+from tests.fixtures.faulty_server import call
 
-T = TypeVar("T")
 EXACT = 1e-4
 PREFIX = [5 + 3 * position % 200 for position in range(48)]
 PROMPTS = [[*PREFIX, 210 + number] for number in range(8)]
@@ -34,9 +34,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuServer]:
     """Llama in float32, with the weights of seed 0 and a radix cache, which `start_cpu_server` otherwise turns off."""
     folder = tmp_path_factory.mktemp("tiny")
     write_tiny_model(folder, "llama", seed=0)
+    arguments = tuple(name for name in server_module._ARGUMENTS if name != "--disable-radix-cache")
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
-            arguments = [name for name in server_module._ARGUMENTS if name != "--disable-radix-cache"]
             patch.setattr(server_module, "_ARGUMENTS", arguments)
             started = stack.enter_context(start_cpu_server(folder, log=folder / "server.log"))
         yield started
@@ -73,14 +73,6 @@ def distance(records: Sequence[RolloutRecord], seed: int, family: Family = "llam
         found = torch.tensor(record.rollout_log_probs, dtype=torch.float32)
         largest = max(largest, float((expected - found).abs().max()))
     return largest
-
-
-def call(server: CpuServer, action: Callable[[SGLangClient], Awaitable[T]]) -> T:
-    async def run() -> T:
-        async with SGLangClient(server.url, timeout=60.0) as client:
-            return await asyncio.wait_for(action(client), 120)
-
-    return asyncio.run(run())
 
 
 async def begin(client: SGLangClient, seed: int, family: Family = "llama") -> None:
