@@ -21,6 +21,7 @@ import mismatch_plugin
 
 _PACKAGES = ("torch", "triton", "megatron-core", "verl", "liger-kernel", "transformer-engine", "trl", "numpy")
 _LEAST_MS = 50.0
+_CLOCK_MS = 1e-3  # the user CPU clock ticks: on a busy machine a short call may take none of it
 """A repetition on the CPU calls a fast function so often that it takes at least this long."""
 
 
@@ -60,7 +61,10 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int, calls: in
         for case in cases:
             pairs = [_once(case, device) for _ in range(fill[case.name])]
             taken[case.name].append(tuple(map(statistics.fmean, zip(*pairs, strict=True))))
-    return {name: Timing(*map(statistics.median, zip(*pairs, strict=True))) for name, pairs in taken.items()}
+    return {
+        name: Timing(*(max(statistics.median(values), _CLOCK_MS) for values in zip(*pairs, strict=True)))
+        for name, pairs in taken.items()
+    }
 
 
 def _calls(case: Case, device: torch.device) -> int:

@@ -97,6 +97,33 @@ class MismatchConfig(Settings):
         by_hand = None if self._by_hand is None else self._by_hand | dotted_fields_set(changes)
         return type(self).build(merge(base, changes), by_hand)
 
+    def describe(self) -> str:
+        """The block that is shown at the start of a run: algorithm, weights, rejection, denominator."""
+        tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
+        if self.weighted:
+            bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
+            scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
+            lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}")
+        else:
+            lines.append("weights: none")
+        rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
+        if self.rs.veto_threshold is not None:
+            rejections.append(f"veto below {self.rs.veto_threshold:g}")
+        lines.append(
+            f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
+        )
+        if self.algorithm == 0 and self.rejects:  # the guide's geo_rs is "3 policies"
+            lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
+        lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
+        invalid = self.rollout_log_prob_policy
+        if self.leaves_out_invalid:
+            invalid = "counted and left out of the metrics (nothing else reads them)"
+        if self.log_prob_backend != "auto":
+            lines.append(f"log-probs from logits: {self.log_prob_backend}")
+        report = "" if self.report_dir is None else f", written to {self.report_dir}"
+        lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
+        return "\n".join(lines)
+
     @classmethod
     def from_file(cls, path: str | Path) -> MismatchConfig:
         """Read a YAML or JSON file with this model's fields, and optionally `preset: NAME` to start from."""

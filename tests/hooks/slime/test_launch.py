@@ -236,7 +236,7 @@ def test_the_host_s_own_code_puts_the_yaml_on_its_arguments(host: str, tmp_path:
         ("tis_levle: token\n", "--use-tis", "setting 'tis_levle' is unknown: did you mean tis_level"),
         ("mismatch_colour: red\n", "", "setting 'mismatch_colour' is unknown"),
         ("loss_type: policy_loss\n", BOTH, "--loss-type policy_loss contradicts algorithm 3"),
-        ("tis_mode: clip\n", "--use-tis --tis-level token", "stand in --custom-config-path .* and on the command line"),
+        ("tis_mode: clip\n", "--use-tis --tis-level token", "are in --custom-config-path .* and on the command line"),
         ("- 1\n", "--use-tis", "holds a list, not a mapping"),
         ("tis_upper_bound: lots\n", "--use-tis", "tis_upper_bound"),
         ("tis_mode: [\n", "--use-tis", r"--custom-config-path .*mis\.yaml is not valid YAML: "),
