@@ -15,7 +15,7 @@ from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
-from mismatch_plugin.hooks.version import HOSTS, recorded_version
+from mismatch_plugin.hooks.version import HOSTS, manifest, recorded_version
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -154,7 +154,7 @@ def health_table() -> Table:
 
 def versions_table() -> Table:
     """The host versions that the tests ran with, from `patches/manifest.json`."""
-    tested = {host: recorded_version(host) for host in HOSTS}
+    tested = {host: recorded_version(host) for host in HOSTS if host in manifest()["tested"]}
     rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
     notes = ("The start-up block says where yours is another one. Tested are the hosts' own functions, not runs.",)
     return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)

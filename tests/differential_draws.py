@@ -7,20 +7,21 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from random import Random
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.config.criteria import Aggregate, Statistic
 from tests.plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
 from tests.plain_loss import Answer
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
 LEVELS = ("token", "sequence", "geometric")
-STATISTICS = ("ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse")
-AGGREGATES = ("token", "sequence_sum", "sequence_mean", "sequence_max")
+STATISTICS = get_args(Statistic)
+AGGREGATES = get_args(Aggregate)
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30, 0.0, 7.0)
 INVALID = (None, math.nan, math.inf, -math.inf, -9999.0, 5.0, 0.0)
 INVALID_TRAIN = (math.nan, -math.inf, math.inf, 0.5, 1000.0)

@@ -266,7 +266,7 @@ def statistic(name: str, token: Token) -> float:
     if name == "tv":
         return abs(p - q)
     train, rollout = clamp(p, 1e-6, 1.0 - 1e-6), clamp(q, 1e-6, 1.0 - 1e-6)
-    return bernoulli_kl(rollout, train) if name == "binary_kl" else bernoulli_kl(train, rollout)
+    return {"binary_kl": bernoulli_kl(rollout, train), "binary_kl_reverse": bernoulli_kl(train, rollout)}[name]
 
 
 def bernoulli_kl(p: float, q: float) -> float:

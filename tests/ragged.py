@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.config.criteria import Aggregate, Statistic
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "clip", "mask")
@@ -126,8 +127,8 @@ def batches(draw: st.DrawFn, dtype: torch.dtype | None = None, min_tokens: int =
 
 criteria = st.builds(
     lambda aggregate, statistic, upper: {"aggregate": aggregate, "statistic": statistic, "upper_bound": upper},
-    st.sampled_from(["token", "sequence_sum", "sequence_mean", "sequence_max"]),
-    st.sampled_from(["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]),
+    st.sampled_from(get_args(Aggregate)),
+    st.sampled_from(get_args(Statistic)),
     st.sampled_from([1.0, 1.01, 1.5, 10.0, math.inf]),
 )
 

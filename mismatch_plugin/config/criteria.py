@@ -20,7 +20,7 @@ class Criterion(Frozen):
     """One rejection rule: a unit is kept where lower ≤ aggregate(statistic) ≤ upper.
 
     `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have
-    an upper bound in nats (`tv`: in probability) and no lower bound unless one is given.
+    an upper bound in their own unit (nats; `tv`: probability) and no lower bound unless one is given.
     """
 
     statistic: Statistic = "ratio"
@@ -108,7 +108,8 @@ class Rejection(Frozen):
 
     criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
         (),
-        f"rejection criteria, ANDed ({_SPEC})",
+        f"rejection criteria, ANDed ({_SPEC}); aggregates: {', '.join(get_args(Aggregate))}; statistics: "
+        f"{', '.join(get_args(Statistic))}",
         flag="--rs-criterion",
         slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",

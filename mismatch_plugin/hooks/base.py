@@ -146,6 +146,18 @@ def settled(parse: Callable[..., Namespace], settle: Callable[[Namespace], None]
     return parse_and_settle
 
 
+def replace_function(module: str, name: str, new: Callable[..., Any]) -> Callable[..., Any]:
+    """Put `new` in the place of a host's function, also in modules of its package that have imported it by name.
+
+    Returns the host's own. What a script imports later, it gets from one of these modules.
+    """
+    own, package = getattr(import_module(module), name), module.split(".")[0]
+    for path, loaded in list(sys.modules.items()):
+        if path.split(".")[0] == package and vars(loaded).get(name) is own:
+            setattr(loaded, name, new)
+    return own
+
+
 def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfig:
     """The configuration, on a host that computes log-probs before our loss.
 

@@ -30,17 +30,17 @@ from tests.hooks.contracts.launch_trees import megatron_core, megatron_tree, ray
 
 _FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
 _SHA, _OTHER = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"
-_DECLARED: dict[str, tuple[str, str]] = {
-    "slime": ("setup.py", 'from setuptools import setup\n\nsetup(\n    name="slime",\n    version="0.3.0",\n)\n'),
-    "miles": ("setup.py", "setup(name='miles', version = '0.3.0')\n"),
-    "megatron-lm": ("megatron/core/package_info.py", "MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ''\n"),
-    "nemo-rl": ("nemo_rl/package_info.py", 'MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ""\n'),
-    "verl": ("verl/version/version", "0.3.0\n"),
+# Name of the file that declares a host's version → what stands in it.
+_DECLARED = {
+    "setup.py": 'from setuptools import setup\n\nsetup(\n    name="slime",\n    version="0.3.0",\n)\n',
+    "package_info.py": "MAJOR = 0\nMINOR = 3\nPATCH = 0\nPRE_RELEASE = ''\n",
+    "version": "0.3.0\n",
 }
 
 
 def _tree(root: Path, host: str) -> Path:
-    file, text = _DECLARED[host]
+    file = find_host(host).version_file
+    text = _DECLARED[Path(file).name]
     (root / find_host(host).inside).mkdir(parents=True)
     (root / file).parent.mkdir(parents=True, exist_ok=True)
     (root / file).write_text(text)

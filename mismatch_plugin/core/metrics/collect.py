@@ -129,7 +129,7 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     rows["rollout"] = rows["train"] - rows["log_ratio"]
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
-    rows["log_ratio_abs"] = means["log_ratio"].abs()
+    rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
     if units.per_token:
         rows |= {name: means[name] for name in ("clamped", "clamped_squared")}
         rows["seq_ratio_squared"] = rows["ratio"].square()

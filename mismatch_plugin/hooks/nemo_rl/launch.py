@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config.documents import read_mapping
-from mismatch_plugin.hooks.base import Given, Host, Plan, peek, stop
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, replace_function, stop
 from mismatch_plugin.hooks.hydra import put, read_overrides, text
 from mismatch_plugin.hooks.ray_actors import check_actors
 
@@ -43,8 +43,7 @@ def plan(given: Given, script: Path | None) -> Plan:
 
 def _install() -> None:
     hooks, grpo = import_module("mismatch_plugin.hooks.nemo_rl"), import_module("nemo_rl.algorithms.grpo")
-    hooks.install()
-    setattr(grpo, "setup", _after_check(getattr(grpo, "setup")))  # noqa: B009, B010
+    replace_function("nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup)))
 
 
 def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:
