@@ -115,7 +115,7 @@ app.command()(check)
 app.add_typer(patching, name="patch")
 
 
-@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def bench() -> None:
     """Say where the benchmark is: in the repository, not in the package."""
     typer.echo("The benchmark is in the repository: `make bench`, or `python -m examples.benchmarks.bench`.")

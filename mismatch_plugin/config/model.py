@@ -103,7 +103,8 @@ class MismatchConfig(Settings):
         if self.weighted:
             bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
-            lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}")
+            tried = " (dry run: computed, not applied)" if self.dry_run else ""
+            lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}{tried}")
         else:
             lines.append("weights: none")
         rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]

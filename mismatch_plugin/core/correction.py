@@ -57,6 +57,11 @@ class Correction:
     kept_N: Tensor = field(repr=False)
     factor: Tensor | float | None = None
 
+    @property
+    def applied(self) -> Tensor:
+        """[T] w · keep: what a token's loss is multiplied by."""
+        return self.weights * self.keep
+
     def applied_to(self, loss_T: Tensor) -> Tensor:
         """w · keep · a loss of the host's own, [T]. Selected: inf or NaN where nothing trains must not become NaN."""
         return torch.where(self.keep > 0, loss_T * self.weights.to(loss_T.dtype), 0.0)

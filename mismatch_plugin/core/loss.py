@@ -151,7 +151,7 @@ def token_loss(
         losses, log_r = ppo_clip_loss(
             log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
         )
-    policy = losses * (correction.weights * correction.keep).to(losses.dtype)
+    policy = losses * correction.applied.to(losses.dtype)
     return TokenLoss(policy, selected, log_probs, advantages, log_r, correction, packed, config)
 
 

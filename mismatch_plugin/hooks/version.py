@@ -73,10 +73,11 @@ def compared(found: HostVersion, tested: HostVersion) -> str:
         same = found.commit == tested.commit
     if same:
         return f"{found}, the tested version" + (f", with changes of its own in {odd}" if odd else "")
-    there = f"; other than there: {odd}" if odd else ""
+    unknown = " (commit unknown)" if found.version == tested.version and found.commit is None else ""
+    there = f"; files that differ: {odd}" if odd else ""
     return (
-        f"{found} is not the tested version, {tested}{there}. Use that one, or look at the loss and the metrics of the "
-        f"first steps before a long run"
+        f"{found}{unknown} is not the tested version, {tested}{there}. Use that one, or look at the loss and the "
+        f"metrics of the first steps before a long run"
     )
 
 

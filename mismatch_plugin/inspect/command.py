@@ -43,8 +43,9 @@ def inspect(
     Judged are the newest steps: the last tenth of the run, at least ten. Names may have anything before rollout_corr/.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a
-    shift (|KL| above 0.1, mean ratio outside [0.5, 2]), the correction does
-    not hold, or a large mismatch is not corrected; 2 nothing to judge.
+    shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged
+    step), the correction does not hold, or a large mismatch is not
+    corrected; 2 nothing to judge.
     """
     from mismatch_plugin.inspect.judge import counted, inspect_steps
     from mismatch_plugin.inspect.sources import read_source

@@ -40,13 +40,55 @@ _LAUNCHERS: dict[str, tuple[str, ...]] = {
     "accelerate": ("launch",),
     "ray": ("job submit", "submit", "exec"),
 }
+# They run the command that their words hold.
+_WRAPPERS = (
+    *(
+        "env",
+        "sudo",
+        "nohup",
+        "srun",
+        "mpirun",
+        "mpiexec",
+        "timeout",
+        "nice",
+        "time",
+        "exec",
+        "command",
+        "stdbuf",
+        "setsid",
+    ),
+    *("docker", "podman", "singularity", "apptainer", "ssh", "xargs", "numactl", "taskset"),
+    *("if", "then", "else", "elif", "do", "while", "until", "!", "{"),
+)
 # Modules that `python -m` runs next to a training, or before it.
-_TOOLS = ("pip", "venv", "ensurepip", "compileall", "json", "http", "sglang", "sglang_router", "vllm", "zipfile", "ray")
+_TOOLS = (
+    *("pip", "venv", "ensurepip", "compileall", "json", "http", "zipfile", "site", "sysconfig", "platform", "timeit"),
+    *("sglang", "sglang_router", "vllm", "ray", "torch", "wandb", "tensorboard", "ninja", "numpy", "huggingface_hub"),
+    *("pytest", "mypy", "nltk", "spacy", "grpc_tools", "mismatch_plugin"),
+)
 # They may name a training script, and do not run it.
 _READERS = (
-    *("cat", "cp", "mv", "ls", "rm", "mkdir", "git", "grep", "pkill", "pgrep", "kill", "head", "tail", "wc", "diff"),
-    *("echo", "printf", "touch", "chmod", "rsync", "scp", "md5sum", "sha256sum", "sed", "find", "stat", "tar", "which"),
-    *("pip", "nvidia-smi"),
+    *(
+        "cat",
+        "cp",
+        "mv",
+        "ls",
+        "ln",
+        "rm",
+        "mkdir",
+        "git",
+        "grep",
+        "pkill",
+        "pgrep",
+        "kill",
+        "head",
+        "tail",
+        "wc",
+        "diff",
+    ),
+    *("echo", "printf", "touch", "chmod", "rsync", "scp", "md5sum", "sha256sum", "sed", "awk", "sort", "stat", "tar"),
+    *("zip", "which", "test", "[", "realpath", "dirname", "basename", "file", "cmp", "less", "install", "curl", "wget"),
+    *("vim", "ruff", "black", "isort", "dvc", "pip", "nvidia-smi"),
 )
 _TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
 _INSTALLED = ("site-packages", "dist-packages")  # what Ray and torch run of their own
@@ -113,11 +155,19 @@ def refusal(host: Host, script: str, what: str) -> str:
     return f"{script} {what}, where the plugin's flags would not arrive: {', '.join(ways)}."
 
 
-def starts_trainer(words: Sequence[str]) -> bool:
-    """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …"""
-    for at, word in enumerate(words):
+def starts_trainer(words: Sequence[str], wrapped: bool = False) -> bool:
+    """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …
+
+    A program is the first word, or (wrapped) any word behind such a wrapper; of others only a word that is a training
+    script counts. What is taken for harmless and is none is found when the script has ended.
+    """
+    words = [word for at, word in enumerate(words) if at or word]
+    while words and re.match(r"\w+=", words[0]):  # A=1 python …
+        words = words[1:]
+    wrapped = wrapped or (bool(words) and os.path.basename(words[0]) in _WRAPPERS)
+    for at, word in enumerate(words if wrapped else words[:1]):
         program, rest = os.path.basename(word), words[at + 1 :]
-        plain = [word for word in rest if not word.startswith("-")]
+        plain = " ".join(word for word in rest if not word.startswith("-"))
         if program in _READERS:
             return False
         if _PYTHON.fullmatch(program) or word == sys.executable:
@@ -126,12 +176,12 @@ def starts_trainer(words: Sequence[str]) -> bool:
             line = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word)), None)
             return bool(plain) if line is None else any(_line_starts(text) for text in rest[line + 1 : line + 2])
         if program in _LAUNCHERS:
-            return " ".join(plain).startswith(_LAUNCHERS[program])
+            return any(not start or re.search(rf"(^| ){start}( |$)", plain) for start in _LAUNCHERS[program])
         if program in _ENVIRONMENTS:
-            return "run" in rest and starts_trainer(rest[rest.index("run") + 1 :])
-        if _TRAINER.search(word) or (at == 0 and word.endswith(".py")) or (" " in word and _line_starts(word)):
+            return "run" in rest and starts_trainer(rest[rest.index("run") + 1 :], wrapped=True)
+        if at == 0 and word.endswith(".py"):
             return True
-    return False
+    return any(_TRAINER.search(word) or (" " in word and _line_starts(word)) for word in words)
 
 
 def _line_starts(text: str) -> bool:
@@ -164,10 +214,11 @@ def _python_starts(rest: Sequence[str]) -> bool:
     for word in words:
         if word in ("-c", "-V", "-VV", "--version", "-h", "--help"):
             return False
-        if word == "-m":
-            return next(words, "pip").split(".")[0] not in _TOOLS
+        if word.startswith("-m"):
+            module = word[2:] or next(words, "pip")
+            return module.startswith("torch.distributed") or module.split(".")[0] not in _TOOLS
         if word in ("-X", "-W"):
             next(words, None)
         elif not word.startswith("-"):
-            return not set(_INSTALLED).intersection(word.split(os.sep))
+            return os.path.basename(word) != "setup.py" and not set(_INSTALLED).intersection(word.split(os.sep))
     return False

@@ -98,11 +98,15 @@ _TESTED = HostVersion("0.3.1", _SHA)
         (
             HostVersion("0.3.0", _OTHER, ("a.py", "b.py")),
             _TESTED,
-            "0.3.0 at fedcba9876 is not the tested version, 0.3.1 at 0123456789; other than there: a.py, b.py. Use",
+            "0.3.0 at fedcba9876 is not the tested version, 0.3.1 at 0123456789; files that differ: a.py, b.py. Use",
         ),
         # The same number by name only: the commit, or the files, are others.
         (HostVersion("0.3.1", _OTHER), _TESTED, "0.3.1 at fedcba9876 is not the tested version, 0.3.1 at 0123456789. "),
-        (HostVersion("0.3.1", None, ("a.py",)), _TESTED, "0.3.1 is not the tested version, 0.3.1 at 0123456789; other"),
+        (
+            HostVersion("0.3.1", None, ("a.py",)),
+            _TESTED,
+            "(commit unknown) is not the tested version, 0.3.1 at 0123456789; files",
+        ),
         (HostVersion(None, None), _TESTED, "of unknown version is not the tested version"),
         (HostVersion("0.9.1", _OTHER), HostVersion("0.9.1", None), "0.9.1 at fedcba9876, the tested version"),
         (HostVersion("1.0", None), HostVersion(None, None), "1.0; no version of it is recorded as tested"),
@@ -135,7 +139,7 @@ def test_the_launcher_s_block_says_it(host: str, tmp_path: Path) -> None:
     tested = recorded_version(host)
     version = "0.20.0" if host == "megatron-lm" else "of unknown version"
     assert plan.lines[-1].startswith(
-        f"host: {host} {version} at {_SHA[:10]} is not the tested version, {tested}; other"
+        f"host: {host} {version} at {_SHA[:10]} is not the tested version, {tested}; files"
     )
     _, _, _, untouched = prepare([str(script)])
     assert not any(line.startswith("host: ") for line in untouched.lines)

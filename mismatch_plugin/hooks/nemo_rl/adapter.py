@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
@@ -94,12 +94,13 @@ class MismatchLoss:
                 f"next_token_logprobs has shape {tuple(next_token_logprobs.shape)}, the token mask without its first "
                 f"column {tuple(mask.shape)}: both must be [batch, length - 1]."
             )
-        result = self._policy_loss(next_token_logprobs, mask, data)
+        token = self._token_loss(next_token_logprobs, mask, data)
+        result = sum_tokens(token)
         divisor = (global_valid_toks if self.token_level else global_valid_seqs) + _EPSILON
         loss = result.loss_sum / divisor
         kl = None
         if self.reference_policy_kl_penalty:
-            kl = self._kl(next_token_logprobs, mask, data) / divisor
+            kl = self._kl(next_token_logprobs, mask, token.selected.view_as(mask), data) / divisor
             loss = loss + self.reference_policy_kl_penalty * kl
         metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks)
         return loss, metrics | {
@@ -108,7 +109,7 @@ class MismatchLoss:
             "num_valid_samples": float(data["sample_mask"].sum()),
         }
 
-    def _policy_loss(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> PolicyLoss:
+    def _token_loss(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> TokenLoss:
         old = None
         if not self.config.use_rollout_log_probs and not self.force_on_policy_ratio:
             old = self._take(data, "prev_logprobs").flatten()
@@ -119,13 +120,16 @@ class MismatchLoss:
             old_log_probs=old,
             advantages=self._take(data, "advantages").flatten(),
         )
-        return policy_loss(log_probs.flatten(), packed, self.config)
+        return token_loss(log_probs.flatten(), packed, self.config)
 
-    def _kl(self, log_probs: Tensor, mask: Tensor, data: Mapping[str, Any]) -> Tensor:
-        """NeMo-RL's KL penalty, summed as its loss type says. Sampled from π_θ, or from the rollout policy."""
+    def _kl(self, log_probs: Tensor, mask: Tensor, enters: Tensor, data: Mapping[str, Any]) -> Tensor:
+        """NeMo-RL's KL penalty, summed as its loss type says. Sampled from π_θ, or from the rollout policy.
+
+        enters: [B, S − 1] bool, `TokenLoss.selected`: without a valid log π_θ a token has no penalty.
+        """
 
         def selected(values: Tensor) -> Tensor:
-            return torch.where(mask.bool(), values, 0.0)
+            return torch.where(enters, values, 0.0)
 
         unfiltered = data.get("curr_logprobs_unfiltered")
         current = selected(log_probs if unfiltered is None else unfiltered)

@@ -25,7 +25,7 @@ def summable_metrics(
     correction, tokens = result.correction, result.correction.tokens
     own = (
         (tokens.log_ratio.abs().clamp(max=SAFETY_BOUND).exp() * mask.flatten()).sum(),
-        (correction.weights * correction.keep).sum(),
+        correction.applied.sum(),
         global_valid_toks.to(tokens.mask),
         global_valid_seqs.to(tokens.mask),
     )

@@ -201,10 +201,14 @@ class RayAdapter(ABC):
             either = clipped["clip_high"] | clipped["clip_low"]
             report = {"pg_clipfrac": reduce(either.to(token.policy.dtype)), "ppo_kl": reduce(clipped["ppo_kl"])}
         for term in token.terms():
-            if term.coefficient or term.name == "entropy":
+            if term.coefficient:
                 added = reduce(term.added)
-                report[f"{term.name}_loss"] = added.detach()
                 loss = loss + term.coefficient * added
+            elif term.name == "entropy":  # reported as the host does; 0 times it would still be in the gradient
+                added = reduce(term.added.detach())
+            else:
+                continue
+            report[f"{term.name}_loss"] = added.detach()
         if packed.rollout_log_probs is not None:
             report["train_rollout_logprob_abs_diff"] = reduce(token.correction.tokens.log_ratio.abs())
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
@@ -283,7 +287,7 @@ def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, 
     ratio = correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
     metrics = {"tis": ratio, "tis_abs": (ratio - 1.0).abs()}
     if config.weighted:
-        metrics["tis_weight"] = correction.weights * correction.keep
+        metrics["tis_weight"] = correction.applied
     if config.rejects:
         metrics["tis_rejected"] = (correction.tokens.mask - correction.keep).clamp(min=0.0)
     return metrics

@@ -13,6 +13,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import parse_yaml
 from mismatch_plugin.config.flags import destinations
+from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled
 from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import (
@@ -69,7 +70,8 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         namespace.mismatch_settings = settings
         namespace.use_rollout_logprobs = config.use_rollout_log_probs
         namespace.use_tis = config.algorithm == 2  # 3 is ours alone; a file may have set both after the host's check
-        check_arguments(namespace, host)
+        with no_notes():  # the block has said them
+            check_arguments(namespace, host)
         check_actors()
 
     def install() -> None:

@@ -41,7 +41,7 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     if config.rejects and not stays:
         data["response_mask"] = padded(correction.keep).to(mask.dtype)
     if config.weighted or (stays and config.rejects):
-        data["rollout_is_weights"] = padded(correction.weights * correction.keep)
+        data["rollout_is_weights"] = padded(correction.applied)
     return batch, metrics
 
 

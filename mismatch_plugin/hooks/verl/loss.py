@@ -36,7 +36,7 @@ def verl_token_loss(
         loss_mask=mask.flatten(),
         lengths=(shape[1],) * shape[0],
         rollout_log_probs=old_log_prob.detach().flatten() if bypass else None,
-        old_log_probs=log_prob.detach().flatten() if bypass else old_log_prob.detach().flatten(),
+        old_log_probs=None if bypass else old_log_prob.detach().flatten(),
         advantages=advantages.detach().flatten(),
     )
     weights = None
