@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pickle
 import re
@@ -80,6 +81,31 @@ def call(loss: Any, log_probs: torch.Tensor, data: dict[str, Any], toks: float, 
     value.backward()
     assert log_probs.grad is not None
     return value.detach(), log_probs.grad, metrics
+
+
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_the_kl_penalty_has_its_gradient(on_policy: bool) -> None:
+    """With no advantage it is the only one: (k + k')(d) times the sampling ratio, k3."""
+    loss = build(reference_policy_kl_penalty=0.3, use_on_policy_kl_approximation=on_policy)
+    log_probs, data = batch()
+    value, gradient, _ = call(loss, log_probs, {**data, "advantages": 0.0 * data["advantages"]}, 31.0, 7.0)
+    d = log_probs - data["reference_policy_logprobs"][:, 1:]
+    ratio = (log_probs - data["generation_logprobs"][:, 1:]).exp() if on_policy else 1.0
+    mask = MASK[:, 1:]
+    torch.testing.assert_close(gradient, 0.3 / 31.0 * ratio * (torch.expm1(-d) + d + 1.0 - (-d).exp()) * mask)
+    assert float(value) == pytest.approx(float((0.3 / 31.0 * ratio * (torch.expm1(-d) + d) * mask).sum()), rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("policy", ["neutral", "drop-token", "drop-sequence"])
+def test_a_token_without_a_log_prob_is_out_of_the_penalty_too(value: float, policy: str) -> None:
+    block = {"use_rollout_log_probs": True, "use_tis": True, "tis": {"level": "sequence"}}
+    loss = build({**block, "rollout_log_prob_policy": policy}, reference_policy_kl_penalty=0.1)
+    log_probs, data = batch()
+    row, column = MASK[:, 1:].nonzero()[0].tolist()
+    log_probs[row, column] = value
+    found, gradient, _ = call(loss, log_probs, data, 31.0, 7.0)
+    assert found.isfinite() and gradient.isfinite().all() and gradient[row, column] == 0
 
 
 @pytest.mark.parametrize("name", BLOCKS)

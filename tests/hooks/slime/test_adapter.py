@@ -193,6 +193,20 @@ def test_the_entropy_bonus_has_its_gradient():
     torch.testing.assert_close(gradient, -0.01 * sample.rows["loss_masks"].float())
 
 
+def test_an_entropy_that_has_no_coefficient_is_only_reported():
+    """0 times it would be NaN in the loss, and a backward pass over the vocabulary for nothing."""
+    sample = samples()[0]
+    batch = {name: [values] for name, values in sample.rows.items()}
+    batch |= {"total_lengths": [sample.total], "response_lengths": [sample.response]}
+    entropy = torch.full_like(sample.entropy, math.nan).requires_grad_()
+    args = arguments(**custom("slime"), **ours(2))
+    log_probs = sample.log_probs.clone().requires_grad_()
+    loss, report = slime.ADAPTER.loss(args, batch, [log_probs], [entropy], torch.sum)
+    loss.backward()
+    assert loss.isfinite() and entropy.grad is None and log_probs.grad is not None
+    assert report["entropy_loss"].isnan()
+
+
 def test_weights_without_rollout_log_probs_are_refused_once_and_clearly():
     args = arguments(**hooked("slime"), **ours(2))
     with pytest.raises(ValueError, match="rollout_log_probs is missing: algorithm 2"):
