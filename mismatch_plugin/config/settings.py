@@ -289,10 +289,19 @@ class Settings(Section):
         return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
 
     @property
+    def needs_rollout_log_probs(self) -> bool:
+        """True where the loss cannot be formed without them; else they are for the metrics alone."""
+        return self.algorithm != 0 or self.rejects
+
+    @property
+    def normalizes(self) -> bool:
+        """True where weights are divided by a mean, of whatever scope (in a dry run: would be)."""
+        return self.weighted and self.tis.batch_normalize
+
+    @property
     def normalizes_step(self) -> bool:
         """True where weights are divided by their mean over the optimizer step, whatever its micro-batches."""
-        tis = self.tis
-        return self.weighted and tis.batch_normalize and not self.dry_run and tis.batch_normalize_scope != "micro_batch"
+        return self.normalizes and not self.dry_run and self.tis.batch_normalize_scope != "micro_batch"
 
     @property
     def changes_denominator(self) -> bool:

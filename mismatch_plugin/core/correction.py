@@ -147,7 +147,7 @@ def compute_correction(
     if rejected_N is not None:
         keep = keep.masked_fill(spread(rejected_N, index), 0.0)
     stage.keep_T = keep
-    if config.weighted and config.tis.batch_normalize:
+    if config.normalizes:
         stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
     statistics = collect_statistics(stage, counts_sequences=counts)
@@ -190,7 +190,7 @@ def given_correction(weights_T: Tensor, train_T: Tensor, packed: PackedSequences
 def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise what `correct` raises where the batch lacks what the configuration needs."""
     refuse_no_config(config)
-    if packed.rollout_log_probs is None and (config.algorithm != 0 or config.rejects):
+    if packed.rollout_log_probs is None and config.needs_rollout_log_probs:
         raise ValueError(
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."

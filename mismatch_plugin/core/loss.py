@@ -90,7 +90,9 @@ class TokenLoss:
         return total
 
     def clip_columns(self) -> Iterator[tuple[str, Tensor]]:
-        """Tokens where the clip is active for the advantage's sign, by side; cut by the dual clip; −log r. No gradient.
+        """Tokens where the clip is active for the advantage's sign, by side; cut by the dual clip; −log r within ±20.
+
+        No gradient.
 
         Nothing in algorithm 3.
         """
@@ -124,7 +126,8 @@ def token_loss(
     log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
         precision is widened to float32. packed.advantages: [T].
     weights: [T], made elsewhere (verl's driver): they take the place of the correction, and nothing is judged again.
-    groups, batch_factor, collectives, syncs, errors: as `correct`. Gradient: through log_probs and packed.entropy only.
+    groups, batch_factor, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy only.
+    Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
     """
     refuse_unfit(packed, config)
     assert packed.advantages is not None

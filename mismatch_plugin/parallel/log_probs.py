@@ -1,6 +1,6 @@
 """Log-probs and entropy of the trained tokens, from logits sharded over the vocabulary: one function, its backends.
 
-The torch reference stands in `log_prob_torch`, its Triton twin for CUDA in `log_prob_triton`, the adapters to other
+The torch reference is in `log_prob_torch`, its Triton twin for CUDA in `log_prob_triton`, the adapters to other
 libraries in `log_prob_backends`.
 """
 

@@ -18,6 +18,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import segment_sum
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
+from mismatch_plugin.core.weights import batch_factor
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -58,7 +59,7 @@ class Step:
     """
 
     def __init__(self, config: MismatchConfig, groups: ParallelGroups) -> None:
-        if config.weighted and config.tis.batch_normalize and config.tis.batch_normalize_scope == "rollout_batch":
+        if config.normalizes and config.tis.batch_normalize_scope == "rollout_batch":
             raise ValueError("--tis-batch-normalize-scope rollout_batch needs a host that weighs rollouts: use step.")
         self.config, self.groups = config, groups
         self.totals: StepTotals | None = None
@@ -99,8 +100,7 @@ class Step:
         sums = torch.cat([sums, sums.new_tensor([float(not known), float(fed_tokens)])])
         tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
         known = not bool(unknown)
-        mean = weight / units.clamp(min=1)
-        factor = torch.where(mean > 0, mean, torch.ones_like(mean))
+        factor = batch_factor(weight, units)
         accepted_known = known or not self.config.rejects or self.config.dry_run
         self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None, fed)
         return self.totals

@@ -78,8 +78,8 @@ class Sources:
         self._of: dict[str, list[str]] = {}
         for name in self.names:
             module, _, leaf = name.rpartition(".")
-            beside = ".".join([*module.split(".")[:-1], leaf])
-            self._of[name] = [name] if name in sent else within.get(module) or siblings.get(beside) or []
+            nearby = ".".join([*module.split(".")[:-1], leaf])
+            self._of[name] = [name] if name in sent else within.get(module) or siblings.get(nearby) or []
         used = {source for sources in self._of.values() for source in sources}
         self.unknown = [name for name in sent if name not in used]
         """Sent names that belong to no tensor of the server."""

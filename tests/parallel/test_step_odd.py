@@ -1,6 +1,6 @@
 """The correction over several processes where ranks hold odd things, log-probs are invalid, or a host is odd.
 
-Everything must equal one process, as in `test_parallel_correction.py`, and nothing may hang: a launch ends after 60 s.
+Everything must equal one process, as in `test_step.py`, and nothing may hang: a launch ends after 60 s.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     config, means, units = stage.config, stage.means_N, stage.units
     kept = stage.kept_N / stage.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
-    if config.weighted and config.tis.batch_normalize:
+    if config.normalizes:
         rows |= stage.unit_rows()
     if config.metrics == "off":
         return rows

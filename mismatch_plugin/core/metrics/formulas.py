@@ -1,4 +1,4 @@
-"""From merged sums and maxima to figures: the arithmetic behind the declarations in `metrics.py`, on the host."""
+"""From merged sums and maxima to figures: the arithmetic behind the declarations in `registry.py`, on the host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from mismatch_plugin.core.metrics import full as full
+from mismatch_plugin.core.metrics import full
 from mismatch_plugin.core.units import acting_bounds, center, units_of
 from mismatch_plugin.core.validity import DEFECTS
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -34,6 +34,7 @@ class State:
         self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
     def has(self, name: str) -> bool:
+        """Whether a sum, a maximum or a vector of that name is there."""
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
     def count(self, measure: str, trained: bool = False) -> float:
@@ -49,10 +50,12 @@ class State:
         return ratio(self.sums[f"{row}@{measure}"], self.sums[f"one@{measure}"])
 
     def maximum(self, name: str, default: float = 0.0) -> float:
+        """A maximum; the default where there was nothing to take it of."""
         value = self.maxima[name]
         return value if math.isfinite(value) else default
 
     def vector(self, name: str) -> list[float]:
+        """The elements of a vector, in order."""
         source = self.sums if f"{name}[0]" in self.sums else self.maxima
         values = []
         while f"{name}[{len(values)}]" in source:

@@ -246,7 +246,7 @@ METRICS: tuple[Metric, ...] = (
            Mean(lambda s: s.sums["clip_high"]), unit="share", trained=True),
     Metric("pg_clipfrac_low_side", "share where it is active below: r < 1 − ε, A < 0", "tokens", "clip_low",
            Mean(lambda s: s.sums["clip_low"]), unit="share", trained=True),
-    Metric("ppo_kl", "mean of log π_anchor − log π_θ", "tokens", "ppo_kl",
+    Metric("ppo_kl", "mean of log π_anchor − log π_θ, clamped to ±20", "tokens", "ppo_kl",
            Mean(lambda s: s.sums["ppo_kl"]), unit="nat", trained=True, place="loss"),
     Metric("entropy", "mean entropy of π_θ", "tokens", "entropy",
            Mean(lambda s: s.sums["entropy"]), unit="nat", trained=True),

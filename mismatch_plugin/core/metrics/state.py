@@ -1,6 +1,6 @@
 """Mergeable state of a step's diagnostics: sums, counts and maxima that any split of the step adds up to.
 
-Nothing here is a mean, a deviation or a quantile: those are formed last, by `metrics.py`, from the merged state. So
+Nothing here is a mean, a deviation or a quantile: those are formed last, by `registry.py`, from the merged state. So
 every figure is the same however the step was cut into micro-batches and ranks.
 
 A sum is named `quantity@measure`: the quantity is a mean over the response tokens of a sequence, and the measure weighs
@@ -75,7 +75,7 @@ class Statistics:
 
         Pass it to `correct` or `policy_loss` as `batch_factor` when the step is cut into micro-batches.
         """
-        if not (self.config.weighted and self.config.tis.batch_normalize):
+        if not self.config.normalizes:
             return self.sums.new_ones(())
         measure = units_of(self.config).measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))

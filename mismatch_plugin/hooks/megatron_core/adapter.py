@@ -24,7 +24,7 @@ from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
-from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_beside_labels, mtp_arguments
+from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import BORROWED, Backend, Entropy, checked_backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
@@ -136,7 +136,7 @@ class MegatronLoss:
         totals = self._started().totals
         scale = _over(totals.fed, totals.tokens) if totals is not None else batch.packed.loss_mask.new_ones(())
         labels = mtp_arguments(batch, scale)
-        with logits_beside_labels(model, self.mtp_layers):
+        with logits_with_labels(model, self.mtp_layers):
             return model(*inputs, packed_seq_params=batch.padded_seq_params, **labels), loss_func
 
     def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:

@@ -36,7 +36,7 @@ def mtp_arguments(batch: MegatronBatch, scale: Tensor) -> dict[str, Tensor]:
 
 
 @contextmanager
-def logits_beside_labels(model: Any, mtp_layers: int) -> Iterator[None]:
+def logits_with_labels(model: Any, mtp_layers: int) -> Iterator[None]:
     """Within it the model returns logits [b, s, V/tp] although it is given labels, which MTP's loss needs.
 
     megatron calls the model's `compute_language_model_loss` once for each MTP layer, then for the main head, and

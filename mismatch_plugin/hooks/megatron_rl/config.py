@@ -78,7 +78,7 @@ def settings(args: Namespace) -> MismatchConfig:
             f"{COEFFICIENT} {coefficient:g} bounds no weight in algorithm {config.algorithm}: add --use-tis, or leave "
             f"it out."
         )
-    if (config.algorithm or config.rejects) and not corrects:
+    if config.needs_rollout_log_probs and not corrects:
         raise ValueError(
             f"algorithm {config.algorithm} with these settings needs the inference log-probs, which Megatron-LM RL "
             f"keeps from the loss without {IS_CORRECTION}: add it (the launcher does)."
@@ -99,7 +99,7 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
     each = "of each micro-batch (add --calculate-per-token-loss for the step's)"
     over = "of the whole step" if on("calculate_per_token_loss") else each
     lines.append(f"denominator: Megatron's own, the trained tokens {over}; rejected tokens stay in it")
-    if config.weighted and config.tis.batch_normalize:
+    if config.normalizes:
         scope = config.tis.batch_normalize_scope
         lines.append(f"batch normalisation over: {'the optimizer step' if scope in ('auto', 'step') else scope}")
     lines.append("old log-probs: Megatron computes them before every step, and the reference's, whatever the algorithm")
@@ -133,7 +133,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     tis, metrics = config.tis, config.metrics
     judging = {
         f"level {tis.level}": config.weighted and not units_of(config).per_token,
-        "batch normalisation": config.weighted and tis.batch_normalize,
+        "batch normalisation": config.normalizes,
         **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
         "the veto": config.rs.veto_threshold is not None,
         "--rollout-log-prob-policy drop-sequence": config.rollout_log_prob_policy == "drop-sequence",

@@ -122,7 +122,8 @@ def grpo_terms(
 
     log_probs, ref: [b, s − 1], any float dtype; half precision is widened to float32. packed: from `pack`.
     loss = w · keep · policy term + β · (e^d − d − 1) + λ · p log p, d = log π_ref − log π_θ, p = π_θ of the token.
-    Neither added term is scaled by the correction. Under the mask all is 0 and nothing, not even NaN, leaks.
+    Rejection scales neither added term; importance weights scale the KL where `terms.kl_importance_weighted` says so.
+    Under the mask all is 0 and nothing, not even NaN, leaks.
     Host syncs: none. Gradient: through log_probs only.
     """
     shape = log_probs.shape

@@ -77,7 +77,7 @@ def settings(host_config: Any) -> MismatchConfig:
             f"{BLOCK}.denominator accepted cannot hold: NeMo-RL counts tokens before the loss does. Choose auto or "
             f"original."
         )
-    if config.weighted and config.tis.batch_normalize and config.tis.batch_normalize_scope != "micro_batch":
+    if config.normalizes and config.tis.batch_normalize_scope != "micro_batch":
         raise ValueError(
             f"{BLOCK}.tis.batch_normalize_scope {config.tis.batch_normalize_scope} is not what NeMo-RL gives: its "
             f"loss sees one micro-batch (one sequence when packing): choose micro_batch, or no batch_normalize."

@@ -231,7 +231,7 @@ class RayAdapter(ABC):
             held = ("loss_mask", *(name for key, name in _HELD.items() if rollout_data.get(key)))
             sequences = tuple(len(batch) for batch in batches)
             try:
-                if (config.algorithm != 0 or config.rejects) and "rollout_log_probs" not in held:
+                if config.needs_rollout_log_probs and "rollout_log_probs" not in held:
                     raise ValueError(
                         f"the rollout batch has no rollout_log_probs, and algorithm {config.algorithm} with these "
                         f"settings needs them: let the rollout (or the custom generate function) return SGLang's "

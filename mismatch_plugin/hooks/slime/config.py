@@ -306,7 +306,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     lines += [f"through: {through}", f"normaliser: {normaliser}"]
     # The host knows one set of masks.
     lines.append(f"entropy and KL terms: over {'what is not rejected' if reducer and config.rejects else masks}")
-    if config.weighted and config.tis.batch_normalize:
+    if config.normalizes:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
     if not runs(args, host, "before_train_step"):

@@ -46,7 +46,7 @@ def mismatch_loss(
     rejection are made here; otherwise it is log π_old, and weights [B, S] and mask come from the driver.
     Aggregated by verl's `agg_loss` with the batch sizes in `config.global_batch_info`; a batch from which everything
     was rejected gives 0, connected to the graph. Returns (0-d loss, metrics that verl averages over micro-batches).
-    Collectives: none. Host syncs: one, for the metrics, as in verl's own losses.
+    Collectives: none. Host syncs: one, in bypass mode two, for the metrics, as in verl's own losses.
     Raises: ValueError where settings contradict or weights are missing; InvalidLogProbError.
     """
     if config is None:

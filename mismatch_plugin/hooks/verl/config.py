@@ -70,7 +70,7 @@ def check_tree(tree: Any) -> MismatchConfig | None:
         raise ValueError(f"{RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}.")
     if uses_loss and plain(policy_loss.get("rollout_correction")) != plain(block):
         raise ValueError(f"{ACTOR}.policy_loss.rollout_correction is not {RC}: add {REFERENCE_LINE}.")
-    needs = config.algorithm != 0 or config.rejects
+    needs = config.needs_rollout_log_probs
     if needs and (reference.get("rollout") or {}).get("calculate_log_probs", True) is False:
         raise ValueError(
             f"algorithm {config.algorithm} needs the rollout engine's log-probs, and verl would skip it silently: set "
@@ -117,7 +117,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     lines.append(f"loss: {actor.get('loss_agg_mode', 'token-mean')}, normaliser {normaliser}")
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
-    if config.weighted and config.tis.batch_normalize:
+    if config.normalizes:
         units = ""
         if config.tis.mode == "mask":
             mine = bypass or has_block(block)
@@ -208,7 +208,7 @@ def _scoped(config: MismatchConfig, data: dict[str, Any], by_hand: set[str]) -> 
             f"{BLOCK}.denominator accepted cannot hold in bypass mode, where verl counts tokens before the loss runs: "
             f"choose auto or original."
         )
-    if not (config.weighted and config.tis.batch_normalize):
+    if not config.normalizes:
         return config
     scope: Literal["micro_batch", "rollout_batch"] = "micro_batch" if bypass else "rollout_batch"
     if config.tis.batch_normalize_scope not in ("auto", scope):

@@ -114,7 +114,7 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
 
 def run_as_if(case: tuple[Layout, int]) -> str:
     """A batch through the model, its losses answered as if it had that many MTP layers: the error, or nothing."""
-    from mismatch_plugin.hooks.megatron_core.extra_losses import logits_beside_labels, mtp_arguments
+    from mismatch_plugin.hooks.megatron_core.extra_losses import logits_with_labels, mtp_arguments
     from mismatch_plugin.lab import model as lab
     from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -125,7 +125,7 @@ def run_as_if(case: tuple[Layout, int]) -> str:
     (batch,) = micro_batches(layout, layout.runs[0], ParallelGroups.from_megatron(), settings, 0, 1)
     inputs = {"packed_seq_params": batch.padded_seq_params, **mtp_arguments(batch, torch.ones(()))}
     try:
-        with logits_beside_labels(model, layers):
+        with logits_with_labels(model, layers):
             output = model(batch.tokens, batch.position_ids, None, **inputs)
     except RuntimeError as error:
         return str(error)
