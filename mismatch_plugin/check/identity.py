@@ -82,7 +82,7 @@ def find_ids(batch: Batch) -> Outcome:
 
 
 def _lag(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The k with ours[t] = theirs[t + k] for all t that both have, if there is one besides 0."""
+    """The k with ours[t] = theirs[t + k] for all t that both have, if there is one other than 0."""
     for lag in LAGS:
         pairs = [(ours[t], theirs[t + lag]) for t in range(len(ours)) if 0 <= t + lag < len(theirs)]
         enough = abs(lag) <= len(ours) - 2 and len(pairs) >= max(4, len(ours) - MAX_LAG)

@@ -1,7 +1,7 @@
 """The cross entropies of megatron-core and transformer-engine behind the arguments of `vocab_parallel_log_probs`.
 
 Neither is imported before it is asked for. Both know nothing of temperature, picked rows and our ignored targets, so
-they get a copy of the logits with all that in it (megatron-core overwrites float32 logits besides). What they cannot do
+they get a copy of the logits with all that in it (megatron-core overwrites float32 logits, too). What they cannot do
 at all is refused in `log_probs`. Results are float32; memory: a copy of the logits, and what the library keeps.
 """
 

@@ -188,7 +188,7 @@ def end_step(
     pipeline stage, None elsewhere.
 
     Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync,
-    besides that of `Step.finish`.
+    in addition to that of `Step.finish`.
     Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; ValueError where
     ranks cannot merge their statistics.
     """

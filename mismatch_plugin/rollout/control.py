@@ -1,4 +1,4 @@
-"""Everything a trainer tells a server besides "generate": weights, pauses, aborts, and questions about itself."""
+"""Everything a trainer tells a server next to "generate": weights, pauses, aborts, and questions about itself."""
 
 from __future__ import annotations
 
