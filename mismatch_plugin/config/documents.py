@@ -25,7 +25,8 @@ def read_file(path: str | Path) -> dict[str, Any]:
     if verl or any(name == "use_rs" or name.startswith(("tis_", "rs_")) for name in names):
         host = "verl" if verl else "slime"
         raise ValueError(
-            f"configuration file {path} is in {host}'s form: read it with mismatch_plugin.compat.from_{host}."
+            f"configuration file {path} is in {host}'s form: read it with mismatch_plugin.compat.from_{host}, or write "
+            f"our settings, nested (tis: {{level: sequence}}); {host} itself takes it where it always did."
         )
     return data
 
