@@ -105,7 +105,7 @@ _TESTED = HostVersion("0.3.1", _SHA)
         (
             HostVersion("0.3.1", None, ("a.py",)),
             _TESTED,
-            "(commit unknown) is not the tested version, 0.3.1 at 0123456789; files",
+            "0.3.1 (commit unknown) is not the tested version, 0.3.1 at",
         ),
         (HostVersion(None, None), _TESTED, "of unknown version is not the tested version"),
         (HostVersion("0.9.1", _OTHER), HostVersion("0.9.1", None), "0.9.1 at fedcba9876, the tested version"),
