@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
 
 def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (code,) = re.findall(r"^```py\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     names: dict[str, Any] = {}
     exec(compile(code, str(PAGE), "exec"), names)
     monkeypatch.chdir(tmp_path)  # it writes rollouts.jsonl
