@@ -18,7 +18,7 @@ from mismatch_plugin.core.correction import (
 )
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
-from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import spread
 from mismatch_plugin.core.validity import train_is_valid
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -132,7 +132,7 @@ def token_loss(
     refuse_unfit(packed, config)
     assert packed.advantages is not None
     log_probs = packed.flatten(log_probs, "log_probs")
-    if log_probs.dtype in (torch.bfloat16, torch.float16):
+    if log_probs.dtype in HALF:
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
     if weights is None:

@@ -14,6 +14,8 @@ from mismatch_plugin.core.entries import flatten_entries, refuse_not_finite, ref
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions")
+HALF = (torch.bfloat16, torch.float16)
+"""Dtypes that are widened to float32: sums over a response would lose all digits."""
 _TOKEN_FIELDS = (
     "rollout_log_probs",
     "old_log_probs",
@@ -71,7 +73,7 @@ class PackedSequences:
                     f"{name} has shape {tuple(value.shape)}, but lengths add up to {tokens} tokens: pass one flat "
                     f"value a token."
                 )
-            if value is not None and name in _TOKEN_FIELDS and value.dtype in (torch.bfloat16, torch.float16):
+            if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))

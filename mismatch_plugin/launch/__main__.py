@@ -73,11 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[script_position(arguments) :][:1] in (["-h"], ["--help"]):
-            print(help_text(_LINE, _DESCRIPTION))
+            _say(help_text(_LINE, _DESCRIPTION))
             return
         target, host, given, plan = prepare(arguments)
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
-            print(start_block(host.name, plan), flush=True)
+            _say(start_block(host.name, plan))
         if given.explain_only:
             return
         guard = _install(target, host, given, plan)
@@ -115,10 +115,14 @@ def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:
     return guard
 
 
-if __name__ == "__main__":
+def _say(text: str) -> None:
+    """Print it; end quietly where nobody reads on (`… --help | head`)."""
     try:
-        main()
-        sys.stdout.flush()
-    except BrokenPipeError:  # … --help | head
+        print(text, flush=True)
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    main()

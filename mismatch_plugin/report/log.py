@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.core.health import check_health
 from mismatch_plugin.files import read_lines, read_text, write_whole
 
 logger = logging.getLogger("mismatch_plugin")
@@ -101,6 +102,17 @@ def log_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, f
         if str(folder) not in _warned:
             _warned.add(str(folder))
             logger.warning("metrics are not written, training goes on (said once for %s): %s", folder, error)
+
+
+def report_step(config: MismatchConfig, step: int, metrics: Mapping[str, float], writes: bool = True) -> None:
+    """What follows an optimizer step on one rank of a host: the health check's warnings, and the report folder's line.
+
+    writes: whether this process writes files; asked by hosts with several replicas.
+    """
+    for warning in check_health(metrics, config):
+        logger.warning("step %d: %s", step, warning)
+    if config.report_dir is not None and writes:
+        log_step(config.report_dir, config, {"step": step, **metrics})
 
 
 _warned: set[str] = set()

@@ -88,11 +88,14 @@ class Statistics:
         """
         from mismatch_plugin.core.metrics.registry import compute_metrics
 
+        return compute_metrics(*self.on_host(), self.config, averaged_only)
+
+    def on_host(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(sums, maxima) by name. One transfer to the host. Raises as `metrics`."""
         values = torch.cat([self.sums, self.maxima]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))
         self._raise_if_invalid(sums)
-        maxima = dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
-        return compute_metrics(sums, maxima, self.config, averaged_only)
+        return sums, dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:
         if self.config.rollout_log_prob_policy != "error":

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.core.packed import HALF
 from mismatch_plugin.hooks.megatron_rl.config import HALF_PRECISION, describe, settings, sums_tokens, without_mask
-from mismatch_plugin.hooks.megatron_rl.loss import HALF, Clip, GrpoTerms, grpo_terms, pack
+from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_rl.step import StepEnd, data_groups
 from mismatch_plugin.hooks.version import version_line
 

@@ -17,11 +17,8 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import segment_sum, spread
-from mismatch_plugin.limits import SAFETY_BOUND
-
-HALF = (torch.bfloat16, torch.float16)
+from mismatch_plugin.core.packed import HALF, PackedSequences
+from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 
 
 class GrpoTerms(NamedTuple):
@@ -141,7 +138,7 @@ def grpo_terms(
     if log_r is None:
         low, high = config.tis.lower, config.tis.upper
         log_r = torch.where(token.selected, log_p - token.correction.tokens.rollout, 0.0)
-    ratios = log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    ratios = bounded_exp(log_r.detach())
     above, below = (ratios > high) & token.selected, (ratios < low) & token.selected
     columns = (token.total() - clip.entropy_weight * entropy, kl, ratios, entropy, above, below)
     return GrpoTerms(*(value.view(shape) for value in columns)), sum_tokens(token).statistics

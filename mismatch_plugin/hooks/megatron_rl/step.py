@@ -7,13 +7,12 @@ from importlib import import_module
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with
-from mismatch_plugin.report.log import log_step
+from mismatch_plugin.report.log import report_step
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -77,12 +76,8 @@ def log_metrics(metrics: dict[str, float], config: MismatchConfig, args: Any, fi
             board.add_scalar(name, value, step)
     if wandb:
         wandb.log(metrics, step)
-    if not first:
-        return
-    for warning in check_health(metrics, config):
-        logger.warning("step %d: %s", step, warning)
-    if config.report_dir is not None:
-        log_step(config.report_dir, config, {"step": step, **metrics})
+    if first:
+        report_step(config, step, metrics)
 
 
 def _is_first(groups: ParallelGroups) -> bool:

@@ -86,7 +86,7 @@ class MismatchLoss:
 
         next_token_logprobs: [B, S − 1]. data: [B, S] token_mask, advantages, generation_logprobs, prev_logprobs (where
         read), reference_policy_logprobs (with a KL penalty), and [B] sample_mask.
-        Collectives: none. Host syncs: those of the metrics, some five, as NeMo-RL's own losses have.
+        Collectives: none. Host syncs: those of the metrics, four, as NeMo-RL's own losses have.
         Raises: InvalidLogProbError; ValueError where a key is missing.
         """
         mask = self._take(data, "token_mask") * self._take(data, "sample_mask").unsqueeze(-1)

@@ -20,7 +20,7 @@ def summable_metrics(
     Extremes, deviations, quantiles and sample sizes do not add up. A token without a valid log-prob is counted by
     NeMo-RL also where it is only measured and left out: it adds what the declaration says.
     token_mult_prob_error: mean of exp |log π_train − log π_rollout|. sampling_importance_ratio: mean weight, the
-    rejected ones 0. Raises InvalidLogProbError where a log-prob is invalid and the policy is `error`. Host syncs: two.
+    rejected ones 0. Raises InvalidLogProbError where a log-prob is invalid and the policy is `error`. Host syncs: one.
     """
     correction, tokens = result.correction, result.correction.tokens
     own = (
@@ -31,8 +31,7 @@ def summable_metrics(
     )
     names = ("_error", "_weight", "_tokens", "_sequences")
     statistics = result.statistics.with_vector(names, torch.stack([value.double().reshape(()) for value in own]))
-    statistics.metrics()  # raises
-    sums = dict(zip(statistics.sum_names, statistics.sums.tolist(), strict=True))
+    sums, _ = statistics.on_host()
     divisors = {measure: max(sums[f"_{measure}"], 1.0) for measure in ("tokens", "sequences")}
     metrics = {
         "token_mult_prob_error": sums["_error"] / divisors["tokens"],

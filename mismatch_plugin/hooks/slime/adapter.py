@@ -23,10 +23,10 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
-from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -284,7 +284,7 @@ def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, 
     """[T] each, for the host's mean over the original masks: token ratio, |ratio − 1|, weight used, rejected or not."""
     if config.metrics == "off":
         return {}
-    ratio = correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+    ratio = bounded_exp(correction.tokens.log_ratio)
     metrics = {"tis": ratio, "tis_abs": (ratio - 1.0).abs()}
     if config.weighted:
         metrics["tis_weight"] = correction.applied

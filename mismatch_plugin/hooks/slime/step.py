@@ -15,13 +15,12 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import Correction
-from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
-from mismatch_plugin.report.log import log_step, refuse_other_settings
+from mismatch_plugin.report.log import refuse_other_settings, report_step
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -92,9 +91,7 @@ class StepRun:
         refusal = deferred_with(config.other_terms + extra_losses(model_config))
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
-            deferred = torch.full((1,), float(step.defers_factor), device=device)
-            if groups.from_last_stage(deferred).item():
-                raise ValueError(refusal)
+            groups.refuse_with_last_stage(refusal if step.defers_factor else "", device)
         number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
         self._begun, self._seen = (args, config, groups, number), []
         self.step = step if groups.is_last_stage else None
@@ -124,8 +121,7 @@ class StepRun:
                 self._told_scope = True
                 logger.warning("batch normalisation runs over each micro-batch: for the whole step, set %s.", fix)
             return None
-        totals = self.step.totals
-        return 1.0 if totals is None or totals.batch_factor is None else totals.batch_factor
+        return self.step.batch_factor
 
     def record(self, loss_T: Tensor, correction: Correction, config: MismatchConfig, micro_batch: object) -> Tensor:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
@@ -161,10 +157,7 @@ class StepRun:
         self.metrics = {} if finished is None else finished.metrics()
         if self.metrics and groups.is_first_of_stage:
             self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})
-            for warning in check_health(self.metrics, config):
-                logger.warning("step %d: %s", number, warning)
-            if config.report_dir is not None and self.writes(args):
-                log_step(config.report_dir, config, {"step": number, **self.metrics})
+            report_step(config, number, self.metrics, writes=self.writes(args))
         return outcome
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.limits import SAFETY_BOUND
 
 
 def verl_token_loss(
@@ -47,11 +48,14 @@ def verl_token_loss(
     keep = token.correction.keep.view(shape)
     stays = not bypass or config.denominator == "original"
     aggregated = mask.to(keep.dtype) if stays else keep
-    measured = (
-        token.correction.statistics.metrics(averaged_only=True) if bypass else {}
-    )  # raises where a log-prob is invalid
+    # Raises where a log-prob is invalid.
+    measured = token.correction.statistics.metrics(averaged_only=True) if bypass else {}
     columns = {name: column.view(shape) for name, column in token.clip_columns()}
-    report = {"actor/ppo_kl": columns.get("ppo_kl", -token.correction.tokens.log_ratio.clamp(-20.0, 20.0).view(shape))}
+    report = {
+        "actor/ppo_kl": columns.get(
+            "ppo_kl", -token.correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND).view(shape)
+        )
+    }
     if columns:
         report["actor/pg_clipfrac"] = columns["clip_high"] | columns["clip_low"]
         report["actor/pg_clipfrac_lower"] = columns.get("clip_dual", torch.zeros_like(mask))
