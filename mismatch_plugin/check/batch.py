@@ -8,16 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide, Place, Side
+from mismatch_plugin.check.findings import SIDES, Confidence, FaultName, Finding, Item, LogProbSide, Place, Side
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.rollout.responses import Bools, Floats, Ints, Response, Scored
 
-Floats = NDArray[np.float64]
-Bools = NDArray[np.bool_]
-Ints = NDArray[np.int64]
 DEFAULT_MAX_STALENESS = 1
 
 
@@ -27,17 +24,19 @@ class Sample:
 
     mask: [n], tokens that train. rollout: as long as the server's list. training: as long as the trainer's list, empty
     if there is no training side. null_rollout, null_training: where the list held null, as opposed to NaN.
-    told: the line of the training side; its weight_version is the batch's where it tells none.
+    told: what the training side tells; its weight_version is the batch's where it tells none.
+    reference: [n] log-probs under the weights that the run began with, None without them.
     """
 
     index: int
-    record: RolloutRecord
+    record: Response
     mask: Bools
     rollout: Floats
     null_rollout: Bools
     training: Floats
     null_training: Bools
-    told: TrainingSample
+    told: Scored
+    reference: Floats | None = None
 
     @property
     def tokens(self) -> int:
@@ -163,6 +162,7 @@ class Batch:
         of_samples: int | None = None,
         first: Place | None = None,
         statistics: Mapping[str, float] = {},
+        confidence: Confidence = "likely",
     ) -> Finding:
         """A finding about these samples of the batch.
 
@@ -179,6 +179,7 @@ class Batch:
             of_tokens=self.token_count,
             first=first or samples[0].first(np.ones(samples[0].tokens, dtype=bool)),
             fix=fix,
+            confidence=confidence,
         )
 
 
@@ -203,33 +204,38 @@ def flat(samples: Sequence[Sample]) -> Tokens:
 
 
 def make_batch(
-    records: Sequence[RolloutRecord],
-    training: Sequence[TrainingSample] | None = None,
+    records: Sequence[RolloutRecord | Response],
+    training: Sequence[TrainingSample | Scored] | None = None,
     *,
     eos_ids: Sequence[int] = (),
     trainer_version: str | None = None,
+    reference: Sequence[Floats] | None = None,
 ) -> Batch:
-    """Put records next to the training side's samples, already in the same order (`training.match`).
+    """Put responses next to the training side's samples, already in the same order (`training.match`).
 
-    trainer_version: weights of the training side, where its samples do not tell.
+    trainer_version: weights of the training side, where its samples do not tell. reference: `Sample.reference` of each.
     """
     if training is not None and len(training) != len(records):
         raise ValueError(f"{len(training)} training samples for {len(records)} records: give one a record.")
     samples = []
     for index, record in enumerate(records):
-        told = TrainingSample(train_log_probs=[]) if training is None else training[index]
-        if told.weight_version is None:
-            told = told.model_copy(update={"weight_version": trainer_version})
-        mask = np.array(record.loss_mask, dtype=bool)
+        response = Response.of(record) if isinstance(record, RolloutRecord) else record
+        told = _NOTHING_TOLD if training is None else training[index]
+        told = told.scored() if isinstance(told, TrainingSample) else told
+        if told.weight_version is None and trainer_version is not None:
+            told = replace(told, weight_version=trainer_version)
+        mask = response.loss_mask
         if told.loss_mask is not None and len(told.loss_mask) == len(mask):
-            mask &= np.array(told.loss_mask, dtype=bool)
-        sides = (*_array(record.rollout_log_probs), *_array(told.train_log_probs))
-        samples.append(Sample(index, record, mask, *sides, told))
+            mask = mask & told.loss_mask
+        rollout, training_side = response.rollout_log_probs, told.log_probs
+        nulls = [
+            np.zeros(len(values), dtype=bool) if where is None else where
+            for values, where in ((rollout, response.nulls), (training_side, told.nulls))
+        ]
+        own = None if reference is None else reference[index]
+        samples.append(Sample(index, response, mask, rollout, nulls[0], training_side, nulls[1], told, own))
     known = frozenset((*eos_ids, *(token for record in records for token in record.sampling.stop_token_ids)))
     return Batch(tuple(samples), known, training is not None)
 
 
-def _array(values: Sequence[float | None]) -> tuple[Floats, Bools]:
-    """(the values, NaN for null; where there was null)."""
-    nulls = np.array([value is None for value in values], dtype=bool)
-    return np.array(values, dtype=np.float64), nulls
+_NOTHING_TOLD = Scored(log_probs=np.zeros(0))

@@ -42,7 +42,7 @@ def find_zero_eos(batch: Batch) -> Outcome:
 
 def _filled(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
     """Named EOS if it is one by id, or the same id in several responses."""
-    ids = {sample.record.response_ids[-1] for sample in chosen}
+    ids = {int(sample.record.response_ids[-1]) for sample in chosen}
     if not chosen or not (ids <= batch.eos_ids or (len(ids) == 1 and len(chosen) > 1)):
         return [], batch
     changed: dict[int, dict[str, Any]] = {}
@@ -60,7 +60,7 @@ def _filled(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
 def appended_finding(batch: Batch, samples: list[Sample], side: LogProbSide, what: str) -> Finding:
     """Lists that are one token longer on the training side, or one shorter on the rollout side."""
     theirs = (sample.record.response_ids if side == "rollout" else sample.told.token_ids for sample in samples)
-    ids = {tokens[-1] for tokens in theirs if tokens}
+    ids = {int(tokens[-1]) for tokens in theirs if tokens is not None and len(tokens)}
     named = f", id {ids.pop()} in all of them" if len(ids) == 1 else ""
     return _finding(batch, samples, samples[0].tokens - (side == "rollout"), f"the {side} side has {what}{named}")
 

@@ -56,7 +56,7 @@ def find_truncation(batch: Batch) -> Outcome:
 def _behaviour(sample: Sample) -> Floats | None:
     """[n] behaviour log-probs, NaN where there is none."""
     values = sample.record.behaviour_log_probs
-    return None if values is None or len(values) != sample.tokens else np.array(values, dtype=np.float64)
+    return None if values is None or len(values) != sample.tokens else values
 
 
 def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[Item], dict[int, dict[str, Any]]]:

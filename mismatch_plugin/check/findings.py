@@ -12,6 +12,9 @@ FaultName = Literal[
     "sign", "probabilities", "log_base",
     "temperature", "truncation", "penalty",
     "mixed_versions", "staleness",
+    "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs",
+    "wrong_prompt", "retokenised",
+    "quantised", "moe_routing", "far_apart",
     "bf16", "fp16", "rounded",
     "unrelated",
 ]  # fmt: skip
@@ -19,7 +22,10 @@ FAULTS: tuple[FaultName, ...] = get_args(FaultName)
 LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
-Status = Literal["clean", "faults"]
+Status = Literal["clean", "faults", "undecided"]
+Confidence = Literal["certain", "likely", "possible"]
+"""certain: the values themselves show it (an id, a null, an exact form). likely: statistics that nothing else known
+here gives. possible: they fit it, and other causes too."""
 
 
 class _Model(BaseModel):
@@ -61,6 +67,7 @@ class Finding(_Model):
     of_tokens: int
     first: Place | None = None
     fix: str
+    confidence: Confidence = "likely"
     accepted: bool = False
 
 

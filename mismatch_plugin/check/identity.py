@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Ints, Outcome, Sample
 from mismatch_plugin.check.findings import Item
 from mismatch_plugin.check.pairing import LAGS, MAX_LAG, incomparable, lag_findings, shifted, swap_finding
 
@@ -29,19 +28,20 @@ def find_ids(batch: Batch) -> Outcome:
     found = _prompts(batch)
     swapped: list[tuple[Sample, Sample]] = []
     lagged: list[tuple[Sample, int]] = []
-    differing: list[tuple[Sample, list[int]]] = []
+    differing: list[tuple[Sample, Ints]] = []
     changed: dict[int, dict[str, Any]] = {}
-    owners = {tuple(sample.record.response_ids): sample for sample in reversed(batch.samples) if sample.tokens > 1}
+    owners = {_key(sample.record.response_ids): sample for sample in reversed(batch.samples) if sample.tokens > 1}
     compared = 0
     for sample in batch:
         ours, theirs = sample.record.response_ids, sample.told.token_ids
         if theirs is None:
             continue
         compared += 1
-        positions = [at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
-        if not positions:
+        shared = min(len(ours), len(theirs))
+        positions = np.flatnonzero(ours[:shared] != theirs[:shared])
+        if not len(positions):
             continue  # what is left is a question of length
-        owner = owners.get(tuple(theirs))
+        owner = owners.get(_key(theirs))
         lag = _lag(ours, theirs)
         if owner is not None and len(theirs) == len(sample.training):
             swapped.append((sample, owner))
@@ -63,8 +63,9 @@ def find_ids(batch: Batch) -> Outcome:
         sample, positions = differing[0]
         count = sum(len(at) for _, at in differing)
         values = {
-            "rollout": sample.record.response_ids[positions[0]],
-            "training": (sample.told.token_ids or [])[positions[0]],
+            side: int(ids[positions[0]])
+            for side, ids in (("rollout", sample.record.response_ids), ("training", sample.told.token_ids))
+            if ids is not None
         }
         finding = batch.finding(
             "token_ids",
@@ -74,19 +75,23 @@ def find_ids(batch: Batch) -> Outcome:
             [sample for sample, _ in differing],
             tokens=count,
             of_samples=compared,
-            first=sample.place(positions[0], **values),
+            first=sample.place(int(positions[0]), **values),
             statistics={"fraction": count / max(batch.token_count, 1)},
         )
         found.append(finding)
     return found, batch.with_values(changed)
 
 
-def _lag(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
+def _key(ids: Ints) -> bytes:
+    return ids.astype(np.int64).tobytes()
+
+
+def _lag(ours: Ints, theirs: Ints) -> int | None:
     """The k with ours[t] = theirs[t + k] for all t that both have, if there is one other than 0."""
     for lag in LAGS:
-        pairs = [(ours[t], theirs[t + lag]) for t in range(len(ours)) if 0 <= t + lag < len(theirs)]
-        enough = abs(lag) <= len(ours) - 2 and len(pairs) >= max(4, len(ours) - MAX_LAG)
-        if enough and all(a == b for a, b in pairs):
+        start, stop = max(0, -lag), min(len(ours), len(theirs) - lag)
+        enough = abs(lag) <= len(ours) - 2 and stop - start >= max(4, len(ours) - MAX_LAG)
+        if enough and np.array_equal(ours[start:stop], theirs[start + lag : stop + lag]):
             return lag
     return None
 
@@ -94,13 +99,13 @@ def _lag(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
 def _prompts(batch: Batch) -> list[Item]:
     pairs = [(sample, sample.record.prompt_ids, sample.told.prompt_ids) for sample in batch]
     compared = [(sample, ours, theirs) for sample, ours, theirs in pairs if theirs is not None]
-    differing = [pair for pair in compared if pair[1] != pair[2]]
+    differing = [pair for pair in compared if not np.array_equal(pair[1], pair[2])]
     if not differing:
         return []
     sample, ours, theirs = differing[0]
     unequal = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
     position = next(unequal, min(len(ours), len(theirs)))
-    values = [ids[position] if position < len(ids) else "none" for ids in (ours, theirs)]
+    values = [int(ids[position]) if position < len(ids) else "none" for ids in (ours, theirs)]
     finding = batch.finding(
         "prompt_ids",
         "both",

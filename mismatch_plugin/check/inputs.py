@@ -14,8 +14,8 @@ from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.rollout.address import shown
-from mismatch_plugin.rollout.files import read_records
-from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.rollout.files import iter_records
+from mismatch_plugin.rollout.responses import Response
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 
@@ -68,25 +68,24 @@ def check_files(
     return check_batch(batch, accept=accept, notes=notes)
 
 
-def _records(path: Path) -> list[RolloutRecord]:
+def _records(path: Path) -> list[Response]:
     try:
-        records = read_records(path)
+        records = [Response.of(record) for record in iter_records(path)]
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot read the records: {error}") from None
-    if not any(record.response_ids for record in records):
+    if not any(len(record.response_ids) for record in records):
         raise InputError(f"{path} holds no response: there is nothing to check.")
     return records
 
 
-def _server_against(model: Checkpoint, url: str, records: Sequence[RolloutRecord]) -> list[str]:
+def _server_against(model: Checkpoint, url: str, records: Sequence[Response]) -> list[str]:
     """Does the server hold the checkpoint's weights now? Both at temperature 1, where no sampling setting matters."""
     scored, risks = rescore(url, records, model.vocab)
-    plain = {"sampling": SamplingParameters(), "behaviour_log_probs": None}
     neutral = [
-        record.model_copy(update={**plain, "rollout_log_probs": other.train_log_probs})
+        replace(record, sampling=SamplingParameters(), behaviour_log_probs=None, rollout_log_probs=other.log_probs)
         for record, other in zip(records, scored, strict=True)
     ]
-    level = mismatch(make_batch(neutral, model.training_samples(neutral)))
+    level = mismatch(make_batch(neutral, model.scored(neutral)))
     if level is None:
         return [*risks, f"the server at {shown(url)} rescored, but no token can be compared with the checkpoint"]
     return [*risks, f"the server at {shown(url)}, rescoring at temperature 1, against the checkpoint: {level}"]

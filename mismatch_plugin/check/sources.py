@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.training import InputError, TrainingSample, match, read_training
+from mismatch_plugin.check.training import InputError, match, read_training
 from mismatch_plugin.rollout.address import shown
-from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.rollout.responses import Response, Scored, as_floats
 
 
 class Checkpoint:
@@ -44,37 +44,34 @@ class Checkpoint:
         told = getattr(self.model.generation_config, "eos_token_id", None)
         return [] if told is None else list(told) if isinstance(told, list) else [told]
 
-    def training_samples(self, records: Sequence[RolloutRecord]) -> list[TrainingSample]:
+    def scored(self, records: Sequence[Response]) -> list[Scored]:
         """The training side: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
         samples = []
         for index, record in enumerate(records):
             log_probs = (self.logits(record, index) / record.sampling.log_prob_temperature).log_softmax(-1)
-            ids = torch.tensor(record.response_ids, dtype=torch.long)
-            values = log_probs.gather(-1, ids[:, None])[:, 0].tolist()
-            samples.append(TrainingSample(train_log_probs=values, index=index))
+            ids = torch.as_tensor(record.response_ids, dtype=torch.long)
+            samples.append(Scored(log_probs=log_probs.gather(-1, ids[:, None])[:, 0].double().numpy()))
         return samples
 
     @torch.inference_mode()
-    def logits(self, record: RolloutRecord, index: int) -> Tensor:
+    def logits(self, record: Response, index: int) -> Tensor:
         """[n, V] float32 logits from which the response tokens are drawn, before temperature. index: of the record."""
-        if not record.prompt_ids:
+        if not len(record.prompt_ids):
             raise InputError(f"sample {index} has no prompt ids: a checkpoint cannot score its first token.")
-        sequence = [*record.prompt_ids, *record.response_ids]
+        sequence = [*record.prompt_ids.tolist(), *record.response_ids.tolist()]
         outside = next((at for at, token in enumerate(sequence) if not 0 <= token < self.vocab), None)
         if outside is not None:
             raise InputError(
                 f"sample {index} has id {sequence[outside]} at position {outside} of prompt and response, but the "
                 f"checkpoint's vocabulary ends at {self.vocab - 1}: records and checkpoint use different tokenizers."
             )
-        if not record.response_ids:
+        if not len(record.response_ids):
             return torch.zeros(0, self.vocab)
         kept = len(record.response_ids) + 1
         return self.model(torch.tensor([sequence]), logits_to_keep=kept, use_cache=False).logits[0, :-1].float()
 
 
-def rescore(
-    url: str, records: Sequence[RolloutRecord], vocab_size: int | None = None
-) -> tuple[list[TrainingSample], list[str]]:
+def rescore(url: str, records: Sequence[Response], vocab_size: int | None = None) -> tuple[list[Scored], list[str]]:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
     server's settings is known to widen the mismatch.
 
@@ -83,9 +80,11 @@ def rescore(
     from mismatch_plugin.config import MismatchWarning
     from mismatch_plugin.rollout.client import GenerateError, RequestError, SGLangClient
 
+    sequences = [[*record.prompt_ids.tolist(), *record.response_ids.tolist()] for record in records]
+
     async def ask() -> list[list[float | None]]:
         async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
-            return await client.rescore([[*record.prompt_ids, *record.response_ids] for record in records])
+            return await client.rescore(sequences)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", MismatchWarning)
@@ -94,8 +93,9 @@ def rescore(
         except (GenerateError, RequestError, ValueError) as error:
             raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
     samples = [
-        TrainingSample(train_log_probs=values[len(record.prompt_ids) :], index=index, temperature=1.0)
-        for index, (record, values) in enumerate(zip(records, scored, strict=True))
+        Scored(log_probs=numbers, nulls=nulls, temperature=1.0)
+        for record, values in zip(records, scored, strict=True)
+        for numbers, nulls in [as_floats(values[len(record.prompt_ids) :])]
     ]
     return samples, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
 
@@ -103,11 +103,11 @@ def rescore(
 class TrainingSide(NamedTuple):
     """samples: one a record, in their order. notes: where they come from, and what a reader must know of it."""
 
-    samples: list[TrainingSample]
+    samples: list[Scored]
     notes: list[str]
 
 
-def from_file(path: Path, records: Sequence[RolloutRecord]) -> TrainingSide:
+def from_file(path: Path, records: Sequence[Response]) -> TrainingSide:
     """TRAINING. Its masks must fit its log-probs."""
     lines = read_training(path)
     samples = match(records, lines)
@@ -120,16 +120,16 @@ def from_file(path: Path, records: Sequence[RolloutRecord]) -> TrainingSide:
             )
     more = len(lines) - len(records)
     notes = [f"{more} of its lines belong to no record and were not looked at"] if more > 0 else []
-    return TrainingSide(samples, [f"training side: {path}", *notes])
+    return TrainingSide([sample.scored() for sample in samples], [f"training side: {path}", *notes])
 
 
-def from_checkpoint(model: Checkpoint, records: Sequence[RolloutRecord]) -> TrainingSide:
+def from_checkpoint(model: Checkpoint, records: Sequence[Response]) -> TrainingSide:
     """--checkpoint."""
     note = f"training side: {model.folder} in float32, at each record's temperature"
-    return TrainingSide(model.training_samples(records), [note])
+    return TrainingSide(model.scored(records), [note])
 
 
-def from_server(url: str, records: Sequence[RolloutRecord]) -> TrainingSide:
+def from_server(url: str, records: Sequence[Response]) -> TrainingSide:
     """--url. It rescores at temperature 1 only."""
     for index, record in enumerate(records):
         if record.sampling.log_prob_temperature != 1.0:
@@ -142,7 +142,7 @@ def from_server(url: str, records: Sequence[RolloutRecord]) -> TrainingSide:
     return TrainingSide(samples, [*risks, f"training side: {what}"])
 
 
-ADAPTERS: dict[str, Callable[[Any, Sequence[RolloutRecord]], TrainingSide]] = {
+ADAPTERS: dict[str, Callable[[Any, Sequence[Response]], TrainingSide]] = {
     "TRAINING": from_file,
     "--checkpoint": from_checkpoint,
     "--url": from_server,

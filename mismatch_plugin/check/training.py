@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.rollout.responses import Response, Scored, as_floats, as_ids
 
 
 class TrainingSample(BaseModel):
@@ -31,6 +33,22 @@ class TrainingSample(BaseModel):
     """Of the weights that the trainer holds."""
     temperature: float | None = Field(default=None, gt=0)
     """What the trainer divided its logits by."""
+    advantages: float | list[float] | None = None
+    """Of the response, or of each of its tokens."""
+
+    def scored(self) -> Scored:
+        """The same as arrays."""
+        values, nulls = as_floats(self.train_log_probs)
+        return Scored(
+            log_probs=values,
+            nulls=nulls,
+            token_ids=None if self.token_ids is None else as_ids(self.token_ids),
+            prompt_ids=None if self.prompt_ids is None else as_ids(self.prompt_ids),
+            loss_mask=None if self.loss_mask is None else np.array(self.loss_mask, dtype=bool),
+            weight_version=None if self.weight_version is None else str(self.weight_version),
+            temperature=self.temperature,
+            advantages=None if self.advantages is None else np.broadcast_to(self.advantages, len(values)).astype(float),
+        )
 
 
 class InputError(ValueError):
@@ -66,7 +84,7 @@ def _sample(place: str, line: str) -> TrainingSample:
         ) from None
 
 
-def match(records: Sequence[RolloutRecord], training: Sequence[TrainingSample]) -> list[TrainingSample]:
+def match(records: Sequence[RolloutRecord | Response], training: Sequence[TrainingSample]) -> list[TrainingSample]:
     """The training samples in the order of the records: by sample_id, else by index, else by line.
 
     Raises InputError where a record has no partner, or two.

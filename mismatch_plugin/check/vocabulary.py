@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.batch import Batch, Floats, Sample
+from mismatch_plugin.check.batch import Batch, Floats, Ints, Sample
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 MAX_BYTES = 256 * 2**20
@@ -67,15 +67,15 @@ class Rows:
         return Rows(tuple(self.tokens[at] for at in chosen), *(getattr(self, name)[chosen] for name in names))
 
 
-def penalise(logits: Tensor, previous: tuple[int, ...], sampling: SamplingParameters) -> Tensor:
+def penalise(logits: Tensor, previous: Ints, sampling: SamplingParameters) -> Tensor:
     """[V] logits after SGLang's penalties, which act on the tokens that were generated before.
 
     repetition: positive logits are divided, negative ones multiplied; frequency: minus the count times it; presence:
     minus it once. Checked against SGLang 0.5.23.
     """
-    if not previous or not sampling.penalised:
+    if not len(previous) or not sampling.penalised:
         return logits
-    ids, counts = torch.tensor(previous).unique(return_counts=True)
+    ids, counts = torch.as_tensor(previous).unique(return_counts=True)
     changed = logits.clone()
     values = changed[ids] - counts * sampling.frequency_penalty - sampling.presence_penalty
     penalty = sampling.repetition_penalty
@@ -112,7 +112,7 @@ def gather_rows(batch: Batch) -> Rows | None:
         tokens=tuple(tokens),
         logits=raw,
         drawn_from=_penalised(raw, tokens),
-        ids=torch.tensor([sample.record.response_ids[at] for sample, at in tokens]),
+        ids=torch.tensor([int(sample.record.response_ids[at]) for sample, at in tokens]),
         temperature=torch.tensor([sample.record.sampling.log_prob_temperature for sample, _ in tokens]),
         rollout=np.array([sample.rollout[at] for sample, at in tokens]),
         training=np.array([sample.training[at] for sample, at in tokens]),
@@ -125,14 +125,14 @@ def _penalised(logits: Tensor, tokens: Sequence[tuple[Sample, int]], by: Samplin
     if by is None and not any(sample.record.sampling.penalised for sample, _ in tokens):
         return logits
     rows = [
-        penalise(row, tuple(sample.record.response_ids[:at]), by or sample.record.sampling)
+        penalise(row, sample.record.response_ids[:at], by or sample.record.sampling)
         for row, (sample, at) in zip(logits, tokens, strict=True)
     ]
     return torch.stack(rows)
 
 
 def _ids(sample: Sample) -> Tensor:
-    return torch.tensor(sample.record.response_ids, dtype=torch.long)
+    return torch.as_tensor(sample.record.response_ids, dtype=torch.long)
 
 
 def _picked(logits: Tensor, ids: Tensor) -> Floats:

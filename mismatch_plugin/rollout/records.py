@@ -16,6 +16,7 @@ __all__ = [
     "Fault",
     "FaultKind",
     "FinishReason",
+    "LogProbsOf",
     "RolloutRecord",
     "SamplingParameters",
     "WeightSpan",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 FinishReason = Literal["stop", "length", "abort"]
+LogProbsOf = Literal["raw", "tempered", "filtered"]
+"""What `rollout_log_probs` are of: the logits as they are, after temperature and penalties (SGLang), or after filters
+too, renormalised (vLLM's processed log-probs)."""
 FaultKind = Literal["missing", "nan", "positive_infinite", "positive", "floor", "zero_fill", "length", "token_ids"]
 
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
@@ -81,6 +85,8 @@ class RolloutRecord(BaseModel):
     loss_mask: list[int] = Field(default_factory=list)
     """1 where a token trains; 0 for tool and environment tokens. Default: all 1."""
     sampling: SamplingParameters = SamplingParameters()
+    log_probs_of: LogProbsOf = "tempered"
+    """What the rollout log-probs are of; vLLM's are `raw` by default and `filtered` with logprobs_mode processed."""
     finish_reason: FinishReason | None = None
     weight_versions: list[WeightSpan] = Field(default_factory=list)
     """In order, without overlap. Empty where the server told none."""

@@ -133,7 +133,7 @@ def test_json_is_the_result_and_nothing_else(tmp_path: Path):
     assert parsed.status == "faults" and [item.fault for item in parsed.findings] == ["sign"]
     finding = json.loads(result.stdout)["findings"][0]
     counted = {"samples", "of_samples", "tokens", "of_tokens"}
-    told = {"fault", "side", "evidence", "statistics", "first", "fix", "accepted"}
+    told = {"fault", "side", "evidence", "statistics", "first", "fix", "confidence", "accepted"}
     assert set(finding) == counted | told
     assert finding["first"]["position"] == 0 and finding["first"]["training"] > 0
 
@@ -294,7 +294,7 @@ def test_training_and_url_contradict_each_other(tmp_path: Path):
 
 
 def test_every_fault_has_a_name_for_accept():
-    assert len(FAULTS) == 25 and "shift_by_one" in FAULTS
+    assert len(FAULTS) == 34 and "shift_by_one" in FAULTS
 
 
 def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:

@@ -101,10 +101,10 @@ def test_no_repeats_tell_no_penalty():
 def test_penalties_are_sglangs():
     """Repetition divides positive and multiplies negative logits; frequency counts, presence does not."""
     logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
-    assert penalise(logits, (0, 1, 1), SamplingParameters(repetition_penalty=1.25)).tolist() == pytest.approx(
+    assert penalise(logits, np.array([0, 1, 1]), SamplingParameters(repetition_penalty=1.25)).tolist() == pytest.approx(
         [1.6, -2.5, 1.0, 0.5]
     )
-    changed = penalise(logits, (0, 1, 1), SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25))
+    changed = penalise(logits, np.array([0, 1, 1]), SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25))
     assert changed.tolist() == [1.25, -3.25, 1.0, 0.5]
 
 

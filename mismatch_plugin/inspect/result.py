@@ -1,0 +1,139 @@
+"""What `inspect` says of a dump, as data: the form of `--json`; the terminal's summary and the page are made of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mismatch_plugin.check.findings import CheckResult, Confidence, Place
+
+Verdict = Literal["fault", "large", "normal", "undecided"]
+EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
+"""Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Cause(_Model):
+    """One finding of `check`. kind: its name. first: where it is seen first."""
+
+    kind: str
+    confidence: Confidence
+    evidence: str
+    first: Place | None
+    fix: str
+
+
+class Prediction(_Model):
+    """What a setting would do to these data, without training. Formulas: `predict`.
+
+    setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
+    kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
+    without advantages; by_length: of the shortest, middle and longest third of the responses.
+    ess: effective sample size of the weights in the setting's own units, as a share. variance: relative variance of
+    Σ w A over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. second_pass: a forward pass for π_old is needed.
+    """
+
+    setting: str
+    settings: dict[str, Any]
+    algorithm: int
+    kept: float
+    kept_positive: float | None = None
+    kept_negative: float | None = None
+    kept_by_length: tuple[float, ...] = ()
+    mean_weight: float
+    max_weight: float
+    ess: float
+    variance: float
+    bias: float
+    second_pass: bool
+
+
+class Recommendation(_Model):
+    """One setting. flags: what to paste, by host (slime, miles, megatron_lm, verl, nemo_rl, python). watch: what to
+    look at in the first ten steps. preset: its name where one gives the settings."""
+
+    setting: str
+    preset: str | None
+    settings: dict[str, Any]
+    flags: dict[str, str]
+    reasons: tuple[str, ...]
+    watch: tuple[str, ...]
+
+
+class Comparable(_Model):
+    """A published gap of the same kind of pair. low, high: range of `figure` ("mean |Δ log p|" or "k3"), nats a token.
+    where: how the measured value lies to it."""
+
+    pair: str
+    figure: str
+    low: float
+    high: float
+    value: float
+    where: Literal["below", "inside", "above"]
+    source: str
+
+
+class Gate(_Model):
+    """bar: the largest k3 that passes, nats a token. source: where the bar comes from."""
+
+    value: float
+    bar: float
+    passed: bool
+    source: str
+
+
+class Group(_Model):
+    """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats a token; ess: of the tokens' ratios."""
+
+    name: str
+    tokens: int
+    abs_mean: float
+    kl: float
+    k3_kl: float
+    ess: float
+
+
+class Size(_Model):
+    """How large the mismatch is. edges, counts: histogram of the log-ratio (len(edges) = len(counts) + 1; the first and
+    last bin hold what lies beyond). quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → its groups.
+    separated: what of the gap is the engine's and what is staleness, where versions or a rescoring tell, by name."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    quantiles: dict[str, float]
+    breakdowns: dict[str, tuple[Group, ...]]
+    separated: dict[str, float] = {}
+
+
+class Diagnosis(_Model):
+    """All of it. headline: one sentence with the verdict. metrics: as training reports them, for the user's settings.
+    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it."""
+
+    verdict: Verdict
+    headline: str
+    source: str
+    format: str
+    samples: int
+    tokens: int
+    findings: tuple[Cause, ...] = ()
+    undecided: tuple[str, ...] = ()
+    metrics: dict[str, float] = {}
+    size: Size | None = None
+    normal: tuple[Comparable, ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+    bounds: dict[str, dict[str, tuple[float, float]]] = {}
+    recommendation: Recommendation | None = None
+    gate: Gate | None = None
+    check: CheckResult | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        """0 nothing wrong, 1 a fault or a failed gate, 3 not decided."""
+        if self.gate is not None and not self.gate.passed:
+            return 1
+        return EXIT_STATUS[self.verdict]

@@ -1,0 +1,120 @@
+"""Responses as arrays: what files and dumps are read into, several times leaner than the lists of a record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan
+from mismatch_plugin.rollout.sampling import SamplingParameters
+
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Ints = NDArray[np.integer[Any]]
+
+
+def _no_ids() -> Ints:
+    return np.zeros(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Response:
+    """One sampled response. n = response tokens; log-probs in nats, float64, NaN where the list held null or NaN.
+
+    rollout_log_probs: as long as the server's list, which may differ from n. nulls: where it held null; None: nowhere.
+    advantages: [n]. group: responses of one group share a baseline (GRPO).
+    All else as in `RolloutRecord`.
+    """
+
+    response_ids: Ints
+    rollout_log_probs: Floats
+    loss_mask: Bools
+    prompt_ids: Ints = field(default_factory=_no_ids)
+    nulls: Bools | None = None
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    log_probs_of: LogProbsOf = "tempered"
+    weight_versions: tuple[WeightSpan, ...] = ()
+    behaviour_log_probs: Floats | None = None
+    advantages: Floats | None = None
+    sample_id: str | None = None
+    group: str | int | None = None
+    server: str | None = None
+    dp_rank: int | None = None
+    reward: float | None = None
+    finish_reason: str | None = None
+
+    @classmethod
+    def of(cls, record: RolloutRecord) -> Response:
+        """A record as arrays."""
+        values, nulls = as_floats(record.rollout_log_probs)
+        behaviour = record.behaviour_log_probs
+        return cls(
+            response_ids=as_ids(record.response_ids),
+            rollout_log_probs=values,
+            loss_mask=np.array(record.loss_mask, dtype=bool),
+            prompt_ids=as_ids(record.prompt_ids),
+            nulls=nulls,
+            sampling=record.sampling,
+            log_probs_of=record.log_probs_of,
+            weight_versions=tuple(record.weight_versions),
+            behaviour_log_probs=None if behaviour is None else as_floats(behaviour)[0],
+            sample_id=record.sample_id,
+            server=record.server,
+            dp_rank=record.dp_rank,
+            reward=record.reward,
+            finish_reason=record.finish_reason,
+        )
+
+    @property
+    def version_of_token(self) -> list[str | None]:
+        """The weight version of each response token; None where no span covers it."""
+        versions: list[str | None] = [None] * len(self.response_ids)
+        for span in self.weight_versions:
+            versions[span.start : span.end] = [span.version] * (span.end - span.start)
+        return versions
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scored:
+    """What the training side tells of one response: log π_train [n] in nats, float64, NaN where null or NaN, and
+    optionally the ids, mask, weight version and temperature that the trainer used. advantages, entropy: [n]."""
+
+    log_probs: Floats
+    nulls: Bools | None = None
+    token_ids: Ints | None = None
+    prompt_ids: Ints | None = None
+    loss_mask: Bools | None = None
+    weight_version: str | None = None
+    temperature: float | None = None
+    advantages: Floats | None = None
+    entropy: Floats | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Dump:
+    """What a file or folder holds. scored: the training side, one a response, None where the dump has none. format: the
+    adapter that read it. notes: what a reader must know (what was left out and why, what was assumed)."""
+
+    responses: Sequence[Response]
+    scored: Sequence[Scored] | None = None
+    format: str = "records"
+    notes: tuple[str, ...] = ()
+
+
+def as_ids(values: Sequence[int]) -> Ints:
+    """int32 where all ids fit, else int64."""
+    ids = np.asarray(values, dtype=np.int64)
+    return ids if len(ids) and ids.max(initial=0) >= 2**31 else ids.astype(np.int32)
+
+
+def as_floats(values: Sequence[float | None]) -> tuple[Floats, Bools | None]:
+    """(float64, NaN for null; where there was null, None for nowhere)."""
+    numbers = np.array(values, dtype=np.float64)
+    if not np.isnan(numbers).any():
+        return numbers, None
+    nulls = np.array([value is None for value in values], dtype=bool)
+    return numbers, nulls if nulls.any() else None
