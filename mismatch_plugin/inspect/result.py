@@ -32,9 +32,10 @@ class Prediction(_Model):
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
-    without advantages; by_length: of the shortest, middle and longest third of the responses.
-    ess: effective sample size of the weights in the setting's own units, as a share. variance: relative variance of
-    Σ w A over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. second_pass: a forward pass for π_old is needed.
+    without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
+    unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
+    variance: Σ (w A − mean)² / (Σ |w A|)² over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip
+    is active before any step. second_pass: a forward pass for π_old is needed.
     """
 
     setting: str
@@ -49,6 +50,8 @@ class Prediction(_Model):
     ess: float
     variance: float
     bias: float
+    unit: str = "token"
+    clipped: float = 0.0
     second_pass: bool
 
 
