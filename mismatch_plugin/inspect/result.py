@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 from mismatch_plugin.check.findings import CheckResult, Confidence, Place
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
+Figure = Literal["mean |Δ log p|", "k3", "KL"]
 EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
@@ -68,11 +69,12 @@ class Recommendation(_Model):
 
 
 class Comparable(_Model):
-    """A published gap of the same kind of pair. low, high: range of `figure` ("mean |Δ log p|" or "k3"), nats a token.
-    where: how the measured value lies to it."""
+    """A published gap of the same kind of pair. low, high: range of `figure`, nats a token. what: the model and the
+    engines. where: how the measured value lies to it."""
 
     pair: str
-    figure: str
+    what: str
+    figure: Figure
     low: float
     high: float
     value: float
@@ -81,11 +83,12 @@ class Comparable(_Model):
 
 
 class Gate(_Model):
-    """bar: the largest k3 that passes, nats a token. source: where the bar comes from."""
+    """bar: the largest k3 that passes, nats a token. passed: None where the tokens are too few to tell. source: where
+    the bar comes from."""
 
     value: float
     bar: float
-    passed: bool
+    passed: bool | None
     source: str
 
 
@@ -137,6 +140,7 @@ class Diagnosis(_Model):
     @property
     def exit_status(self) -> int:
         """0 nothing wrong, 1 a fault or a failed gate, 3 not decided."""
-        if self.gate is not None and not self.gate.passed:
-            return 1
-        return EXIT_STATUS[self.verdict]
+        status = EXIT_STATUS[self.verdict]
+        if self.gate is None or self.gate.passed or status == 1:
+            return status
+        return 1 if self.gate.passed is False else 3
