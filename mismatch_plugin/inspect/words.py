@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import dataclass
 
@@ -29,13 +30,14 @@ HOSTS = {
 ALTERNATIVES = 3
 
 _FIGURES = (
-    ("KL(rollout ‖ train), k1", "kl", "nat a token"),
-    ("KL, k3 (never negative)", "k3_kl", "nat a token"),
-    ("ESS of the tokens' ratios", "rollout_is_ratio_eff_sample_size", "share"),
-    ("ESS of the sequences' ratios", "rollout_is_ratio_unit_eff_sample_size", "share"),
-    ("χ² of the tokens", "chi2_token", ""),
-    ("χ² of the sequences", "chi2_seq", ""),
+    ("KL(rollout ‖ train), k1", "kl", "nat/token"),
+    ("KL, k3", "k3_kl", "nat/token"),
+    ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
+    ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
+    ("χ² of tokens", "chi2_token", ""),
+    ("χ² of sequences", "chi2_seq", ""),
 )
+_SAID = re.compile(r"(fault found|fault|large mismatch|large|normal|not decided|undecided)\s*[:.,]\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class Controls:
     mode: str
     lower: float | None
     upper: float | None
+
+
+def headline(diagnosis: Diagnosis) -> tuple[str, str]:
+    """(the verdict in two words, the rest of the sentence)."""
+    rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
+    return VERDICTS[diagnosis.verdict], rest[:1].upper() + rest[1:]
 
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
@@ -61,10 +69,11 @@ def nats(value: float) -> str:
 
 def share(value: float) -> str:
     """A share in percent, which is 100 % or 0 % only where it is exactly that."""
+    if value in (0.0, 1.0):
+        return f"{100 * value:.0f} %"
     for digits in (1, 2, 3, 4):
-        text = f"{100 * value:.{digits}f}"
-        if float(text) not in (0.0, 100.0) or value in (0.0, 1.0):
-            return f"{text} %".replace(".0 %", " %") if value in (0.0, 1.0) else f"{text} %"
+        if float(text := f"{100 * value:.{digits}f}") not in (0.0, 100.0):
+            return f"{text} %"
     return "> 99.9999 %" if value > 0.5 else "< 0.0001 %"
 
 
@@ -73,16 +82,21 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
     if not diagnosis.normal:
         return "Is this normal? Unknown: no range is published for this kind of pair."
     first = diagnosis.normal[0]
-    measured = f"{first.figure} {nats(first.value)} nats a token"
-    published = f"published for {first.pair}: {span(first)}"
+    figures = f"{first.figure} {nats(first.value)} nats a token; published for {first.pair}: {span(first)}"
     if diagnosis.verdict == "undecided":
-        return f"Is this normal? Not decided; as far as measured, {measured} ({published})."
+        return f"Is this normal? Not decided. So far {figures}."
     if first.where == "above":
-        times = f", {first.value / first.high:.2g} times its upper end" if first.high > 0 else ""
-        return f"Is this normal? No: {measured} is above what is {published}{times}."
-    where = "inside" if first.where == "inside" else "below"
+        times = f", of which this is {first.value / first.high:.2g} times the upper end" if first.high > 0 else ""
+        return f"Is this normal? No: {figures}{times}."
     answer = "By its size yes, but see the fault" if diagnosis.verdict == "fault" else "Yes"
-    return f"Is this normal? {answer}: {measured} is {where} what is {published}."
+    return f"Is this normal? {answer}: {figures}{' (this is below it)' if first.where == 'below' else ''}."
+
+
+def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
+    """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
+    titles = {"k3": "KL, k3", "kl": "KL(rollout ‖ train), k1"}
+    of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
+    return {titles.get(item.figure, item.figure): item for item in of}
 
 
 def span(item: Comparable) -> str:
@@ -95,15 +109,15 @@ def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     rows: list[tuple[str, str, str]] = []
     level = None if diagnosis.check is None else diagnosis.check.mismatch
     if level is not None:
-        rows.append(("mean |Δ log p|", nats(level.abs_mean), "nat a token"))
-        rows.append(("99 % of |Δ log p| below", nats(level.abs_p99), "nat"))
+        rows.append(("mean |Δ log p|", nats(level.abs_mean), "nat/token"))
+        rows.append(("99 % of |Δ log p| <", nats(level.abs_p99), "nat"))
     metrics = dict(diagnosis.metrics)
     if level is not None:
         metrics = {PREFIX + "kl": level.kl, PREFIX + "k3_kl": level.k3_kl, **metrics}
         metrics.setdefault(PREFIX + "rollout_is_ratio_eff_sample_size", level.effective_sample_size)
     for title, name, unit in _FIGURES:
         if (value := metrics.get(PREFIX + name)) is not None:
-            rows.append((title, share(value) if unit == "share" else nats(value), unit.replace("share", "")))
+            rows.append((title, share(value) if title.startswith("ESS") else nats(value), unit))
     return rows
 
 
@@ -157,7 +171,8 @@ def predictions_table(diagnosis: Diagnosis) -> Table:
 def controls_of(settings: dict[str, object]) -> Controls | None:
     """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             config = MismatchConfig.build(settings)
     except ValueError:
         return None
