@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mismatch_plugin.check.findings import CheckResult, Confidence, Place
 
@@ -36,7 +36,8 @@ class Prediction(_Model):
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
     unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
     variance: Σ (w A − mean)² / (Σ |w A|)² over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip
-    is active before any step. second_pass: a forward pass for π_old is needed.
+    is active before any step. second_pass: a forward pass for π_old is needed. own: of the
+    user's own settings.
     """
 
     setting: str
@@ -54,6 +55,7 @@ class Prediction(_Model):
     unit: str = "token"
     clipped: float = 0.0
     second_pass: bool
+    own: bool = False
 
 
 class Recommendation(_Model):
@@ -115,9 +117,37 @@ class Size(_Model):
     separated: dict[str, float] = {}
 
 
+class LevelHistogram(_Model):
+    """The units of one level in the bins that any unit falls into, column by column.
+
+    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how many.
+    tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and Σ ρ² over
+    units. by_token: Σ ρ over their tokens. ρ within e^±20.
+    """
+
+    bins: tuple[int, ...]
+    units: tuple[int, ...]
+    tokens: tuple[int, ...]
+    positive: tuple[int, ...]
+    negative: tuple[int, ...]
+    ratio: tuple[float, ...]
+    squared: tuple[float, ...]
+    by_token: tuple[float, ...]
+
+
+class Histograms(_Model):
+    """What the page's sliders are worked out from, exactly for bounds that are edges. edges: on the log-ratio.
+    levels: token, sequence, geometric. signed: advantages were there."""
+
+    edges: tuple[float, ...]
+    levels: dict[str, LevelHistogram]
+    signed: bool
+
+
 class Diagnosis(_Model):
     """All of it. headline: one sentence with the verdict. metrics: as training reports them, for the user's settings.
-    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it."""
+    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the
+    page, not in the JSON."""
 
     verdict: Verdict
     headline: str
@@ -134,6 +164,7 @@ class Diagnosis(_Model):
     bounds: dict[str, dict[str, tuple[float, float]]] = {}
     recommendation: Recommendation | None = None
     gate: Gate | None = None
+    histograms: Histograms | None = Field(default=None, exclude=True, repr=False)
     check: CheckResult | None = None
     notes: tuple[str, ...] = ()
 
