@@ -24,6 +24,7 @@ from typing import Annotated, Any, TextIO, TypeVar
 import typer
 
 import mismatch_plugin as mp
+from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.files import replacing
 from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.files import write_records
@@ -70,8 +71,6 @@ class Run:
 
     def records(self, tokens: int, training: TextIO) -> Iterator[RolloutRecord]:
         """Steps until at least so many response tokens are there."""
-        from mismatch_plugin.check.training import TrainingSample
-
         while self.tokens < tokens:
             version = f"step-{self.steps}"
             start = time.perf_counter()
@@ -114,7 +113,7 @@ class Run:
             for index, record in enumerate(self._wait(sample()))
         ]
 
-    def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float]]:
+    def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float | None]]:
         """The trainer's log-probs with the weights that sampled; then one optimizer step on them."""
         from mismatch_plugin.hooks.megatron_core.batch import Sample
         from mismatch_plugin.lab.trainer import group_advantages
@@ -126,7 +125,7 @@ class Run:
         ]
         # `batches` deals every n-th sample to a micro-batch.
         batches = self.policy.with_old_log_probs(self.policy.batches(samples))
-        scored: dict[int, list[float]] = {}
+        scored: dict[int, list[float | None]] = {}
         for part, batch in enumerate(batches):
             assert batch.packed.old_log_probs is not None
             mine = range(part, len(samples), len(batches))

@@ -329,7 +329,7 @@ def make_world(folder: Path, stack: ExitStack) -> World:
             )
             for _ in range(2)
         ]
-        moved = {size: _moved(model, tokenizer, LR[size]) for size in SIZES}
+        moved: dict[Size, list[State]] = {size: _moved(model, tokenizer, LR[size]) for size in SIZES}
         for size, states in moved.items():
             model.load_state_dict(states[-1])
             _save(folder / size, tokenizer, model)
