@@ -146,6 +146,7 @@ class Histograms(_Model):
 
 class Diagnosis(_Model):
     """All of it. headline: one sentence with the verdict. metrics: as training reports them, for the user's settings.
+    normality: whether the gap is of the published size, in one sentence; normal: the figures that it goes by.
     bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the
     page, not in the JSON."""
 
@@ -160,6 +161,7 @@ class Diagnosis(_Model):
     metrics: dict[str, float] = {}
     size: Size | None = None
     normal: tuple[Comparable, ...] = ()
+    normality: str = ""
     predictions: tuple[Prediction, ...] = ()
     bounds: dict[str, dict[str, tuple[float, float]]] = {}
     recommendation: Recommendation | None = None
