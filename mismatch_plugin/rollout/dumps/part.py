@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,22 +36,9 @@ class Options:
     temperature: float | None = None
 
 
-@dataclass(frozen=True)
-class Format:
-    """One adapter. name: for --format. holds: what its files are, for messages. recognises: by content, cheaply.
-
-    read: one file → what `join` takes. join: of all files in order → one Part.
-    """
-
-    name: str
-    holds: str
-    recognises: Callable[[Source], bool]
-    read: Callable[[Source, Options], Any]
-    join: Callable[[Sequence[tuple[Path, Any]]], Part] | None = None
-
-
-def joined(parts: Sequence[tuple[Path, Part]]) -> Part:
+def joined(files: Iterable[tuple[Path, Part]]) -> Part:
     """Files in order, one after the other. Raises ValueError where two hold one sample, or sides differ."""
+    parts = list(files)
     if len(parts) == 1:
         return parts[0][1]
     with_responses = {bool(part.responses) for _, part in parts}
@@ -93,3 +80,17 @@ def _refuse_repeats(parts: Sequence[tuple[Path, Part]]) -> None:
 
 _TELLING = 8
 """Tokens from which two equal responses with equal log-probs are one and the same."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One adapter. name: for --format. holds: what its files are, for messages. recognises: by content, cheaply.
+
+    read: one file → what `join` takes. join: of all files in order → one Part.
+    """
+
+    name: str
+    holds: str
+    recognises: Callable[[Source], bool]
+    read: Callable[[Source, Options], Any]
+    join: Callable[[Iterable[tuple[Path, Any]]], Part] = joined

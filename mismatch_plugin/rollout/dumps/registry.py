@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.rollout.dumps.part import Format, Options, Part, joined
+from mismatch_plugin.rollout.dumps.part import Format, Options, Part
 from mismatch_plugin.rollout.dumps.records import RECORDS, TRAINING
 from mismatch_plugin.rollout.dumps.slime import SLIME
 from mismatch_plugin.rollout.dumps.source import READ, Source, open_source
@@ -78,14 +79,9 @@ def _read(path: Path, format: str | None, options: Options) -> tuple[str, Part]:
     pieces = parts()
     first = next(pieces)
     assert found is not None
-    part = (found.join or joined)([first, *pieces] if found.join is None else _chain(first, pieces))
+    part = found.join(chain([first], pieces))
     part.notes = [*notes, *part.notes]
     return found.name, part
-
-
-def _chain(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
 
 
 def _recognised(source: Source) -> Format:

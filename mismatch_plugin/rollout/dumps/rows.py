@@ -165,7 +165,7 @@ class RowReader:
         step: int | None = None,
     ) -> None:
         self.columns, self.padded, self.step = columns, padded, step
-        self.log_probs_of = options.log_probs_of or log_probs_of
+        self.log_probs_of: LogProbsOf = options.log_probs_of or log_probs_of
         self.temperature = options.temperature
         self.sampling: dict[float, SamplingParameters] = {}
         self.counts: Counter[str] = Counter()

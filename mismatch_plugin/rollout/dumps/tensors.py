@@ -54,12 +54,11 @@ def open_torch(path: Path) -> Any:
         with torch.serialization.safe_globals([*_SAFE]):
             return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # bytes made up by others can fail in any way; none of them is a fault of ours
-        named = (
-            re.search(r"GLOBAL (\S+)|class (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-        )
-        if named:
-            what = named[1] or named[2]
-            raise ValueError(f"{path} holds {what}, which is code, not data: nothing was loaded. {_INSTEAD}") from None
+        refused = isinstance(error, pickle.UnpicklingError)
+        if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
+            raise ValueError(
+                f"{path} holds {named[1]}, which is code, not data: nothing was loaded. {_INSTEAD}"
+            ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
 
@@ -109,9 +108,9 @@ class _Npz(Mapping[str, Any]):
         try:
             with zipfile.ZipFile(self.path) as archive, archive.open(self.members[name]) as stream:
                 size = archive.getinfo(self.members[name]).file_size
-                version = np.lib.format.read_magic(stream)  # type: ignore[arg-type]
+                version = np.lib.format.read_magic(stream)
                 read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-                shape, _, dtype = read(stream)  # type: ignore[arg-type]
+                shape, _, dtype = read(stream)
             wanted = int(np.prod(shape, dtype=object)) * dtype.itemsize
             if dtype.hasobject:
                 raise ValueError("it holds Python objects, which may run code: save numbers")
