@@ -21,11 +21,13 @@ from mismatch_plugin.rollout.sampling import SamplingParameters
 
 class Inputs(NamedTuple):
     """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
-    which no detector of the batch can see."""
+    which no detector of the batch can see. source, format: what was read, and as what."""
 
     batch: Batch
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    source: str = ""
+    format: str = "records"
 
 
 def check_files(records_path: Path, training_path: Path | None = None, **sources: Any) -> CheckResult:
@@ -37,8 +39,8 @@ def check_files(records_path: Path, training_path: Path | None = None, **sources
     unknown = sorted({*accept} - {*FAULTS})
     if unknown:
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    batch, notes, findings = read_inputs(records_path, training_path, **sources)
-    return check_batch(batch, accept=accept, notes=notes, found=findings)
+    inputs = read_inputs(records_path, training_path, **sources)
+    return check_batch(inputs.batch, accept=accept, notes=inputs.notes, found=inputs.findings)
 
 
 def read_inputs(
@@ -89,7 +91,7 @@ def read_inputs(
     if model is not None:
         own = source == "--checkpoint"
         batch = replace(batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own)
-    return Inputs(batch, tuple(notes))
+    return Inputs(batch, tuple(notes), source=str(records_path))
 
 
 def _records(path: Path) -> list[Response]:

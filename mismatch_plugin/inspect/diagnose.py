@@ -5,14 +5,13 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.check.inputs import Inputs, read_inputs
 from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
@@ -29,9 +28,7 @@ from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
 from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.words import controls_of
-
-CERTAINTY = ("certain", "likely", "possible")
-
+from mismatch_plugin.rollout.responses import Dump
 
 class Live(NamedTuple):
     """How servers are sampled where there is no dump."""
@@ -154,3 +151,44 @@ def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
         return f"Fault: {faults[0].fault}{more}; {figures}."
     said = {"undecided": "Not decided: too little can be compared", "large": "Large mismatch", "normal": "Normal"}
     return f"{said[verdict]}: {figures}."
+
+
+def _histograms(part: PackedSequences, predictions: Sequence[Prediction], own: MismatchConfig | None) -> Histograms:
+    """For the page's sliders, with the bounds of every predicted setting among the edges."""
+    assert part.old_log_probs is not None and part.rollout_log_probs is not None
+    given = [controls_of(item.settings) for item in predictions]
+    bounds = [bound for item in given if item for bound in (item.lower, item.upper) if bound]
+    log_ratio = (part.old_log_probs - part.rollout_log_probs).numpy()
+    advantages = None if part.advantages is None else part.advantages.numpy()
+    return histograms(log_ratio, part.sequence_index.numpy(), advantages, bounds)
+
+
+def diagnose_files(
+    path: Path | None,
+    training: Path | None = None,
+    *,
+    urls: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    live: Live | None = None,
+    own: MismatchConfig | None = None,
+    gate: bool = False,
+    gate_kl: float | None = None,
+    accept: Collection[str] = (),
+    hints: Hints | None = None,
+    one_step: bool = False,
+    expensive_pass: bool = False,
+    **reading: Any,
+) -> Diagnosis:
+    """`read_inputs`, and the diagnosis of it. Without a path the servers are sampled, as `live` says. reading: what else
+    `read_inputs` takes. Raises InputError where something cannot be read or compared."""
+    source: Path | Dump | None = path
+    if path is None:
+        if not urls:
+            raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
+        from mismatch_plugin.inspect.live import sample_live
+
+        model = None if checkpoint is None else Checkpoint(checkpoint)
+        source = sample_live(urls, model, **(live or Live())._asdict())
+    inputs = read_inputs(source, training, urls=urls, checkpoint=checkpoint, **reading)
+    judged = {"accept": accept, "gate": gate, "gate_kl": gate_kl, "hints": hints}
+    return diagnose(inputs, own=own, one_step=one_step, expensive_pass=expensive_pass, **judged)

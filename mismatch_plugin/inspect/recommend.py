@@ -84,7 +84,7 @@ def _predicted(
 ) -> Prediction | None:
     for prediction in predictions:
         with no_notes():
-            if MismatchConfig.build(prediction.settings) == config:
+            if MismatchConfig._layered(None, dict(prediction.settings), {}) == config:
                 return prediction
     return None if predict is None else predict(config)
 
