@@ -5,6 +5,7 @@ from mismatch_plugin.config import ImportanceSampling, MismatchConfig, MismatchW
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.correction import Correction, correct
+from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
@@ -17,6 +18,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Correction",
     "Criterion",
+    "GateError",
     "HealthWarning",
     "ImportanceSampling",
     "InvalidLogProb",

@@ -23,11 +23,15 @@ def check(
             "whole distributions show temperatures, filters and penalties more sharply."
         ),
     ] = None,
+    reference_checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the weights that the run began with: shows weights that never reached a server."),
+    ] = None,
     url: Annotated[
-        str | None,
+        list[str] | None,
         typer.Option(
-            help="SGLang server that rescores the responses (at temperature 1, with its current weights). It is the "
-            "training side if there is neither TRAINING nor --checkpoint, else a third opinion in the notes."
+            help="SGLang server, repeatable: rescores the responses (temperature 1, its current weights). It is "
+            "the training side if there is neither TRAINING nor --checkpoint, else a third opinion in the notes."
         ),
     ] = None,
     weight_version: Annotated[
@@ -86,7 +90,8 @@ def check(
             records,
             training,
             checkpoint=checkpoint,
-            url=url,
+            reference_checkpoint=reference_checkpoint,
+            urls=url or (),
             weight_version=weight_version,
             max_staleness=max_staleness,
             eos_ids=eos_id or (),

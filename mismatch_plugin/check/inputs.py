@@ -1,14 +1,14 @@
-"""From files, a checkpoint and a server to a batch with both sides, and the check of it."""
+"""From files, checkpoints and servers to a batch with both sides, and the check of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, make_batch
-from mismatch_plugin.check.findings import FAULTS, CheckResult
+from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
+from mismatch_plugin.check.findings import FAULTS, CheckResult, Finding
 from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
@@ -19,30 +19,50 @@ from mismatch_plugin.rollout.responses import Response
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 
-def check_files(
+class Inputs(NamedTuple):
+    """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
+    which no detector of the batch can see."""
+
+    batch: Batch
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+
+
+def check_files(records_path: Path, training_path: Path | None = None, **sources: Any) -> CheckResult:
+    """What the command does: `read_inputs`, and the check of it. accept: as in `check_batch`.
+
+    Raises InputError where something cannot be read, does not fit, or cannot be compared.
+    """
+    accept = sources.pop("accept", ())
+    unknown = sorted({*accept} - {*FAULTS})
+    if unknown:
+        raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
+    batch, notes, findings = read_inputs(records_path, training_path, **sources)
+    return check_batch(batch, accept=accept, notes=notes, found=findings)
+
+
+def read_inputs(
     records_path: Path,
     training_path: Path | None = None,
     *,
     checkpoint: Path | None = None,
-    url: str | None = None,
+    reference_checkpoint: Path | None = None,
+    urls: Sequence[str] = (),
     weight_version: str | None = None,
     max_staleness: int = DEFAULT_MAX_STALENESS,
     eos_ids: Sequence[int] = (),
     records_only: bool = False,
-    accept: Sequence[str] = (),
-) -> CheckResult:
-    """What the command does. The training side is the file, else the checkpoint, else the server.
+) -> Inputs:
+    """The training side is the file, else the checkpoint, else the first server.
 
-    records_only: there is none, and that is meant.
+    reference_checkpoint: the weights that the run began with. urls: servers or routers. records_only: there is no
+    training side, and that is meant.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
-    unknown = sorted({*accept} - {*FAULTS})
-    if unknown:
-        raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    if url is not None and training_path is not None and checkpoint is None:
+    if urls and training_path is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
-    given: dict[str, Any] = {"TRAINING": training_path, "--checkpoint": checkpoint, "--url": url}
+    given: dict[str, Any] = {"TRAINING": training_path, "--checkpoint": checkpoint, "--url": urls[0] if urls else None}
     source = next((name for name in ADAPTERS if given[name] is not None), None)
     if records_only == (source is not None):
         raise InputError(
@@ -55,17 +75,21 @@ def check_files(
     given["--checkpoint"] = model
     side = None if source is None else ADAPTERS[source](given[source], records)
     notes = [f"{len(records)} records of {records_path}", *(side.notes if side else [])]
-    if model is not None and url is not None:
-        notes += _server_against(model, url, records)
+    if model is not None:
+        notes += [note for url in urls for note in _server_against(model, url, records)]
+    first = None
+    if reference_checkpoint is not None:
+        first = [sample.log_probs for sample in Checkpoint(reference_checkpoint).scored(records)]
+        notes.append(f"weights that the run began with: {reference_checkpoint}")
     known = [*eos_ids, *(model.eos_ids if model else [])]
-    batch = make_batch(records, side and side.samples, eos_ids=known, trainer_version=weight_version)
+    batch = make_batch(records, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
     if not any(sample.mask.any() for sample in batch):
         raise InputError("every loss mask is 0: there is no trained token to check.")
     batch = replace(batch, max_staleness=max_staleness)
     if model is not None:
         own = source == "--checkpoint"
         batch = replace(batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own)
-    return check_batch(batch, accept=accept, notes=notes)
+    return Inputs(batch, tuple(notes))
 
 
 def _records(path: Path) -> list[Response]:

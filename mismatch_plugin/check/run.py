@@ -62,10 +62,15 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
 """A fault that one detector of a later stage than the first named is not looked for again by the next ones there."""
 
 
-def check_batch(batch: Batch, *, accept: Collection[str] = (), notes: Sequence[str] = ()) -> CheckResult:
-    """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty."""
+def check_batch(
+    batch: Batch, *, accept: Collection[str] = (), notes: Sequence[str] = (), found: Sequence[Item] = ()
+) -> CheckResult:
+    """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty.
+
+    found: what is known already, told first.
+    """
     given = batch
-    found: list[Item] = []
+    found = list(found)
     if not given.has_training:
         needed = {fault for stage in STAGES for detector in stage for fault in detector.compares}
         reason = "there is no training side: give its log-probs, a checkpoint or a server"

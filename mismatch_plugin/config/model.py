@@ -123,6 +123,8 @@ class MismatchConfig(Settings):
             lines.append(f"log-probs from logits: {self.log_prob_backend}")
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
+        if self.gate_kl is not None:
+            lines.append(f"gate: k3_kl above {self.gate_kl:g} nat a token is an error")
         return "\n".join(lines)
 
     @classmethod

@@ -68,6 +68,8 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
             yield f"terms.{name}", "changes nothing without <terms.kl_coef>: set it, or leave this out."
     if not config.weighted:
         yield "terms.kl_importance_weighted", "needs importance weights: add <use_tis>, or leave it out."
+    if config.metrics == "off":
+        yield "gate_kl", "compares k3_kl, which <metrics> off does not form: choose basic, or leave the gate out."
     if not config.weighted and not config.rs.criteria and config.rs.veto_threshold is None:
         yield "dry_run", "has nothing to try: add <use_tis>, a criterion or a veto, or leave it out."
 

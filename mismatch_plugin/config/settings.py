@@ -258,6 +258,15 @@ class Settings(Section):
     dry_run: bool = described(
         False, "compute weights and rejections, report them, apply none", flag="--mismatch-dry-run"
     )
+    gate_kl: float | None = described(
+        None,
+        "a step with k3_kl above this is an error on all ranks, before the optimizer steps: for CI and first steps at "
+        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate",
+        flag="--mismatch-gate-kl",
+        unit="nat a token",
+        source="prime-rl #3543 (gate of its CI); xtuner #2044",
+        gt=0.0,
+    )
     report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
         None,
         "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
@@ -289,9 +298,14 @@ class Settings(Section):
         return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
 
     @property
+    def compares(self) -> bool:
+        """True where tokens are compared with the rollout's in any algorithm: for rejection or the gate."""
+        return self.rejects or self.gate_kl is not None
+
+    @property
     def needs_rollout_log_probs(self) -> bool:
-        """True where the loss cannot be formed without them; else they are for the metrics alone."""
-        return self.algorithm != 0 or self.rejects
+        """True where a step cannot run without them; else they are for the metrics alone."""
+        return self.algorithm != 0 or self.compares
 
     @property
     def normalizes(self) -> bool:

@@ -1,123 +1,146 @@
-"""The command `mismatch-plugin inspect`."""
+"""The command `mismatch-plugin inspect`. Heavy imports wait until it runs."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from mismatch_plugin.config import MismatchConfig
-    from mismatch_plugin.inspect.sources import Source
+from mismatch_plugin.inspect.hosts import HOSTS
+
+CANNOT_READ = 2
 
 
 def inspect(
     path: Annotated[
-        Path,
+        Path | None,
         typer.Argument(
             metavar="PATH",
-            help="The folder of --mismatch-report-dir, a metrics.jsonl, a CSV or JSONL export of W&B, or TensorBoard "
-            "events (a file or a folder).",
+            help="A dump of samples, a folder of dumps, or a run's metrics. Without it, --url samples from a server.",
         ),
-    ],
+    ] = None,
+    training: Annotated[
+        Path | None, typer.Argument(metavar="TRAINING", help="The training side, where it is in a file of its own.")
+    ] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="SGLang server, or a router: rescores the dump, or samples without one. Repeatable."),
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of the trainer's current weights (transformers): scores in float32.")
+    ] = None,
+    reference_checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder of the weights that the run began with: tells updates that never arrived.")
+    ] = None,
+    format: Annotated[str | None, typer.Option(help="The dump's format, where it is not recognised.")] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON with the run's settings. Default: settings.json next to metrics.jsonl."),
+        typer.Option(help="YAML or JSON with your settings. Of a run's metrics: default settings.json next to them."),
     ] = None,
-    run: Annotated[
-        str | None,
-        typer.Option(
-            help="Which run, where there are several: a part of what stands before rollout_corr/, or of the name of an "
-            "event file."
-        ),
+    preset: Annotated[str | None, typer.Option(help="Your settings as a preset.")] = None,
+    flags: Annotated[
+        str | None, typer.Option(metavar="'FLAGS'", help="Your settings as on the launch line: '--use-tis …'.")
     ] = None,
-    pictures: Annotated[
-        Path | None, typer.Option(help="Folder for the six panels as PNG. Default: PATH/plots, or FILE_plots.")
+    host: Annotated[str, typer.Option(help=f"Whose flags are shown first: {', '.join(HOSTS)}.")] = HOSTS[0],
+    weight_version: Annotated[str | None, typer.Option(help="Version of the training side's weights.")] = None,
+    max_staleness: Annotated[int, typer.Option(min=0, help="Steps that rollout weights may be behind.")] = 1,
+    eos_id: Annotated[list[int] | None, typer.Option(help="Id that ends a response. Repeatable.")] = None,
+    accept: Annotated[list[str] | None, typer.Option(metavar="FAULT", help="A fault that is meant. Repeatable.")] = None,
+    gate: Annotated[bool, typer.Option("--gate", help="Fail (exit status 1) where k3 is above the bar.")] = False,
+    gate_kl: Annotated[float | None, typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Without PATH: responses of each server.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Without PATH: tokens of a response.")] = 128,
+    temperature: Annotated[float, typer.Option(help="Without PATH: of the sampling.")] = 1.0,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Without PATH: a JSON list of token ids, or a text, a line.")
     ] = None,
-    no_pictures: Annotated[bool, typer.Option("--no-pictures", help="Write no picture.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for report.html and pictures. Default: PATH_inspect, for a run PATH/plots.")
+    ] = None,
+    no_report: Annotated[bool, typer.Option("--no-report", help="Write neither page nor pictures.")] = False,
+    run: Annotated[str | None, typer.Option(help="Which run, where metrics hold several: part of its name.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Judge a run's mismatch by the metrics that it wrote, and draw them.
+    """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
 
-    Judged are the newest steps: the last tenth of the run, at least ten. Names may have anything before rollout_corr/.
+    How large is the mismatch, is that normal, where does it come from, which
+    setting fits, what would it cost, and which flags to paste.
 
-    Exit status: 0 sound; 1 where numbers are broken, all tokens share a
-    shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged
-    step), the correction does not hold, or a large mismatch is not
-    corrected; 2 nothing to judge.
+    PATH: rollout dumps of slime, miles, verl, NeMo-RL, TRL, vLLM, our JSONL
+    or Parquet, padded tensors (.pt, .npz); or the folder of
+    --mismatch-report-dir, a CSV or JSONL export of W&B, TensorBoard events.
+    docs/inspect.md lists the formats and how to make each.
+
+    Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
+    a run's metrics: broken numbers, a shift of all tokens, a correction that
+    does not hold); 2 cannot read; 3 not decided: too few tokens, or no
+    training side to compare with.
     """
-    from mismatch_plugin.inspect.judge import counted, inspect_steps
-    from mismatch_plugin.inspect.sources import read_source
-    from mismatch_plugin.report.log import to_json
+    from mismatch_plugin.check.training import InputError
+    from mismatch_plugin.inspect.kinds import kind_of
 
-    if no_pictures and pictures is not None:
-        raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
     try:
-        source = read_source(path, run)
-        settings, where = _settings(source, config)
-        result = inspect_steps(list(source.rows), settings, config_known=where is not None)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from None
-    drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
+        if host not in HOSTS:
+            raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
+        if no_report and out is not None:
+            raise InputError(f"--out {out} and --no-report contradict each other: leave one out.")
+        if path is not None and not path.exists():
+            raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
+        if path is not None and kind_of(path) == "metrics":
+            dump_only: dict[str, Any] = {
+                "TRAINING": training, "--url": url, "--checkpoint": checkpoint, "--format": format, "--accept": accept,
+                "--reference-checkpoint": reference_checkpoint, "--prompts": prompts,
+            }  # fmt: skip
+            if given := [name for name, value in dump_only.items() if value]:
+                raise InputError(f"{path} holds a run's metrics: {', '.join(given)} is for dumps; leave it out.")
+            from mismatch_plugin.inspect.of_metrics import inspect_metrics
+
+            inspect_metrics(path, config, run, out, no_report, as_json)
+            return
+        if run is not None:
+            raise InputError(f"--run {run} chooses among the runs of a metrics file, and PATH is a dump: leave it out.")
+        from mismatch_plugin.inspect.diagnose import Live, diagnose_files, own_settings
+
+        live = Live(samples, max_new_tokens, temperature, prompts)
+        diagnosis = diagnose_files(
+            path,
+            training,
+            urls=url or (),
+            checkpoint=checkpoint,
+            reference_checkpoint=reference_checkpoint,
+            format=format,
+            own=own_settings(config, preset, flags),
+            weight_version=weight_version,
+            max_staleness=max_staleness,
+            eos_ids=eos_id or (),
+            accept=accept or (),
+            gate=gate or gate_kl is not None,
+            gate_kl=gate_kl,
+            live=live,
+        )
+    except (InputError, ValueError, OSError, ImportError) as error:
+        if as_json:
+            typer.echo(json.dumps({"verdict": "cannot_read", "headline": str(error)}))
+        else:
+            typer.echo(f"cannot inspect: {error}", err=True)
+        raise typer.Exit(CANNOT_READ) from None
+    from mismatch_plugin.inspect.output import write_report
+
+    written, note = (None, "") if no_report else write_report(diagnosis, out or _default_folder(path), host)
     if as_json:
-        tables = [result.table] if result.full is None else [result.table, result.full]
-        rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
-        warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
-        body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
-        body["warnings"], body["notes"] = warnings, list(source.notes)
-        shown = {"source": str(source.path), "settings": where, "pictures": [str(picture) for picture in drawn]}
-        typer.echo(to_json({**body, **shown, "metrics": rows}, indent=2))
+        typer.echo(diagnosis.model_dump_json(indent=2))
     else:
-        for said in source.notes:
-            typer.echo(f"note: {said}.")
         from rich.console import Console
 
-        console = Console(highlight=False, markup=False)
-        console.print(result.table.to_rich(console.width))
-        if result.full is not None:  # three columns: their names are longer
-            console.print(result.full.only(*result.full.headers[:3]).to_rich(console.width))
-        for warning, count in result.warnings:
-            console.print(f"{warning} ({counted(count)})")
-        console.print(result.verdict)
-        if note:
-            typer.echo(note)  # a path stays whole
-    raise typer.Exit(0 if result.sound else 1)
+        from mismatch_plugin.inspect.screen import show
+
+        show(diagnosis, Console(highlight=False, markup=False), host=host, report=written)
+    if note:
+        typer.echo(note, err=True)
+    raise typer.Exit(diagnosis.exit_status)
 
 
-def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str | None]:
-    """The run's settings and the file that they come from; the defaults and None where there is none."""
-    from mismatch_plugin.config import MismatchConfig
-    from mismatch_plugin.config.documents import read_mapping
-    from mismatch_plugin.report.log import METRICS, SETTINGS
-
-    if config is not None:
-        return MismatchConfig.from_file(config), str(config)
-    if source.path.name == METRICS:  # an export may lie next to files of anything
-        written, described = source.path.with_name(SETTINGS), source.path.with_name("config.json")
-        # Checked when the run began: a preset may hold what has no effect.
-        if written.exists():
-            return MismatchConfig.build(read_mapping(written)), str(written)
-        if described.exists() and isinstance(of_run := read_mapping(described).get("mismatch"), dict):  # of `compare`
-            return MismatchConfig.build(of_run), str(described)
-    return MismatchConfig(), None
-
-
-def _default_folder(path: Path) -> Path:
-    return path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
-
-
-def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
-    """The pictures that were written, and a sentence about them. The verdict does not need them."""
-    try:
-        from mismatch_plugin.inspect.panels import write_panels
-    except ImportError as error:
-        return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
-    try:
-        from mismatch_plugin.core.units import units_of
-
-        by_token = units_of(config).per_token
-        paths = write_panels(source.rows, source.numbers, folder, by_token=by_token)
-    except OSError as error:
-        return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
-    return paths, f"pictures: {paths[0]}, and {len(paths) - 1} panels next to it"
+def _default_folder(path: Path | None) -> Path:
+    return Path("live_inspect") if path is None else path.with_name(f"{path.stem}_inspect")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mismatch_plugin.check.findings import CheckResult, Confidence, Place
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
+Figure = Literal["mean |Δ log p|", "k3", "KL"]
 EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
 
@@ -32,9 +33,11 @@ class Prediction(_Model):
 
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
-    without advantages; by_length: of the shortest, middle and longest third of the responses.
-    ess: effective sample size of the weights in the setting's own units, as a share. variance: relative variance of
-    Σ w A over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. second_pass: a forward pass for π_old is needed.
+    without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
+    unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
+    variance: Σ (w A − mean)² / (Σ |w A|)² over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip
+    is active before any step. second_pass: a forward pass for π_old is needed. own: of the
+    user's own settings.
     """
 
     setting: str
@@ -49,7 +52,10 @@ class Prediction(_Model):
     ess: float
     variance: float
     bias: float
+    unit: str = "token"
+    clipped: float = 0.0
     second_pass: bool
+    own: bool = False
 
 
 class Recommendation(_Model):
@@ -65,11 +71,12 @@ class Recommendation(_Model):
 
 
 class Comparable(_Model):
-    """A published gap of the same kind of pair. low, high: range of `figure` ("mean |Δ log p|" or "k3"), nats a token.
-    where: how the measured value lies to it."""
+    """A published gap of the same kind of pair. low, high: range of `figure`, nats a token. what: the model and the
+    engines. where: how the measured value lies to it."""
 
     pair: str
-    figure: str
+    what: str
+    figure: Figure
     low: float
     high: float
     value: float
@@ -78,11 +85,12 @@ class Comparable(_Model):
 
 
 class Gate(_Model):
-    """bar: the largest k3 that passes, nats a token. source: where the bar comes from."""
+    """bar: the largest k3 that passes, nats a token. passed: None where the tokens are too few to tell. source: where
+    the bar comes from."""
 
     value: float
     bar: float
-    passed: bool
+    passed: bool | None
     source: str
 
 
@@ -109,9 +117,38 @@ class Size(_Model):
     separated: dict[str, float] = {}
 
 
+class LevelHistogram(_Model):
+    """The units of one level in the bins that any unit falls into, column by column.
+
+    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how many.
+    tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and Σ ρ² over
+    units. by_token: Σ ρ over their tokens. ρ within e^±20.
+    """
+
+    bins: tuple[int, ...]
+    units: tuple[int, ...]
+    tokens: tuple[int, ...]
+    positive: tuple[int, ...]
+    negative: tuple[int, ...]
+    ratio: tuple[float, ...]
+    squared: tuple[float, ...]
+    by_token: tuple[float, ...]
+
+
+class Histograms(_Model):
+    """What the page's sliders are worked out from, exactly for bounds that are edges. edges: on the log-ratio.
+    levels: token, sequence, geometric. signed: advantages were there."""
+
+    edges: tuple[float, ...]
+    levels: dict[str, LevelHistogram]
+    signed: bool
+
+
 class Diagnosis(_Model):
     """All of it. headline: one sentence with the verdict. metrics: as training reports them, for the user's settings.
-    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it."""
+    normality: whether the gap is of the published size, in one sentence; normal: the figures that it goes by.
+    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the
+    page, not in the JSON."""
 
     verdict: Verdict
     headline: str
@@ -124,16 +161,19 @@ class Diagnosis(_Model):
     metrics: dict[str, float] = {}
     size: Size | None = None
     normal: tuple[Comparable, ...] = ()
+    normality: str = ""
     predictions: tuple[Prediction, ...] = ()
     bounds: dict[str, dict[str, tuple[float, float]]] = {}
     recommendation: Recommendation | None = None
     gate: Gate | None = None
+    histograms: Histograms | None = Field(default=None, exclude=True, repr=False)
     check: CheckResult | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def exit_status(self) -> int:
         """0 nothing wrong, 1 a fault or a failed gate, 3 not decided."""
-        if self.gate is not None and not self.gate.passed:
-            return 1
-        return EXIT_STATUS[self.verdict]
+        status = EXIT_STATUS[self.verdict]
+        if self.gate is None or self.gate.passed or status == 1:
+            return status
+        return 1 if self.gate.passed is False else 3

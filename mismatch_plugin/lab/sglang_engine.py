@@ -128,8 +128,11 @@ class SGLangEngine:
         return self._loop.run_until_complete(work)
 
 
-def write_checkpoint(folder: str | Path, settings: LabSettings) -> None:
-    """A checkpoint of the lab's model under `settings`, for a server to start with. Its weights are random."""
+def write_checkpoint(folder: str | Path, settings: LabSettings, *, context: int | None = None) -> None:
+    """A checkpoint of the lab's model under `settings`, for a server to start with. Its weights are random.
+
+    context: tokens of prompt and response that the server allows; the model itself does not care for positions.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
@@ -137,7 +140,9 @@ def write_checkpoint(folder: str | Path, settings: LabSettings) -> None:
     from mismatch_plugin.lab.policy import model_settings
 
     task = get_task(settings.task)
-    model: Any = LlamaForCausalLM(LlamaConfig(**llama_config(model_settings(settings), eos=task.eos, pad=task.pad)))
+    config = llama_config(model_settings(settings), eos=task.eos, pad=task.pad)
+    config["max_position_embeddings"] = context or config["max_position_embeddings"]
+    model: Any = LlamaForCausalLM(LlamaConfig(**config))
     logging.disable_progress_bar()
     model.save_pretrained(folder)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
+from mismatch_plugin.core.gate import check_gate
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
@@ -158,7 +159,8 @@ class Step:
             self.failure = self.failure or str(error)
 
     def finish(self) -> tuple[Statistics | None, Tensor]:
-        """(statistics over the whole step, [2] float64: weight mean to divide gradients by, invalid log-probs counted).
+        """(statistics over the whole step; [3] float64: weight mean to divide gradients by, invalid log-probs counted,
+        mean k3 for the gate).
 
         Collectives: those of `ParallelGroups.reduce_step`. Without `start` before them those of `agree` over DP × CP,
         with one host sync, and then raises ValueError, on every rank, where micro-batches or ranks hold different
@@ -169,31 +171,39 @@ class Step:
             kind = StepKind(settings_of(self.config), held, failure=self.failure or "")
             self.groups.agree(kind, stages=False)
         if self.statistics is None:
-            return None, torch.tensor([1.0, 0.0], dtype=torch.float64)
+            return None, torch.tensor(_NOTHING, dtype=torch.float64)
         reduced = self.groups.reduce_step(self.statistics)
         factor = reduced.batch_factor() if self.defers_factor else reduced.sums.new_ones(())
         kinds = stopping_kinds(self.config) if self.config.rollout_log_prob_policy == "error" else DEFECTS
         counted = [reduced.sum_of(f"invalid_{kind}") for kind in kinds if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
-        return reduced, torch.stack([factor, invalid])
+        return reduced, torch.stack([factor, invalid, reduced.k3_kl()])
+
+
+_NOTHING = (1.0, 0.0, 0.0)
+"""What `finish` says of a step without tokens."""
 
 
 def end_step(
-    step: Step | None, config: MismatchConfig, groups: ParallelGroups, model: Sequence[Any]
+    step: Step | None,
+    config: MismatchConfig,
+    groups: ParallelGroups,
+    model: Sequence[Any],
+    number: int | None = None,
 ) -> Statistics | None:
     """The end of an optimizer step, on every rank, after gradients were reduced and before the optimizer steps.
 
-    Raises invalid rollout log-probs on all ranks together, and divides all gradients by the mean weight where that was
-    known only now. step: None where no loss ran. model: megatron's chunks. Returns the step's statistics on the last
-    pipeline stage, None elsewhere.
+    Raises invalid rollout log-probs and a failed gate on all ranks together, and divides all gradients by the mean
+    weight where that was known only now. step: None where no loss ran. model: megatron's chunks. number: the step's,
+    for errors, where the host knows it. Returns the step's statistics on the last pipeline stage, None elsewhere.
 
-    Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of two floats. One host sync,
+    Collectives: those of `Step.finish` on the last stage; with a pipeline one broadcast of three floats. One host sync,
     in addition to that of `Step.finish`.
-    Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; ValueError where
-    ranks cannot merge their statistics.
+    Raises, on every rank: InvalidLogProbError, with sample and position where a rank holds them; GateError where
+    `gate_kl` is set and the step's mean k3 is above it; ValueError where ranks cannot merge their statistics.
     """
     finished, unmerged = None, ""
-    verdict = torch.tensor([1.0, 0.0], dtype=torch.float64, device=next(model[0].parameters()).device)
+    verdict = torch.tensor(_NOTHING, dtype=torch.float64, device=next(model[0].parameters()).device)
     if step is not None and groups.is_last_stage:
         try:
             finished, outcome = step.finish()
@@ -201,13 +211,15 @@ def end_step(
         except ValueError as error:  # the other stages wait for this one
             unmerged = str(error)
             verdict.fill_(torch.nan)
-    factor, invalid = groups.from_last_stage(verdict).tolist()
+    factor, invalid, k3_kl = groups.from_last_stage(verdict).tolist()
     if math.isnan(factor) and math.isnan(invalid):
         raise ValueError(groups.sentence_from_last_stage(unmerged))
     if invalid and config.rollout_log_prob_policy == "error":
         if finished is not None:
             finished.metrics()  # raises, with the place where this rank holds it
         raise invalid_error([], summary=f"this step has {int(invalid)} invalid log-probs")
+    if config.gate_kl is not None:
+        check_gate(k3_kl, config.gate_kl, number)
     if factor != 1.0:
         for chunk in model:
             chunk.scale_gradients(1.0 / factor)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
-from mismatch_plugin.files import read_lines, refuse_special, replacing
+from mismatch_plugin.files import MIB, read_lines, refuse_special, replacing
 from mismatch_plugin.rollout.records import RolloutRecord
 
 _ROWS = 1024
-"""Rows of a Parquet row group: what is in memory at once."""
+"""Rows of a Parquet row group."""
+_READ_ROWS = 32
+"""Rows that are Python objects at once."""
+MAX_ROW_GROUP = 2048 * MIB
 _PAIR = ("log_prob", "id")
 """A (log-prob, id) pair of `top_log_probs` is a struct in Parquet."""
 
@@ -24,10 +28,11 @@ def read_records(path: str | Path) -> list[RolloutRecord]:
     return list(iter_records(path))
 
 
-def iter_records(path: str | Path) -> Iterator[RolloutRecord]:
-    """The records of a file one by one, so that the file need not fit in memory."""
+def iter_records(path: str | Path, jsonl: bool | None = None) -> Iterator[RolloutRecord]:
+    """The records of a file one by one, so that the file need not fit in memory. jsonl: default: by the suffix."""
     path = Path(path)
-    return _named(path, _read_jsonl(path) if _is_jsonl(path) else _read_parquet(path))
+    jsonl = _is_jsonl(path) if jsonl is None else jsonl
+    return _named(path, _read_jsonl(path) if jsonl else _read_parquet(path))
 
 
 def write_records(path: str | Path, records: Iterable[RolloutRecord]) -> int:
@@ -137,16 +142,28 @@ def _row(record: RolloutRecord) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A pyarrow.parquet.ParquetFile. Raises ValueError where it is damaged, and where a row group is too large."""
     pa, parquet = _pyarrow()
     refuse_special(path)
     try:
-        file = parquet.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+        with parquet.ParquetFile(path) as file:
+            groups = (file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
+            if (largest := max(groups, default=0)) > MAX_ROW_GROUP:
+                raise ValueError(
+                    f"{path} has a row group of {largest / MIB:.0f} MiB, {MAX_ROW_GROUP / MIB:.0f} at most are read: "
+                    f"write it in smaller ones."
+                )
+            yield file
+    except pa.ArrowException as error:
         raise ValueError(f"{path} is no Parquet file: {error}.") from None
-    with file:
+
+
+def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
+    with open_parquet(path) as file:
         number = 0
-        for batch in file.iter_batches(batch_size=_ROWS):
+        for batch in file.iter_batches(batch_size=_READ_ROWS):
             for row in batch.to_pylist():
                 number += 1
                 if isinstance(positions := row.get("top_log_probs"), list):

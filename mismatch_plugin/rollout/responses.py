@@ -26,7 +26,7 @@ class Response:
     """One sampled response. n = response tokens; log-probs in nats, float64, NaN where the list held null or NaN.
 
     rollout_log_probs: as long as the server's list, which may differ from n. nulls: where it held null; None: nowhere.
-    advantages: [n]. group: responses of one group share a baseline (GRPO).
+    advantages: [n]. group: responses of one group share a baseline (GRPO). step: the training step or rollout id.
     All else as in `RolloutRecord`.
     """
 
@@ -42,6 +42,7 @@ class Response:
     advantages: Floats | None = None
     sample_id: str | None = None
     group: str | int | None = None
+    step: int | None = None
     server: str | None = None
     dp_rank: int | None = None
     reward: float | None = None

@@ -19,7 +19,8 @@ _FLAGS = (
     "tis-batch-normalize tis-batch-normalize-scope use-rs rs-level rs-lower-bound rs-upper-bound rs-criterion "
     "rs-veto-threshold mismatch-denominator mismatch-aggregation mismatch-metrics mismatch-dry-run mismatch-preset "
     "mismatch-config rollout-log-prob-policy mismatch-eps-clip-low mismatch-eps-clip-high mismatch-dual-clip "
-    "mismatch-entropy-coef mismatch-kl-coef mismatch-kl-type mismatch-report-dir mismatch-explain-only"
+    "mismatch-entropy-coef mismatch-kl-coef mismatch-kl-type mismatch-report-dir mismatch-explain-only "
+    "mismatch-gate-kl"
 )
 
 
@@ -204,7 +205,7 @@ def test_every_setting_makes_the_round_trip() -> None:
         "--mismatch-eps-clip-high 0.3 --mismatch-dual-clip 3 --mismatch-entropy-coef 0.01 --mismatch-kl-coef 0.02 "
         "--mismatch-kl-type k1 --mismatch-kl-importance-weighted --mismatch-denominator original "
         "--mismatch-aggregation seq-mean-token-sum --mismatch-length-norm 512 --rollout-log-prob-policy neutral "
-        "--mismatch-metrics full --mismatch-dry-run --mismatch-report-dir out"
+        "--mismatch-metrics full --mismatch-dry-run --mismatch-report-dir out --mismatch-gate-kl 1e-3"
     )
     tis = {"mode": "clip", "level": "sequence", "lower_bound": 0.25, "upper_bound": 3.0, "batch_normalize": True}
     assert config == mp.MismatchConfig.model_validate(
@@ -221,9 +222,10 @@ def test_every_setting_makes_the_round_trip() -> None:
             "metrics": "full",
             "dry_run": True,
             "report_dir": "out",
+            "gate_kl": 1e-3,
         }
     )
-    assert len(config.model_dump(exclude_defaults=True)) == 12  # all but use_rollout_log_probs differ from the default
+    assert len(config.model_dump(exclude_defaults=True)) == 13  # all but use_rollout_log_probs differ from the default
 
 
 @pytest.mark.parametrize(
@@ -256,6 +258,14 @@ def test_criteria_stand_beside_the_rejection_flags_and_alone() -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        (
+            "--mismatch-metrics off --mismatch-gate-kl 1e-3",
+            "--mismatch-gate-kl 0.001 compares k3_kl, which --mismatch-metrics off does not form: choose basic, or "
+            "leave the gate out.",
+        ),
+        ("--mismatch-gate-kl 0", "--mismatch-gate-kl is 0.0: it should be greater than 0."),
+        ("--mismatch-gate-kl -1", "--mismatch-gate-kl is -1.0: it should be greater than 0."),
+        ("--mismatch-gate-kl nan", "--mismatch-gate-kl is nan: it should be greater than 0."),
         ("--tis-mode clip", "--tis-mode clip changes no weight without --use-tis: add --use-tis, or leave it out."),
         ("--tis-mode truncate", "--tis-mode truncate changes no weight without --use-tis"),  # the default, but typed
         ("--mismatch-preset pg_rs --tis-upper-bound 3", "--tis-upper-bound 3 changes nothing at --tis-level none"),

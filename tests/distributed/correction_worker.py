@@ -84,7 +84,7 @@ def run(case: Case) -> list[Part]:
         results = [_forward_backward(step, x, packed) for x, (packed, _) in zip(log_probs, local, strict=True)]
         statistics, verdict = step.finish()
         assert statistics is not None
-        factor, invalid = verdict.tolist()
+        factor, invalid, _ = verdict.tolist()
         parts.append(
             Part(
                 settings,

@@ -125,7 +125,7 @@ def run_layout(layout: Layout) -> list[Outcome]:
                 hook.start(batches)
             stored = lab.run_step(model, hook.forward_step, data, len(batches), forward_only=run.forward_only)
             metrics = hook.metrics()
-        except ValueError as error:
+        except (ValueError, mp.GateError) as error:
             outcomes.append(Outcome({}, {}, [], f"{type(error).__name__}: {error}"))
             continue
         gradients = parameters.gather_gradients(model)

@@ -6,7 +6,6 @@ the environment that ci/sglang_cpu.sh makes. Without one these tests fail and sa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,11 +23,9 @@ DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The lab's model, which does not care for positions and may go on for longer than the lab needs."""
+    """The lab's model, which may go on for longer than the lab needs."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, LabSettings.model_validate({}))
-    config = folder / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 1024}))
+    write_checkpoint(folder, LabSettings.model_validate({}), context=1024)
     return folder
 
 

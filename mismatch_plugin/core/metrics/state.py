@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.gate import check_gate
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
@@ -80,21 +81,35 @@ class Statistics:
         measure = units_of(self.config).measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
+    def k3_kl(self) -> Tensor:
+        """What the gate judges: mean k3 of the measured tokens (0-d, float64, no sync).
+
+        0 where the step has no token; NaN where none of its tokens was measured.
+        """
+        if "k3@tokens" not in self.sum_names:
+            return self.sums.new_full((), torch.nan)
+        measured = self.sum_of("one@tokens")
+        trained = self.sum_of("trained_tokens") if "trained_tokens" in self.sum_names else measured
+        return torch.where(trained > 0, self.sum_of("k3@tokens") / measured, 0.0)
+
     def metrics(self, averaged_only: bool = False) -> dict[str, float]:
         """Every metric that this configuration declares. One transfer to the host.
 
         averaged_only: those whose mean over micro-batches means something.
-        Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`.
+        Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`;
+        GateError where `gate_kl` is set and the mean k3 is above it.
         """
         from mismatch_plugin.core.metrics.registry import compute_metrics
 
         return compute_metrics(*self.on_host(), self.config, averaged_only)
 
     def on_host(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(sums, maxima) by name. One transfer to the host. Raises as `metrics`."""
+        """(sums, maxima) by name. One transfer to the host, with a gate two. Raises as `metrics`."""
         values = torch.cat([self.sums, self.maxima]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))
         self._raise_if_invalid(sums)
+        if self.config.gate_kl is not None:
+            check_gate(float(self.k3_kl()), self.config.gate_kl)
         return sums, dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:

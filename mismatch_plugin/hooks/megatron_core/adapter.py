@@ -214,8 +214,12 @@ class MegatronLoss:
             self._finalize = finalize_model_grads
         outcome = self._finalize(model, *args, **kwargs)
         step, self.step = self.step, None
-        self.finished = end_step(step, self.config, self.groups, model)
+        self.finished = end_step(step, self.config, self.groups, model, self.step_number())
         return outcome
+
+    def step_number(self) -> int | None:
+        """Of the step in progress, for errors; None where the host counts them."""
+        return None
 
     def metrics(self) -> dict[str, float]:
         """The step's metrics, the same on every rank of the last pipeline stage; {} on the others.

@@ -141,6 +141,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     counting = {
         f"--mismatch-metrics {metrics}": metrics == "full" or (metrics_asked and metrics != "off"),
         "--mismatch-report-dir": config.report_dir is not None,
+        "--mismatch-gate-kl": config.gate_kl is not None,
         "--mismatch-dry-run": config.dry_run,
     }
     for settings_, lost in ((judging, "only single tokens can be judged"), (counting, "nothing can be measured")):

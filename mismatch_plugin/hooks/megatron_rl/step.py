@@ -46,6 +46,10 @@ class StepEnd(MegatronLoss):
         """1 where the step's factor is applied at its end, None where there is none or each micro-batch has its own."""
         return 1.0 if self.config.normalizes_step else None
 
+    def step_number(self) -> int:
+        """Megatron's own count."""
+        return int(getattr(self.args, "curr_iteration", 0))
+
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, then as in `MegatronLoss`; on the last stage the metrics are logged."""
         self.finished = None

@@ -103,5 +103,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         lines.append("old log-probs pass: runs")
     if host.get("use_importance_sampling_correction") and config.use_rollout_log_probs:
         lines.append("use_importance_sampling_correction has no effect: the rollout policy is the anchor already")
+    if config.gate_kl is not None:
+        lines.append("the gate judges each micro-batch, in the worker that holds it")
     lines.append("metrics: means only, exact over the step; NeMo-RL adds a loss's metrics up")
     return lines

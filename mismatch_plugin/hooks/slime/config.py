@@ -253,6 +253,12 @@ def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: boo
         )
 
 
+def gate_needs_steps(host: str) -> str:
+    """Why there is no gate without the step's hooks."""
+    needs = _BEFORE_STEP.format(host=host)
+    return f"--mismatch-gate-kl judges a whole step, known only where {needs}: set it, or start through {_LAUNCHER}."
+
+
 def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
     """The configuration once the whole argument list is consistent; None where neither of our losses will run.
 
@@ -262,23 +268,25 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
     if loss_type not in ("policy_loss", "custom_loss"):
         return None
     config = read_settings(args, host)
+    if config.gate_kl is not None and not runs(args, host, "before_train_step"):
+        raise ValueError(gate_needs_steps(host))
     if loss_type == "custom_loss":
         if runs(args, host, "policy_loss"):
             check_loss(args, config, host, whole=True)
         return config
     hooked = runs(args, host, "tis_function")
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
-    if config.algorithm == 3 or (config.algorithm == 1 and (called or config.rejects)):
+    if config.algorithm == 3 or (config.algorithm == 1 and (called or config.compares)):
         check_loss(args, config, host, whole=False)
-    if value(args, HOOKS["tis_function"]) is None and (config.use_tis or config.rejects):
+    if value(args, HOOKS["tis_function"]) is None and (config.use_tis or config.compares):
         raise ValueError(
-            f"weights or rejection are asked for, but no hook of the plugin would run (use_tis alone is {host}'s "
-            f"built-in): set --custom-tis-function-path {hook_path(host, 'tis_function')}, or start through "
+            f"weights, rejection or the gate are asked for, but no hook of the plugin would run (use_tis alone is "
+            f"{host}'s built-in): set --custom-tis-function-path {hook_path(host, 'tis_function')}, or start through "
             f"{_LAUNCHER}."
         )
-    if hooked and not called and config.rejects:
+    if hooked and not called and config.compares:
         raise ValueError(
-            f"rejection is asked for, but {host} calls --custom-tis-function-path only with --use-tis or "
+            f"rejection or the gate is asked for, but {host} calls --custom-tis-function-path only with --use-tis or "
             f"--get-mismatch-metrics: add --get-mismatch-metrics."
         )
     return config

@@ -131,7 +131,7 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
             f"loss, in which the correction would not run: leave both out, or name {ours}."
         )
     if not custom and config.use_rollout_log_probs:
-        if "loss_type" in typed and config.algorithm == 1 and not config.rejects:
+        if "loss_type" in typed and config.algorithm == 1 and not config.compares:
             return added  # the host's own loss is algorithm 1
         if "loss_type" in typed:
             raise ValueError(

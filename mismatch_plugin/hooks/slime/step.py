@@ -17,6 +17,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
+from mismatch_plugin.hooks.slime.config import gate_needs_steps
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
@@ -127,9 +128,12 @@ class StepRun:
         """Merge a micro-batch's statistics; once, though a host that recomputes its loss passes the same one twice.
 
         micro_batch: any object that belongs to this micro-batch alone. Returns the loss [T] as it came. Without a
-        step, whose end would raise for invalid rollout log-probs, these turn it into NaN: never silent.
+        step, whose end would raise for invalid rollout log-probs, these turn it into NaN: never silent. A gate without
+        a step is a ValueError.
         """
         if self.step is None:
+            if config.gate_kl is not None:
+                raise ValueError(gate_needs_steps(self.host))
             defective = correction.tokens.stopping(config)
             if defective is None or config.rollout_log_prob_policy != "error":
                 return loss_T
@@ -153,7 +157,7 @@ class StepRun:
         if begun is None:
             return outcome
         args, config, groups, number = begun
-        finished = end_step(step, config, groups, model)
+        finished = end_step(step, config, groups, model, number)
         self.metrics = {} if finished is None else finished.metrics()
         if self.metrics and groups.is_first_of_stage:
             self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})

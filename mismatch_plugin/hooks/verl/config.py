@@ -117,6 +117,9 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     lines.append(f"loss: {actor.get('loss_agg_mode', 'token-mean')}, normaliser {normaliser}")
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
+    if config.gate_kl is not None:
+        compared = "each micro-batch, in the worker that holds it" if bypass else "the rollout batch, on the driver"
+        lines.append(f"the gate judges {compared}")
     if config.normalizes:
         units = ""
         if config.tis.mode == "mask":

@@ -149,6 +149,27 @@ def broken_step() -> dict[str, list[list[Outcome]]]:
     return {x.name: ranks for x, ranks in zip(PARTS, launch(run_layout, layouts, 2), strict=True)}
 
 
+@cache
+def gated_steps() -> dict[str, list[list[Outcome]]]:
+    """The same step without a gate, with one just below its k3_kl, and with one just above it."""
+    config = {**DECOUPLED, "metrics": "full"}
+    alone = launch(run_layout, [Layout("one", samples=data("rope"), runs=(Run(config),))], 1)[0][0][0]
+    k3_kl = alone.metrics["rollout_corr/k3_kl"]
+    below, above = {**config, "gate_kl": k3_kl * 0.999}, {**config, "gate_kl": k3_kl * 1.001}
+    runs = Run(config, 2), Run(below, 2), Run(above, 2)
+    layouts = [replace(x, samples=data("rope"), runs=runs) for x in PARTS]
+    return {x.name: ranks for x, ranks in zip(PARTS, launch(run_layout, layouts, 2), strict=True)}
+
+
+@needs_megatron
+@pytest.mark.parametrize("name", [layout.name for layout in PARTS])
+def test_a_failed_gate_is_raised_on_every_rank_and_a_passed_one_changes_nothing(name: str) -> None:
+    """Whole steps of two micro-batches: it is the merged figure that is judged."""
+    for plain, failed, passed in gated_steps()[name]:
+        assert failed.error.startswith("GateError: k3_kl ") and "--mismatch-gate-kl" in failed.error
+        assert passed.error == "" and passed.metrics == plain.metrics
+
+
 @needs_megatron
 @pytest.mark.parametrize("name", [layout.name for layout in PARTS])
 def test_an_invalid_log_prob_is_raised_on_every_rank(name: str) -> None:

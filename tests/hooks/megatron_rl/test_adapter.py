@@ -321,6 +321,7 @@ def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:
     [
         ({"metrics": "full"}, "--mismatch-metrics full"),
         ({"report_dir": "runs"}, "--mismatch-report-dir"),
+        ({"gate_kl": 1e-3}, "--mismatch-gate-kl"),
         ({"rs": {"criteria": ["token:k2:0.5"]}, "dry_run": True}, "--mismatch-dry-run"),
     ],
 )

@@ -150,6 +150,22 @@ def test_invalid_log_probs_stop_the_step_before_the_optimizer(written: dict[str,
     assert not written
 
 
+def test_a_failed_gate_stops_the_step_before_the_optimizer(written: dict[str, float]) -> None:
+    data, place = rows()
+    k3_kl = float(run_loss(make_config(use_tis=True), data, place)[2].k3_kl())
+    config = make_config(use_tis=True, gate_kl=0.99 * k3_kl)
+    end = _step_end(config, [])
+    end.add(run_loss(config, data, place)[2])
+    with pytest.raises(mp.GateError, match=f"^step 4: k3_kl {k3_kl:.3g} nat a token is above the bar"):
+        end.finalize_model_grads([_Chunk()])
+    assert not written
+    config = make_config(use_tis=True, gate_kl=1.01 * k3_kl)
+    end = _step_end(config, [])
+    end.add(run_loss(config, data, place)[2])
+    end.finalize_model_grads([_Chunk()])
+    assert written["rollout_corr/k3_kl@4"] == pytest.approx(k3_kl)
+
+
 def test_the_weight_mean_divides_the_gradients_of_the_step(written: dict[str, float]) -> None:
     config = mp.MismatchConfig.build(
         {"use_tis": True, "tis": {"level": "sequence", "batch_normalize": True}, "denominator": "original"}

@@ -190,6 +190,13 @@ def test_a_log_prob_that_is_none_is_named() -> None:
         call(build(BLOCKS["3 token"], **NO_KL), log_probs, data, 9, 3)
 
 
+def test_the_gate_judges_a_micro_batch() -> None:
+    k3_kl = call(build({}, **NO_KL), *batch(), float(MASK.sum()), 3)[2]["rollout_corr/k3_kl"]
+    with pytest.raises(mp.GateError, match="--mismatch-gate-kl"):
+        call(build({"gate_kl": 0.99 * k3_kl}, **NO_KL), *batch(), 9, 3)
+    call(build({"gate_kl": 1.01 * k3_kl}, **NO_KL), *batch(), 9, 3)
+
+
 def test_shapes_must_agree() -> None:
     log_probs, data = batch()
     with pytest.raises(ValueError, match=r"\(4, 6\), the token mask without its first column \(4, 7\)"):

@@ -250,6 +250,22 @@ def test_the_shipped_mis_yaml_runs_with_the_tis_path_alone(caplog: pytest.LogCap
         run.factor(adapter.settings(step))
 
 
+def test_a_gate_needs_what_knows_the_step_and_a_loss_that_compares(host: str):
+    adapter, module = HOSTS[host][0], f"mismatch_plugin.hooks.{host}"
+    step = {"custom_megatron_before_train_step_hook_path": f"{module}.before_train_step"}
+    gated = {**hooked(host), **ours(2, gate_kl=1e-3)}
+    assert adapter.check(namespace(host, **gated, **step)).gate_kl == 1e-3
+    assert "gate: k3_kl above 0.001" in described(host, **gated, **step)
+    with pytest.raises(ValueError, match=f"judges a whole step, known only where .* runs {module}.before_"):
+        adapter.check(namespace(host, **gated))
+    uncalled = {**hooked(host), **ours(0, gate_kl=1e-3), "get_mismatch_metrics": False}
+    with pytest.raises(ValueError, match=r"rejection or the gate is asked for, but .* add --get-mismatch-metrics"):
+        adapter.check(namespace(host, **uncalled, **step))
+    with pytest.raises(ValueError, match="policy_loss cannot run algorithm 1"):
+        adapter.check(namespace(host, **ours(1, gate_kl=1e-3), **step))
+    adapter.check(namespace(host, **ours(1), **step))
+
+
 def test_flags_registered_in_the_host_s_parser_are_read():
     """As slime does it: a plugin's arguments first, then its own."""
     parser = argparse.ArgumentParser()

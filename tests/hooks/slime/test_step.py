@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_plugin.core.gate import GateError
 from mismatch_plugin.hooks import slime
 from tests.distributed.launch import launch
 from tests.hooks.contracts import slime as contract
@@ -30,6 +31,7 @@ class Odd:
     plant: str = ""
     algorithm: int = 2
     hooked: bool = True
+    gate_kl: float | None = None
 
 
 def run(case: Odd) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def run(case: Odd) -> dict[str, Any]:
     tis = weights("sequence", "truncate", batch_normalize=True) if case.algorithm else None
     if plant == "other configuration":
         tis = {**(tis or {}), "upper_bound": 9.0}
-    args = arguments(contract.namespace(), **custom("slime"), **ours(case.algorithm, tis))
+    args = arguments(contract.namespace(), **custom("slime"), **ours(case.algorithm, tis, gate_kl=case.gate_kl))
     sample, model, count = samples()[1], Model(), 2 if plant == "more samples" else 1
     at = owned(sample.total, sample.prompt, case.cp, parallel_state.get_context_parallel_rank())
     rollout = sample.rows["rollout_log_probs"][at].clone()
@@ -79,7 +81,7 @@ def run(case: Odd) -> dict[str, Any]:
             batch = {**data, "advantages": [sample.rows["advantages"][at]] * count}
             slime.ADAPTER.loss(args, batch, [sample.log_probs[at]] * count, None, lambda x: x.sum())
         model.config.finalize_model_grads_func([model])
-    except ValueError as fault:
+    except (ValueError, GateError) as fault:
         error = f"{type(fault).__name__}: {fault}"
     return {"error": error, "scale": model.scale, "metrics": slime.ADAPTER.run.metrics}
 
@@ -93,6 +95,15 @@ def test_a_bad_log_prob_anywhere_fails_the_step_everywhere(pp: int, cp: int, pro
     for result in results:
         assert "rollout-log-prob-policy" in result["error"]
     assert any("sequence 0, position" in result["error"] for result in results)
+
+
+@pytest.mark.parametrize(("pp", "cp", "processes"), [(1, 1, 1), *LAYOUTS])
+def test_a_failed_gate_fails_the_step_everywhere(pp: int, cp: int, processes: int):
+    cases = [Odd(pp, cp, -1, algorithm=3, hooked=False, gate_kl=bar) for bar in (1e-9, 1e3)]
+    failed, passed = launch(run, cases, processes)
+    for result in failed:
+        assert result["error"].startswith("GateError: step 0: k3_kl") and result["scale"] == 1.0
+    assert [result["error"] for result in passed] == [""] * processes
 
 
 @pytest.mark.parametrize(("pp", "cp", "processes"), [(1, 1, 1), *LAYOUTS[1:]])

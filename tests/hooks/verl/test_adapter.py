@@ -334,6 +334,24 @@ def test_an_invalid_log_prob_is_named_by_its_place_in_verl_s_batch() -> None:
     correct_rollout_batch(rollout_batch(data), settings(block({"metrics": "basic"})))  # here only metrics read it
 
 
+def test_the_gate_stops_the_driver_before_it_changes_the_batch_and_the_loss_of_a_micro_batch() -> None:
+    data = padded()
+    k3_kl = correct_rollout_batch(rollout_batch(data), settings(block(rollout_is="token")))[1]["rollout_corr/k3_kl"]
+    failing, passing = {"gate_kl": 0.99 * k3_kl}, {"gate_kl": 1.01 * k3_kl}
+    batch = rollout_batch(data)
+    with pytest.raises(mp.GateError, match="--mismatch-gate-kl"):
+        correct_rollout_batch(batch, settings(block(failing, rollout_is="token")))
+    assert "rollout_is_weights" not in batch.batch
+    correct_rollout_batch(batch, settings(block(passing, rollout_is="token")))
+    arguments = (data["current"], data["current"], data["advantages"], MASK.bool())
+    # The workers of the decoupled mode have no rollout log-probs: the driver has judged.
+    token_loss(*arguments, settings(block(failing, rollout_is="token")), torch.ones(MASK.shape))
+    arguments = (data["rollout"], *arguments[1:])
+    with pytest.raises(mp.GateError):
+        token_loss(*arguments, settings(block({"gate_kl": 1e-9}, bypass_mode=True)))
+    token_loss(*arguments, settings(block({"gate_kl": 1e3}, bypass_mode=True)))
+
+
 def test_only_metrics_whose_average_means_something_are_handed_over() -> None:
     """verl takes the mean over micro-batches of whatever it gets."""
     data = padded()

@@ -1,0 +1,172 @@
+"""A dump to try `mismatch-plugin inspect` on: from a real SGLang server on CPU and a trainer of megatron-core.
+
+    python -m examples.inspect.make_dump runs/dump --tokens 1000000
+
+The lab's small model (0.1 M parameters) is warmed up, and then, step by step: the server gets its weights and samples,
+megatron-core scores the responses with the same weights in float32, both are written, and an optimizer step of GRPO
+moves the weights. So the dump is of a healthy run. OUT/rollouts.parquet holds the records, OUT/training.jsonl the
+trainer's log-probs, in the form that `mismatch-plugin check --help` tells. Needs the environments of `make test` and
+`make sglang`; memory does not grow with --tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+import time
+import warnings
+from collections.abc import Coroutine, Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TextIO, TypeVar
+
+import typer
+
+import mismatch_plugin as mp
+from mismatch_plugin.check.training import TrainingSample
+from mismatch_plugin.files import replacing
+from mismatch_plugin.rollout.client import SGLangClient
+from mismatch_plugin.rollout.files import write_records
+from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.server import start_cpu_server
+
+PROMPTS, SAMPLES, PART = 32, 8, 64
+"""Prompts of a step, responses to each, and responses of a micro-batch of the trainer."""
+LENGTHS = (64, 512)
+"""Shortest and longest response; the lab's answers have 7 tokens, so the model goes on behind them."""
+CONTEXT = 1024
+T = TypeVar("T")
+
+
+class Dtype(str, Enum):
+    """Precisions of the server."""
+
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class Run:
+    """Trainer and server; `records` yields what is sampled and writes the trainer's side next to it."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        from mismatch_plugin.lab.policy import Policy
+        from mismatch_plugin.lab.settings import LabSettings
+        from mismatch_plugin.lab.trainer import warm_up
+
+        parts = PROMPTS * SAMPLES // PART
+        settings = LabSettings.model_validate({"seed": seed, "engine": "sglang", "micro_batches": parts, "lr": 2e-5})
+        self.policy = Policy(settings, warm_up(settings), lr=settings.lr)
+        self.hook = self.policy.hook(mp.MismatchConfig())
+        self.draw = random.Random(seed)
+        self.loop = asyncio.new_event_loop()
+        self.client = SGLangClient(url, vocab_size=self.policy.task.vocab)
+        self.tokens = self.steps = 0
+        self.seconds = {"rollout": 0.0, "trainer": 0.0}
+
+    def close(self) -> None:
+        self._wait(self.client.close())
+        self.loop.close()
+
+    def records(self, tokens: int, training: TextIO) -> Iterator[RolloutRecord]:
+        """Steps until at least so many response tokens are there."""
+        while self.tokens < tokens:
+            version = f"step-{self.steps}"
+            start = time.perf_counter()
+            records = self._roll_out(version)
+            self.seconds["rollout"] += time.perf_counter() - start
+            start = time.perf_counter()
+            scored = self._score_and_train(records)
+            self.seconds["trainer"] += time.perf_counter() - start
+            for record, values in zip(records, scored, strict=True):
+                told = TrainingSample(train_log_probs=values, sample_id=record.sample_id, weight_version=version)
+                training.write(told.model_dump_json(exclude_none=True) + "\n")
+                yield record
+            self.steps += 1
+            self.tokens += sum(len(record.response_ids) for record in records)
+            print(f"step {self.steps}: {self.tokens} tokens", flush=True)
+
+    def _roll_out(self, version: str) -> list[RolloutRecord]:
+        """The server takes the weights and answers PROMPTS prompts, each group with a length of its own."""
+        task = self.policy.task
+        update = self.client.update_weights_from_tensors(self.policy.export(), version)
+        self._wait(update)
+        prompts = task.prompts(PROMPTS, self.draw.randrange(2**31))
+
+        async def sample() -> list[RolloutRecord]:
+            groups = []
+            for prompt in prompts:
+                length = int(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** self.draw.random())
+                sampling = SamplingParameters(max_new_tokens=length, ignore_eos=True)
+                groups.append(self.client.generate([prompt], sampling, samples_per_prompt=SAMPLES))
+            return [record for group in await asyncio.gather(*groups) for record in group]
+
+        return [
+            record.model_copy(
+                update={
+                    "sample_id": f"{version}-{index}",
+                    "request_id": None,
+                    "reward": task.score(record.prompt_ids, record.response_ids[: task.max_response]).dense,
+                }
+            )
+            for index, record in enumerate(self._wait(sample()))
+        ]
+
+    def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float | None]]:
+        """The trainer's log-probs with the weights that sampled; then one optimizer step on them."""
+        from mismatch_plugin.hooks.megatron_core.batch import Sample
+        from mismatch_plugin.lab.trainer import group_advantages
+
+        advantages = group_advantages([record.reward or 0.0 for record in records], SAMPLES)
+        samples = [
+            Sample(record.prompt_ids, record.response_ids, advantage, rollout_log_probs=record.rollout_log_probs)
+            for record, advantage in zip(records, advantages, strict=True)
+        ]
+        # `batches` deals every n-th sample to a micro-batch.
+        batches = self.policy.with_old_log_probs(self.policy.batches(samples))
+        scored: dict[int, list[float | None]] = {}
+        for part, batch in enumerate(batches):
+            assert batch.packed.old_log_probs is not None
+            mine = range(part, len(samples), len(batches))
+            rows = batch.packed.old_log_probs.split([len(samples[index].response_ids) for index in mine])
+            scored.update(zip(mine, (row.tolist() for row in rows), strict=True))
+        self.hook.start(batches)
+        self.policy.run(self.hook.forward_step, batches)
+        return [scored[index] for index in range(len(samples))]
+
+    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(work)
+
+
+def make_dump(
+    out: Annotated[Path, typer.Argument(help="Folder for rollouts.parquet and training.jsonl.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Response tokens, at least.")] = 1_000_000,
+    dtype: Annotated[Dtype, typer.Option(help="Of the server; the trainer is float32.")] = Dtype.bfloat16,
+    seed: Annotated[int, typer.Option(help="Of weights and prompts; SGLang's sampling on CPU follows none.")] = 0,
+) -> None:
+    """Sample on a real SGLang server, score with megatron-core, write both sides."""
+    from mismatch_plugin.lab.settings import LabSettings
+    from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, write_checkpoint
+
+    warnings.simplefilter("ignore")  # megatron-core and the server say what CPU lacks
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        write_checkpoint(folder, LabSettings.model_validate({"seed": seed}), context=CONTEXT)
+        with start_cpu_server(folder, dtype=dtype.value, arguments=SERVER_ARGUMENTS) as server:
+            run = Run(server.url, seed)
+            start = time.perf_counter()
+            try:
+                with replacing(out / "training.jsonl") as part, part.open("w") as training:
+                    count = write_records(out / "rollouts.parquet", run.records(tokens, training))
+            finally:
+                run.close()
+    seconds = time.perf_counter() - start
+    rates = ", ".join(f"{name} {run.tokens / spent:,.0f} tokens/s" for name, spent in run.seconds.items())
+    print(f"{count} responses, {run.tokens} response tokens, {run.steps} steps in {seconds:.0f} s ({rates})")
+    for name in ("rollouts.parquet", "training.jsonl"):
+        print(f"{out / name}: {(out / name).stat().st_size / 2**20:.1f} MiB")
+
+
+if __name__ == "__main__":
+    typer.run(make_dump)

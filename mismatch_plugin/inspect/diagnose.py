@@ -1,0 +1,156 @@
+"""From a dump or a live server to a `Diagnosis`: cause, size, predictions, recommendation, gate."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentParser
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from mismatch_plugin.check.batch import Batch
+from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
+from mismatch_plugin.check.inputs import Inputs, read_inputs
+from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.check.training import InputError
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config import preset as find
+from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.gate import gate as judge_gate
+from mismatch_plugin.inspect.histograms import histograms
+from mismatch_plugin.inspect.measure import measure
+from mismatch_plugin.inspect.normal import Hints, compare, normality
+from mismatch_plugin.inspect.packing import packed_of, subset
+from mismatch_plugin.inspect.predict import predict
+from mismatch_plugin.inspect.recommend import recommend
+from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
+from mismatch_plugin.inspect.rules import figures_of
+from mismatch_plugin.inspect.words import controls_of
+
+CERTAINTY = ("certain", "likely", "possible")
+
+
+class Live(NamedTuple):
+    """How servers are sampled where there is no dump."""
+
+    samples: int = 64
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    prompts: Path | None = None
+
+
+def own_settings(config: Path | None, preset: str | None, flags: str | None) -> MismatchConfig | None:
+    """The user's settings from a file, a preset or flags as on a launch line. None where none is given.
+
+    Raises ValueError where several are given, or for flags that are not ours.
+    """
+    given = {"--config": config, "--preset": preset, "--flags": flags}
+    if len(named := [name for name, value in given.items() if value is not None]) > 1:
+        raise ValueError(f"{' and '.join(named)} all name your settings: give one of them.")
+    if config is not None:
+        return MismatchConfig.from_file(config)
+    if preset is not None:
+        return find(preset)
+    if flags is None:
+        return None
+    parser = ArgumentParser(prog="--flags", add_help=False, allow_abbrev=False, exit_on_error=False)
+    add_arguments(parser)
+    try:
+        known, unknown = parser.parse_known_args(shlex.split(flags))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"--flags {flags!r}: {error}.") from None
+    if unknown:
+        raise ValueError(f"--flags {flags!r} holds {unknown[0]}, which is no flag of this package: leave it out.")
+    return MismatchConfig.from_args(known)
+
+
+def diagnose(
+    inputs: Inputs,
+    *,
+    own: MismatchConfig | None = None,
+    accept: Collection[str] = (),
+    gate: bool = False,
+    gate_kl: float | None = None,
+    hints: Hints | None = None,
+    one_step: bool = False,
+    expensive_pass: bool = False,
+) -> Diagnosis:
+    """Everything that `inspect` says of a batch.
+
+    own: the user's settings, whose metrics and prediction are given first; None: no correction. gate, gate_kl: judge
+    k3, by the default bar or this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass:
+    as in `rules.Figures`.
+    Raises InputError where nothing can be compared at all.
+    """
+    batch = inputs.batch
+    check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
+    common = {
+        "source": inputs.source,
+        "format": inputs.format,
+        "samples": check.samples,
+        "tokens": check.tokens,
+        "findings": tuple(map(_cause, _ordered(check.findings))),
+        "undecided": tuple(f"{', '.join(item.faults)}: {item.reason}" for item in check.undecided),
+        "check": check,
+    }
+    level = check.mismatch
+    if level is None:  # one side alone, or two that have no token in common
+        verdict: Verdict = "fault" if check.status == "faults" else "undecided"
+        return Diagnosis(verdict=verdict, headline=check.verdict, notes=check.notes, **common)
+    packed, notes = packed_of(batch)
+    part, said = subset(packed)
+    config = own or MismatchConfig()
+    metrics, size = measure(batch, config, packed)
+    predictions = predict(part, own)
+    bounds = bounds_for(part)
+    figures = figures_of(packed, one_step=one_step, expensive_pass=expensive_pass)
+    hints = hints or Hints(stale=figures.stale)
+    advice = recommend(figures, predictions, bounds, status=check.status, predict=lambda c: predict(part, c)[0])
+    answer = normality(level, hints)
+    verdict = _verdict(check, answer.normal)
+    return Diagnosis(
+        verdict=verdict,
+        headline=_headline(verdict, check, level),
+        metrics=metrics,
+        size=size,
+        normal=compare(level, hints),
+        normality=answer.sentence,
+        predictions=tuple(predictions),
+        bounds=bounds,
+        recommendation=advice,
+        gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate else None,
+        histograms=_histograms(part, predictions, own),
+        notes=tuple(dict.fromkeys((*check.notes, *notes, *said))),
+        **common,
+    )
+
+
+def _ordered(findings: Sequence[Finding]) -> list[Finding]:
+    """Those that are not accepted first; in the order of detection, which is that of cause and effect."""
+    return sorted(findings, key=lambda item: item.accepted)
+
+
+def _cause(item: Finding) -> Cause:
+    return Cause(kind=item.fault, confidence=item.confidence, evidence=item.evidence, first=item.first, fix=item.fix)
+
+
+def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
+    if check.status == "faults":
+        return "fault"
+    if check.status == "undecided":
+        return "undecided"
+    return "large" if normal is False else "normal"
+
+
+def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
+    """One sentence."""
+    faults = [item for item in check.findings if not item.accepted]
+    figures = f"mean |Δ log p| {level.abs_mean:.3g}, k3 {level.k3_kl:.3g} nats a token over {level.tokens} tokens"
+    if verdict == "fault":
+        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
+        return f"Fault: {faults[0].fault}{more}; {figures}."
+    said = {"undecided": "Not decided: too little can be compared", "large": "Large mismatch", "normal": "Normal"}
+    return f"{said[verdict]}: {figures}."

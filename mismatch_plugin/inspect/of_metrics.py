@@ -1,0 +1,97 @@
+"""`inspect` of a run's metrics: two verdicts, and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.inspect.sources import Source
+
+
+def inspect_metrics(
+    path: Path, config: Path | None, run: str | None, pictures: Path | None, no_pictures: bool, as_json: bool
+) -> None:
+    """Judge a run by the metrics that it wrote, draw them, and end with the exit status.
+
+    Judged are the newest steps: the last tenth of the run, at least ten. Exit status: 0 sound; 1 where numbers are
+    broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged step), the
+    correction does not hold, or a large mismatch is not corrected; 2 nothing to judge.
+    """
+    from mismatch_plugin.inspect.judge import counted, inspect_steps
+    from mismatch_plugin.inspect.sources import read_source
+    from mismatch_plugin.report.log import to_json
+
+    if no_pictures and pictures is not None:
+        raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
+    try:
+        source = read_source(path, run)
+        settings, where = _settings(source, config)
+        result = inspect_steps(list(source.rows), settings, config_known=where is not None)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="PATH") from None
+    drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
+    if as_json:
+        tables = [result.table] if result.full is None else [result.table, result.full]
+        rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
+        warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
+        body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
+        body["warnings"], body["notes"] = warnings, list(source.notes)
+        shown = {"source": str(source.path), "settings": where, "pictures": [str(picture) for picture in drawn]}
+        typer.echo(to_json({**body, **shown, "metrics": rows}, indent=2))
+    else:
+        for said in source.notes:
+            typer.echo(f"note: {said}.")
+        from rich.console import Console
+
+        console = Console(highlight=False, markup=False)
+        console.print(result.table.to_rich(console.width))
+        if result.full is not None:  # three columns: their names are longer
+            console.print(result.full.only(*result.full.headers[:3]).to_rich(console.width))
+        for warning, count in result.warnings:
+            console.print(f"{warning} ({counted(count)})")
+        console.print(result.verdict)
+        if note:
+            typer.echo(note)  # a path stays whole
+    raise typer.Exit(0 if result.sound else 1)
+
+
+def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str | None]:
+    """The run's settings and the file that they come from; the defaults and None where there is none."""
+    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config.documents import read_mapping
+    from mismatch_plugin.report.log import METRICS, SETTINGS
+
+    if config is not None:
+        return MismatchConfig.from_file(config), str(config)
+    if source.path.name == METRICS:  # an export may lie next to files of anything
+        written, described = source.path.with_name(SETTINGS), source.path.with_name("config.json")
+        # Checked when the run began: a preset may hold what has no effect.
+        if written.exists():
+            return MismatchConfig.build(read_mapping(written)), str(written)
+        if described.exists() and isinstance(of_run := read_mapping(described).get("mismatch"), dict):  # of `compare`
+            return MismatchConfig.build(of_run), str(described)
+    return MismatchConfig(), None
+
+
+def _default_folder(path: Path) -> Path:
+    return path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
+
+
+def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
+    """The pictures that were written, and a sentence about them. The verdict does not need them."""
+    try:
+        from mismatch_plugin.inspect.panels import write_panels
+    except ImportError as error:
+        return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
+    try:
+        from mismatch_plugin.core.units import units_of
+
+        by_token = units_of(config).per_token
+        paths = write_panels(source.rows, source.numbers, folder, by_token=by_token)
+    except OSError as error:
+        return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
+    return paths, f"pictures: {paths[0]}, and {len(paths) - 1} panels next to it"

@@ -1,0 +1,184 @@
+"""From a checked batch to packed tensors: what is trained and has a sound log-prob on both sides, with advantages."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mismatch_plugin.check.batch import Batch, Sample, Tokens
+from mismatch_plugin.check.training import InputError
+from mismatch_plugin.check.versions import version_number
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.validity import KINDS, SOUND, classify
+from mismatch_plugin.rollout.responses import Bools, Floats, Ints
+
+MAX_TOKENS = 2_000_000
+"""Tokens on which settings are predicted; of more, a random part is taken."""
+_PIECE = 1 << 20
+
+
+def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
+    """(the batch in the form that training corrects, what a reader must know).
+
+    Float64. A sequence is a response, its tokens are those that train and that training could use: a number on both
+    sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
+    advantages: those of the training side, else of the record, else the rewards, centred and divided by the sample
+    deviation within their group (the same `group`, else the same prompt), as GRPO has it; None where there are neither.
+    entropy, weight_versions: where every token has one.
+    Raises InputError where no token is left.
+    """
+    tokens, notes = _sound(batch)
+    starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
+    order, lengths = tokens.sample[starts], np.diff(starts, append=len(tokens))
+    table = {sample.index: sample for sample in batch}
+    samples = [table[int(index)] for index in order]
+    places = np.split(tokens.position, starts[1:])
+    advantages, said = _advantages(batch, samples, places)
+    packed = PackedSequences(
+        loss_mask=torch.ones(len(tokens), dtype=torch.bool),
+        lengths=tuple(lengths.tolist()),
+        rollout_log_probs=torch.from_numpy(tokens.rollout),
+        old_log_probs=torch.from_numpy(tokens.training),
+        advantages=None if advantages is None else torch.from_numpy(advantages),
+        entropy=_tensor(_gathered([sample.told.entropy for sample in samples], samples, places)),
+        positions=torch.from_numpy(tokens.position),
+        weight_versions=_tensor(_versions(samples, places)),
+        sequence_ids=tuple(sample.index for sample in samples),
+    )
+    return packed, (*notes, *said)
+
+
+def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
+    tokens, notes = batch.tokens, []
+    if lost := batch.token_count - len(tokens):
+        notes.append(f"{lost} of {batch.token_count} tokens that train have no number on one side: they are left out")
+    none = torch.zeros(len(tokens), dtype=torch.bool)
+    codes = classify(torch.from_numpy(tokens.training), torch.from_numpy(tokens.rollout), none)
+    if (codes != SOUND).any():
+        counts = torch.bincount(codes, minlength=len(KINDS)).tolist()
+        shown = ", ".join(f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n and kind != "sound")
+        notes.append(
+            f"{len(tokens) - counts[SOUND]} tokens have an invalid log-prob ({shown}): they are left out, where "
+            f"training stops at them unless --rollout-log-prob-policy says otherwise"
+        )
+        tokens = tokens.where((codes == SOUND).numpy())
+    if not len(tokens):
+        raise InputError("no token that trains has a sound log-prob on both sides: there is nothing to measure.")
+    return tokens, notes
+
+
+def _tensor(values: np.ndarray | None) -> Tensor | None:
+    return None if values is None else torch.from_numpy(values)
+
+
+def _gathered(given: Sequence[Floats | None], samples: Sequence[Sample], places: Sequence[Ints]) -> Floats | None:
+    """[T], or None where a token has no finite value."""
+    parts = []
+    for values, sample, place in zip(given, samples, places, strict=True):
+        if values is None or len(values) != sample.tokens or not np.isfinite(values[place]).all():
+            return None
+        parts.append(values[place])
+    return np.concatenate(parts).astype(np.float64)
+
+
+def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
+    parts = []
+    for sample, place in zip(samples, places, strict=True):
+        numbers = numbered_versions(sample)[place]
+        if not len(numbers) or numbers.min() < 0:
+            return None
+        parts.append(numbers)
+    return np.concatenate(parts)
+
+
+def numbered_versions(sample: Sample) -> Ints:
+    """[n] number at the end of each token's weight version; −1 where there is none."""
+    numbers = np.full(sample.tokens, -1, dtype=np.int64)
+    for span in sample.record.weight_versions:
+        number = version_number(span.version)
+        numbers[span.start : span.end] = -1 if number is None else number
+    return numbers
+
+
+def _advantages(
+    batch: Batch, samples: Sequence[Sample], places: Sequence[Ints]
+) -> tuple[Floats | None, tuple[str, ...]]:
+    given = [s.record.advantages if s.told.advantages is None else s.told.advantages for s in samples]
+    found = _gathered(given, samples, places)
+    if found is not None:
+        if found.any():
+            return found, ()
+        return None, ("all advantages are 0, which trains nothing: predictions take 1",)
+    partly = "some tokens have no advantage, so none is used; " if any(a is not None for a in given) else ""
+    if any(sample.record.reward is None or not np.isfinite(sample.record.reward) for sample in samples):
+        return None, (f"{partly}there are no advantages, and no reward of every response: predictions take 1",)
+    values, how = _of_rewards(batch)
+    if not values:
+        return None, (f"{partly}rewards are the same {how}: there is no advantage, predictions take 1",)
+    by_sample = np.array([values[sample.index] for sample in samples])
+    said = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
+    return np.repeat(by_sample, [len(place) for place in places]), (said,)
+
+
+def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
+    """((r − mean) / (sample deviation + 1e-6) by sample, {} where all are 0; within what)."""
+    groups: dict[Hashable, list[Sample]] = defaultdict(list)
+    rewarded = [s for s in batch if s.record.reward is not None and np.isfinite(s.record.reward)]
+    named = all(sample.record.group is not None for sample in rewarded)
+    for sample in rewarded:
+        groups[sample.record.group if named else sample.record.prompt_ids.tobytes()].append(sample)
+    how = "within each group" if named else "within each prompt"
+    if all(len(members) == 1 for members in groups.values()):
+        groups, how = {0: rewarded}, "over the batch, for no two responses share a group or prompt"
+    values: dict[int, float] = {}
+    for members in groups.values():
+        rewards = np.array([sample.record.reward for sample in members], dtype=np.float64)
+        if np.ptp(rewards) > 0:
+            rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
+        else:
+            rewards = np.zeros_like(rewards)
+        values |= {sample.index: float(value) for sample, value in zip(members, rewards, strict=True)}
+    return (values if any(values.values()) else {}), how
+
+
+def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, tuple[str, ...]]:
+    """(whole responses drawn at random, in their order, of at most so many tokens; a note): all where they fit."""
+    total = sum(packed.lengths)
+    if total <= tokens:
+        return packed, ()
+    lengths = np.array(packed.lengths)
+    order = np.random.default_rng(seed).permutation(len(lengths))
+    count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
+    chosen = np.zeros(len(lengths), dtype=bool)
+    chosen[order[:count]] = True
+    part = _part(packed, torch.from_numpy(np.repeat(chosen, lengths)), chosen)
+    note = f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"
+    return part, (note,)
+
+
+def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[tuple[slice, PackedSequences]]:
+    """(its tokens, the piece): whole responses one after the other, about so many tokens at a time."""
+    ends = np.cumsum(packed.lengths)
+    first = start = 0
+    while first < len(ends):
+        last = max(int(np.searchsorted(ends, start + tokens, side="right")), first + 1)
+        where = slice(start, int(ends[last - 1]))
+        chosen = np.zeros(len(ends), dtype=bool)
+        chosen[first:last] = True
+        yield where, _part(packed, where, chosen)
+        first, start = last, where.stop
+
+
+def _part(packed: PackedSequences, where_T: slice | Tensor, chosen_N: Bools) -> PackedSequences:
+    at = np.flatnonzero(chosen_N)
+    of_tokens = [item.name for item in fields(packed) if item.name != "rewards"]
+    values = {name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)}
+    if packed.rewards is not None:
+        values["rewards"] = packed.rewards[torch.from_numpy(at)]
+    lengths = tuple(packed.lengths[i] for i in at)
+    return PackedSequences(lengths=lengths, sequence_ids=tuple(packed.sequence_ids[i] for i in at), **values)

@@ -1,0 +1,184 @@
+"""What the terminal's summary and the page both say of a diagnosis, in words and in rows."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.units import acting_bounds
+from mismatch_plugin.inspect.result import Comparable, Diagnosis, Prediction, Verdict
+from mismatch_plugin.report.table import NOTHING, Table, compact
+
+VERDICTS: dict[Verdict, str] = {
+    "fault": "Fault found",
+    "large": "Large mismatch",
+    "normal": "Normal",
+    "undecided": "Not decided",
+}
+HOSTS = {
+    "slime": "slime",
+    "miles": "miles",
+    "megatron_lm": "Megatron-LM",
+    "verl": "verl",
+    "nemo_rl": "NeMo-RL",
+    "python": "Python",
+}
+"""Keys of `Recommendation.flags`, in the order in which they are shown."""
+ALTERNATIVES = 3
+
+_FIGURES = (
+    ("KL(rollout ‖ train), k1", "kl", "nat/token"),
+    ("KL, k3", "k3_kl", "nat/token"),
+    ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
+    ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
+    ("χ² of tokens", "chi2_token", ""),
+    ("χ² of sequences", "chi2_seq", ""),
+)
+_SAID = re.compile(r"(fault found|fault|large mismatch|large|normal|not decided|undecided)\s*[:.,]\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Controls:
+    """Where a setting is among the page's controls. mode: of the weights; `reject` where ratios are only rejected by.
+    lower, upper: bounds on ρ; None: there is none."""
+
+    level: str
+    mode: str
+    lower: float | None
+    upper: float | None
+
+
+def headline(diagnosis: Diagnosis) -> tuple[str, str]:
+    """(the verdict in two words, the rest of the sentence)."""
+    rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
+    return VERDICTS[diagnosis.verdict], rest[:1].upper() + rest[1:]
+
+
+def host_names(flags: dict[str, str]) -> dict[str, str]:
+    """Host → its name as people write it, of the hosts that have flags; hosts unknown here come last."""
+    return {host: HOSTS.get(host, host) for host in (*HOSTS, *sorted(flags.keys() - HOSTS.keys())) if host in flags}
+
+
+def nats(value: float) -> str:
+    """A figure in at most three digits."""
+    return f"{value:.3g}"
+
+
+def share(value: float) -> str:
+    """A share in percent, which is 100 % or 0 % only where it is exactly that."""
+    if value in (0.0, 1.0):
+        return f"{100 * value:.0f} %"
+    for digits in (1, 2, 3, 4):
+        if float(text := f"{100 * value:.{digits}f}") not in (0.0, 100.0):
+            return f"{text} %"
+    return "> 99.9999 %" if value > 0.5 else "< 0.0001 %"
+
+
+def is_it_normal(diagnosis: Diagnosis) -> str:
+    """The answer to "is this normal?", from the first published range, which is the nearest kind of pair."""
+    if not diagnosis.normal:
+        return "Is this normal? Unknown: no range is published for this kind of pair."
+    first = diagnosis.normal[0]
+    figures = f"{first.figure} {nats(first.value)} nats a token; published for {first.pair}: {span(first)}"
+    if diagnosis.verdict == "undecided":
+        return f"Is this normal? Not decided. So far {figures}."
+    if first.where == "above":
+        times = f", of which this is {first.value / first.high:.2g} times the upper end" if first.high > 0 else ""
+        return f"Is this normal? No: {figures}{times}."
+    answer = "By its size yes, but see the fault" if diagnosis.verdict == "fault" else "Yes"
+    return f"Is this normal? {answer}: {figures}{' (this is below it)' if first.where == 'below' else ''}."
+
+
+def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
+    """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
+    titles = {"k3": "KL, k3", "kl": "KL(rollout ‖ train), k1"}
+    of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
+    return {titles.get(item.figure, item.figure): item for item in of}
+
+
+def span(item: Comparable) -> str:
+    """`0.005 to 0.006`."""
+    return nats(item.low) if item.low == item.high else f"{nats(item.low)} to {nats(item.high)}"
+
+
+def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
+    """(figure, value, unit): how far apart the two sides are, the most telling first."""
+    rows: list[tuple[str, str, str]] = []
+    level = None if diagnosis.check is None else diagnosis.check.mismatch
+    if level is not None:
+        rows.append(("mean |Δ log p|", nats(level.abs_mean), "nat/token"))
+        rows.append(("99 % of |Δ log p| <", nats(level.abs_p99), "nat"))
+    metrics = dict(diagnosis.metrics)
+    if level is not None:
+        metrics = {PREFIX + "kl": level.kl, PREFIX + "k3_kl": level.k3_kl, **metrics}
+        metrics.setdefault(PREFIX + "rollout_is_ratio_eff_sample_size", level.effective_sample_size)
+    for title, name, unit in _FIGURES:
+        if (value := metrics.get(PREFIX + name)) is not None:
+            rows.append((title, share(value) if title.startswith("ESS") else nats(value), unit))
+    return rows
+
+
+def recommended(diagnosis: Diagnosis) -> Prediction | None:
+    """What the recommended setting would do."""
+    advice = diagnosis.recommendation
+    return next((item for item in diagnosis.predictions if advice and item.setting == advice.setting), None)
+
+
+def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
+    """(mark, prediction): the recommended setting, the user's own, and the best of each other algorithm by
+    kept · ESS · (1 − bias), filled up by that to `ALTERNATIVES`."""
+    best, own = recommended(diagnosis), next((item for item in diagnosis.predictions if item.own), None)
+    marked = [("recommended" + ", yours" * (best is own), best)] if best else []
+    if own is not None and own is not best:
+        marked.append(("yours", own))
+    others = [item for item in diagnosis.predictions if item is not best and item is not own]
+    others.sort(key=lambda item: -item.kept * item.ess * (1.0 - min(item.bias, 1.0)))
+    used = {item.algorithm for _, item in marked}
+    first = [item for item in others if not (item.algorithm in used or used.add(item.algorithm))]
+    rest = [item for item in others if item not in first]
+    return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
+
+
+def predictions_table(diagnosis: Diagnosis) -> Table:
+    """All predictions, the marked ones first."""
+    marks = {id(item): mark for mark, item in chosen_predictions(diagnosis)}
+    rows = sorted(diagnosis.predictions, key=lambda item: not marks.get(id(item)))
+    headers = ("setting", "", "kept", "kept, A > 0", "kept, A < 0", "kept by length", "ESS", "mean weight",
+               "largest weight", "variance", "bias", "second pass")  # fmt: skip
+    return Table(
+        "Predictions",
+        headers,
+        tuple(
+            (
+                item.setting,
+                marks.get(id(item), ""),
+                share(item.kept),
+                NOTHING if item.kept_positive is None else share(item.kept_positive),
+                NOTHING if item.kept_negative is None else share(item.kept_negative),
+                " / ".join(map(share, item.kept_by_length)) or NOTHING,
+                share(item.ess),
+                *map(compact, (item.mean_weight, item.max_weight, item.variance, item.bias)),
+                "yes" if item.second_pass else "no",
+            )
+            for item in rows
+        ),
+    )
+
+
+def controls_of(settings: dict[str, object]) -> Controls | None:
+    """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = MismatchConfig.build(settings)
+    except ValueError:
+        return None
+    bounds = acting_bounds(config)
+    if bounds is None or not (config.weighted or config.rejects):
+        return None
+    mode = config.tis.mode if config.weighted else "reject"
+    lower = bounds.lower if mode != "truncate" and bounds.lower > 0 else None
+    return Controls(bounds.level, mode, lower, bounds.upper if bounds.log_upper < 20 else None)

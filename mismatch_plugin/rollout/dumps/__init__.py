@@ -1,0 +1,1 @@
+"""Rollouts as trainers and engines save them, read into `Dump`. One file a family; `registry` lists them."""

@@ -1,0 +1,128 @@
+"""All formats, and the one function that reads any of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mismatch_plugin.rollout.dumps.part import Format, Options, Part
+from mismatch_plugin.rollout.dumps.records import RECORDS, TRAINING
+from mismatch_plugin.rollout.dumps.slime import SLIME
+from mismatch_plugin.rollout.dumps.source import READ, Source, open_source
+from mismatch_plugin.rollout.dumps.training import partners
+from mismatch_plugin.rollout.records import LogProbsOf
+from mismatch_plugin.rollout.responses import Dump, Response, Scored
+
+FORMATS: dict[str, Format] = {item.name: item for item in (RECORDS, TRAINING, SLIME)}
+"""By the name that --format takes. The first that recognises a file reads it."""
+_SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
+
+
+def read_dump(
+    path: str | Path,
+    format: str | None = None,
+    training: str | Path | None = None,
+    *,
+    log_probs_of: LogProbsOf | None = None,
+    temperature: float | None = None,
+) -> Dump:
+    """Read a file, or a folder of files of one format in the order of the numbers in their names, as one dump.
+
+    format: a name of FORMATS; default: recognised by content. training: the file or folder of the training side, in
+    any format that holds one; matched by sample_id, else by index, else by order. log_probs_of, temperature: for every
+    response, instead of what the file tells.
+
+    Raises ValueError naming file, sample and position where something cannot be read, is cut, or does not fit.
+    """
+    options = Options(log_probs_of, temperature)
+    path = Path(path)
+    if training is None and (path / "rollout_data").is_dir():  # a folder of miles' --dump-details
+        training = path / "train_data" if (path / "train_data").is_dir() else None
+        path = path / "rollout_data"
+    name, part = _read(path, format, options)
+    if not part.responses:
+        raise ValueError(f"{path}: {part.missing or 'it holds no response'}.")
+    notes = list(part.notes)
+    if training is None:
+        return Dump(part.responses, part.scored, name, tuple(notes))
+    training = Path(training)
+    _, other = _read(training, None, options)
+    if other.scored is None:
+        raise ValueError(f"{training} holds no log-probs of the training side.")
+    scored = _matched(part.responses, other)
+    if (more := len(other.scored) - len(scored)) > 0:
+        notes.append(f"{more} samples of {training} belong to no response and were not looked at")
+    return Dump(part.responses, scored, name, tuple(dict.fromkeys([*notes, *other.notes])))
+
+
+def _read(path: Path, format: str | None, options: Options) -> tuple[str, Part]:
+    if format is not None and format not in FORMATS:
+        raise ValueError(f"--format {format} is unknown: choose from {', '.join(FORMATS)}.")
+    files, notes = _files(path)
+    found = None if format is None else FORMATS[format]
+
+    def parts() -> Iterator[tuple[Path, Any]]:
+        nonlocal found
+        for file in files:
+            source = open_source(file)
+            chosen = _recognised(source) if format is None else FORMATS[format]
+            if found is not None and chosen is not found:
+                raise ValueError(
+                    f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format."
+                )
+            found = chosen
+            yield file, chosen.read(source, options)
+
+    pieces = parts()
+    first = next(pieces)
+    assert found is not None
+    part = found.join(chain([first], pieces))
+    part.notes = [*notes, *part.notes]
+    return found.name, part
+
+
+def _recognised(source: Source) -> Format:
+    for item in FORMATS.values():
+        if item.recognises(source):
+            return item
+    raise ValueError(
+        f"{source.path} is no dump that is known. It has {', '.join(source.keys)}. Known are "
+        f"{'; '.join(f'{item.name}: {item.holds}' for item in FORMATS.values())}."
+    )
+
+
+def _files(path: Path) -> tuple[list[Path], list[str]]:
+    """The files to read, and what is left out."""
+    if not path.exists():
+        raise ValueError(f"{path} is not there.")
+    if not path.is_dir():
+        return [path], []
+    inside = [file for file in path.iterdir() if file.suffix.lower() in _SUFFIXES and not file.name.startswith(".")]
+    files = sorted((file for file in inside if not file.name.startswith("eval_")), key=_numbers)
+    if not files:
+        raise ValueError(f"{path} holds no dump: none of its files is {READ}.")
+    left = len(inside) - len(files)
+    return files, [f"{left} files of evaluation were left out"] if left else []
+
+
+def _numbers(file: Path) -> list[tuple[int, Any]]:
+    """10.pt comes after 9.pt."""
+    return [(0, int(piece)) if piece.isdigit() else (1, piece) for piece in re.split(r"(\d+)", file.name) if piece]
+
+
+def _matched(responses: Sequence[Response], side: Part) -> list[Scored]:
+    """The training side in the order of the responses."""
+    assert side.scored is not None
+    places: dict[int | None, int] = {}
+    indexes = []
+    with_steps = any(index is not None and index[0] is not None for index in side.indexes)
+    for response in responses:
+        step = response.step if with_steps else None
+        indexes.append((step, places.setdefault(step, 0)))
+        places[step] += 1
+    wanted = {"sample_id": [response.sample_id for response in responses], "index": indexes}
+    told = {"sample_id": side.sample_ids, "index": side.indexes}
+    return [side.scored[at] for at in partners(wanted, told, len(responses), len(side.scored))]

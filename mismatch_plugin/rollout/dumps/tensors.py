@@ -1,0 +1,208 @@
+"""Tensors and arrays from files that may be cut, huge or hostile: weights_only, no pickled object, bounds on size."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mismatch_plugin.files import MIB
+
+MAX_PICKLE = 1024 * MIB
+"""Bytes of the objects next to the tensors of a .pt file: 10 M tokens in Python lists are some 200 MiB."""
+MAX_ARRAY = 4096 * MIB
+"""Bytes of one tensor or array once it is unpacked."""
+_KINDS = "biuf"
+_INSTEAD = (
+    "Save numbers, text and tensors only, for example torch.save({name: tensor, ...}, path) or "
+    "numpy.savez(path, name=array, ...)."
+)
+
+
+def zip_names(path: Path) -> list[str]:
+    """What a zip file holds. Raises ValueError where it is cut or no zip file."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.namelist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
+
+
+def refuse_pickle(path: Path, head: bytes) -> None:
+    """Raise ValueError for a pickle: loading one may run code."""
+    if head[:1] == b"\x80" or path.suffix.lower() in (".pkl", ".pickle"):
+        raise ValueError(
+            f"{path} is a pickle, which may run code when it is loaded: it was not. verl's DataProto.save_to_disk "
+            f"writes such files; save its tensors instead: torch.save(dict(data.batch.items()), path)."
+        )
+
+
+def open_torch(path: Path) -> Any:
+    """What torch.save wrote, on the CPU; tensors stay in the file until they are used (mmap).
+
+    Raises ValueError where the file is cut, damaged, larger inside than outside, or holds what would run code.
+    """
+    _check_torch_zip(path)
+    try:
+        with torch.serialization.safe_globals([*_SAFE]):
+            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # bytes made up by others can fail in any way; none of them is a fault of ours
+        refused = isinstance(error, pickle.UnpicklingError)
+        if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
+            raise ValueError(
+                f"{path} holds {named[1]}, which is code, not data: nothing was loaded. {_INSTEAD}"
+            ) from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
+
+
+def _check_torch_zip(path: Path) -> None:
+    """torch never compresses: what is inside can be no larger than the file, and each checksum must hold."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            inside = sum(member.file_size for member in members)
+            if inside > path.stat().st_size or any(member.compress_type for member in members):
+                raise ValueError(f"{path} is no file of torch.save: {inside / MIB:.0f} MiB are packed into it.")
+            objects = max((member.file_size for member in members if member.filename.endswith("data.pkl")), default=0)
+            if objects > MAX_PICKLE:
+                raise ValueError(
+                    f"{path} holds {objects / MIB:.0f} MiB of Python objects, {MAX_PICKLE / MIB:.0f} at most are read: "
+                    f"save tensors instead of lists, or fewer samples a file."
+                )
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: the checksum of {damaged} is another.")
+
+
+def open_npz(path: Path) -> Mapping[str, np.ndarray[Any, Any]]:
+    """The arrays of an .npz file, each read when it is asked for."""
+    return _Npz(path)
+
+
+class _Npz(Mapping[str, Any]):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        names = [name for name in zip_names(path) if name.endswith(".npy")]
+        if not names:
+            raise ValueError(f"{path} is a zip file, but neither of torch.save nor of numpy.savez.")
+        self.members = {name.removesuffix(".npy"): name for name in names}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.members)
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __getitem__(self, name: str) -> Any:
+        called = f"{self.path}, array {name}"
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self.members[name]) as stream:
+                size = archive.getinfo(self.members[name]).file_size
+                version = np.lib.format.read_magic(stream)
+                read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+                shape, _, dtype = read(stream)
+            wanted = int(np.prod(shape, dtype=object)) * dtype.itemsize
+            if dtype.hasobject:
+                raise ValueError("it holds Python objects, which may run code: save numbers")
+            if max(wanted, size) > MAX_ARRAY:
+                raise ValueError(f"it takes {max(wanted, size) / MIB:.0f} MiB, {MAX_ARRAY / MIB:.0f} at most are read")
+            if wanted > size:
+                raise ValueError(f"its header tells {wanted} bytes, {size} are there")
+            with np.load(self.path, allow_pickle=False) as arrays:
+                return arrays[name]
+        except (
+            ValueError,
+            EOFError,
+            OSError,
+            zipfile.BadZipFile,
+            zlib.error,
+            NotImplementedError,
+            SyntaxError,
+        ) as error:
+            raise ValueError(f"{called} cannot be read: {error}.") from None
+
+
+# What pickles of numpy arrays name, as plain data of our own: numpy's functions get no bytes of others.
+class _DType:
+    """numpy.dtype: a kind, a size, a byte order."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name, self.order = str(name), "<"
+
+    def __setstate__(self, state: Any) -> None:
+        self.order = state[1] if state[1] in ("<", ">") else "="
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        kind = np.dtype(self.name) if re.fullmatch(r"[biuf]\d{1,2}", self.name) else None
+        if kind is None or kind.kind not in _KINDS:
+            raise ValueError(f"an array of dtype {self.name!r} is not read, only numbers are")
+        return kind.newbyteorder(self.order)  # type: ignore[arg-type]
+
+
+class _Array:
+    """numpy.ndarray: `value` is the array, or the list of an array of objects."""
+
+    def __init__(self, *_: Any) -> None:
+        self.value: Any = np.zeros(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, data = state
+        if isinstance(data, list):
+            self.value = data
+        else:
+            order = "F" if fortran else "C"
+            self.value = np.frombuffer(_latin1(data), dtype=kind.dtype).reshape(tuple(shape), order=order)
+
+
+class _Name:
+    """numpy.ndarray where a pickle names the class."""
+
+
+class _Inert:
+    """An object of a trainer's own class: kept as nothing."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+def _latin1(text: Any, encoding: str = "latin1") -> bytes:
+    if isinstance(text, bytes):
+        return text
+    if encoding != "latin1":
+        raise ValueError(f"bytes in the encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+def _scalar(kind: _DType, data: Any) -> Any:
+    return np.frombuffer(_latin1(data), dtype=kind.dtype)[0].item()
+
+
+_SAFE = (
+    *((_Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    (_DType, "numpy.dtype"),
+    (_Name, "numpy.ndarray"),
+    (_latin1, "_codecs.encode"),
+    # Of a sample that trains a LoRA adapter; nothing of it is needed.
+    (_Inert, "miles.utils.types.AdapterRef"),
+    (_Inert, "miles.utils.types.RewardSpec"),
+)
+
+
+def plain(value: Any) -> Any:
+    """A pickled numpy array as the array; anything else as it is."""
+    return value.value if isinstance(value, _Array) else value
