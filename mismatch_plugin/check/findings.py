@@ -23,6 +23,9 @@ LogProbSide = Literal["rollout", "training"]
 SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
 Status = Literal["clean", "faults", "undecided"]
+Severity = Literal["fault", "note"]
+"""note: a cause that is named without being wrong, such as routers of a MoE model at an ordinary size of the gap. It does
+not make a batch faulty."""
 Confidence = Literal["certain", "likely", "possible"]
 """certain: the values themselves show it (an id, a null, an exact form). likely: statistics that nothing else known
 here gives. possible: they fit it, and other causes too."""
@@ -68,7 +71,13 @@ class Finding(_Model):
     first: Place | None = None
     fix: str
     confidence: Confidence = "likely"
+    severity: Severity = "fault"
     accepted: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """It makes the batch faulty."""
+        return self.severity == "fault" and not self.accepted
 
 
 class Undecided(_Model):
