@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,7 +135,8 @@ def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
         groups[sample.record.group if named else sample.record.prompt_ids.tobytes()].append(sample)
     how = "within each group" if named else "within each prompt"
     if all(len(members) == 1 for members in groups.values()):
-        groups, how = {0: rewarded}, "over the batch, for no two responses share a group or prompt"
+        groups.clear()
+        groups[0], how = rewarded, "over the batch, for no two responses share a group or prompt"
     values: dict[int, float] = {}
     for members in groups.values():
         rewards = np.array([sample.record.reward for sample in members], dtype=np.float64)
@@ -177,7 +179,9 @@ def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[tuple[slic
 def _part(packed: PackedSequences, where_T: slice | Tensor, chosen_N: Bools) -> PackedSequences:
     at = np.flatnonzero(chosen_N)
     of_tokens = [item.name for item in fields(packed) if item.name != "rewards"]
-    values = {name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)}
+    values: dict[str, Any] = {
+        name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)
+    }
     if packed.rewards is not None:
         values["rewards"] = packed.rewards[torch.from_numpy(at)]
     lengths = tuple(packed.lengths[i] for i in at)

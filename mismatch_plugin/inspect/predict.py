@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig, PPOClip
-from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import token_loss
@@ -49,7 +49,9 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     mean_weight, max_weight: of the kept tokens
     ess: (Σ w)² / (n Σ w²) over units
     variance: Σ_u (x_u − mean x)² / (Σ_u |x_u|)² with x = w A: the squared relative error of Σ w A for independent
-        units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf where nothing is left
+        units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf if nothing is left
+    noise: Σ_u x_u² / (Σ_u |x_u|)² divided by that of x = A: 1 is as noisy as no correction, at every level alike;
+        1 / ess where there are no advantages and units are tokens
     bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ that of the token for units that are tokens, else the product
     clipped: rollout_corr/pg_clipfrac: share where the clip of algorithm 1 is active before any step was taken
 
@@ -82,7 +84,9 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
         aggregate, statistic = "sequence_mean", "k3"
         criterion = {"aggregate": aggregate, "statistic": statistic}
         upper = measured[f"{aggregate}_{statistic}"][share][1]
-        yield from _rejections(f"reject {aggregate} {statistic} above {upper:g} (keeps {share})", criterion, None, upper)
+        yield from _rejections(
+            f"reject {aggregate} {statistic} above {upper:g} (keeps {share})", criterion, None, upper
+        )
 
 
 def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Setting]:
@@ -111,11 +115,18 @@ def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> Setting:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Of Σ ρ A over units: the sum, the sum of absolute values; how many units there are."""
+    """total, absolute: Σ ρ A and Σ |ρ A| over units. noise: Σ A² / (Σ |A|)². units: how many there are."""
 
     total: float
     absolute: float
+    noise: float
     units: float
+
+    @classmethod
+    def of(cls, ratio_U: Tensor, advantages_U: Tensor, units: float) -> _Reference:
+        """From what is one a unit."""
+        values = ratio_U * advantages_U
+        return cls(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), units)
 
 
 class _Data:
@@ -152,15 +163,15 @@ class _Data:
 
     @cached_property
     def _of_tokens(self) -> _Reference:
-        values = bounded_exp(self.plain.tokens.log_ratio).mul_(self.advantages_T)
-        return _Reference(float(values.sum()), float(values.abs().sum()), float(self.tokens_N.sum()))
+        ratio = bounded_exp(self.plain.tokens.log_ratio)
+        return _Reference.of(ratio, self.advantages_T, float(self.tokens_N.sum()))
 
     @cached_property
     def _of_sequences(self) -> _Reference:
         sums = {"log_ratio": segment_sum(self.plain.tokens.log_ratio, self.packed.offsets), "tokens": self.tokens_N}
         product = bounded_exp(UNITS["sequence"].aggregate(self.plain.tokens.log_ratio, sums))
-        values = product * segment_sum(self.advantages_T, self.packed.offsets)
-        return _Reference(float(values.sum()), float(values.abs().sum()), float((self.tokens_N > 0).sum()))
+        advantages = segment_sum(self.advantages_T, self.packed.offsets)
+        return _Reference.of(product, advantages, float((self.tokens_N > 0).sum()))
 
     def clip(self, ppo: PPOClip) -> tuple[Tensor, float]:
         """Of bypass PPO in its first step: ([T] what multiplies A ∇ log π_θ, share of tokens where the clip is active).
@@ -243,9 +254,16 @@ def _errors(weights_T: Tensor, data: _Data, per_token: bool) -> dict[str, float]
     if not per_token:
         values = segment_sum(values, data.packed.offsets)
     of = data.reference(per_token)
-    total, absolute = float(values.sum()), float(values.abs().sum())
-    squares = max(float(values.dot(values)) - total**2 / max(of.units, 1.0), 0.0)
+    total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
     return {
-        "variance": squares / absolute**2 if absolute else math.inf,
+        # Σ (x − mean)² = Σ x² − (Σ x)² / n
+        "variance": max(noise - (total / absolute) ** 2 / of.units, 0.0) if absolute else math.inf,
+        "noise": noise / of.noise if absolute else math.inf,
         "bias": abs(total - of.total) / of.absolute if of.absolute else 0.0,
     }
+
+
+def _noise(values_U: Tensor) -> float:
+    """Σ x² / (Σ |x|)²: 1 / n where all are of one size; inf where all are 0."""
+    absolute = float(values_U.abs().sum())
+    return float(values_U.dot(values_U)) / absolute**2 if absolute else math.inf

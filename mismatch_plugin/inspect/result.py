@@ -35,9 +35,9 @@ class Prediction(_Model):
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
     unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
-    variance: Σ (w A − mean)² / (Σ |w A|)² over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip
-    is active before any step. second_pass: a forward pass for π_old is needed. own: of the
-    user's own settings.
+    variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
+    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip is active before
+    any step. second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
     setting: str
@@ -52,6 +52,7 @@ class Prediction(_Model):
     ess: float
     variance: float
     bias: float
+    noise: float = 1.0
     unit: str = "token"
     clipped: float = 0.0
     second_pass: bool
