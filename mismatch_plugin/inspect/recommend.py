@@ -138,8 +138,8 @@ def _figures(figures: Figures, rule: Rule) -> str:
 def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | None) -> tuple[str, ...]:
     """What to look at in the first ten steps, with the values to expect."""
     lines = [
-        f"{PREFIX}k3_kl near {figures.k3_kl:.2g}; above {GROWN * figures.k3_kl:.2g} something has changed (weights that did "
-        f"not arrive, a filter, a temperature)"
+        f"{PREFIX}k3_kl near {figures.k3_kl:.2g}; above {GROWN * figures.k3_kl:.2g} something has changed "
+        f"(weights that did not arrive, a filter, a temperature)"
     ]
     if prediction is None:
         return tuple(lines)
