@@ -30,7 +30,7 @@ HOSTS = {
 ALTERNATIVES = 3
 
 _FIGURES = (
-    ("KL(rollout ‖ train), k1", "kl", "nat/token"),
+    ("KL, k1", "kl", "nat/token"),
     ("KL, k3", "k3_kl", "nat/token"),
     ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
     ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
@@ -54,7 +54,7 @@ class Controls:
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(the verdict in two words, the rest of the sentence)."""
     rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
-    return VERDICTS[diagnosis.verdict], rest[:1].upper() + rest[1:]
+    return VERDICTS[diagnosis.verdict], rest
 
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
@@ -94,7 +94,7 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
 
 def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
     """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
-    titles = {"k3": "KL, k3", "kl": "KL(rollout ‖ train), k1"}
+    titles = {"k3": "KL, k3", "kl": "KL, k1"}
     of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
     return {titles.get(item.figure, item.figure): item for item in of}
 
