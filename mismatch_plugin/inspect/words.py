@@ -10,7 +10,6 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.inspect.result import Comparable, Diagnosis, Prediction, Verdict
-from mismatch_plugin.report.table import NOTHING, Table, compact
 
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
@@ -30,7 +29,7 @@ HOSTS = {
 ALTERNATIVES = 3
 
 _FIGURES = (
-    ("KL(rollout ‖ train), k1", "kl", "nat/token"),
+    ("KL, k1", "kl", "nat/token"),
     ("KL, k3", "k3_kl", "nat/token"),
     ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
     ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
@@ -54,7 +53,7 @@ class Controls:
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(the verdict in two words, the rest of the sentence)."""
     rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
-    return VERDICTS[diagnosis.verdict], rest[:1].upper() + rest[1:]
+    return VERDICTS[diagnosis.verdict], rest
 
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
@@ -94,7 +93,7 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
 
 def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
     """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
-    titles = {"k3": "KL, k3", "kl": "KL(rollout ‖ train), k1"}
+    titles = {"k3": "KL, k3", "kl": "KL, k1"}
     of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
     return {titles.get(item.figure, item.figure): item for item in of}
 
@@ -140,32 +139,6 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     first = [item for item in others if not (item.algorithm in used or used.add(item.algorithm))]
     rest = [item for item in others if item not in first]
     return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
-
-
-def predictions_table(diagnosis: Diagnosis) -> Table:
-    """All predictions, the marked ones first."""
-    marks = {id(item): mark for mark, item in chosen_predictions(diagnosis)}
-    rows = sorted(diagnosis.predictions, key=lambda item: not marks.get(id(item)))
-    headers = ("setting", "", "kept", "kept, A > 0", "kept, A < 0", "kept by length", "ESS", "mean weight",
-               "largest weight", "variance", "bias", "second pass")  # fmt: skip
-    return Table(
-        "Predictions",
-        headers,
-        tuple(
-            (
-                item.setting,
-                marks.get(id(item), ""),
-                share(item.kept),
-                NOTHING if item.kept_positive is None else share(item.kept_positive),
-                NOTHING if item.kept_negative is None else share(item.kept_negative),
-                " / ".join(map(share, item.kept_by_length)) or NOTHING,
-                share(item.ess),
-                *map(compact, (item.mean_weight, item.max_weight, item.variance, item.bias)),
-                "yes" if item.second_pass else "no",
-            )
-            for item in rows
-        ),
-    )
 
 
 def controls_of(settings: dict[str, object]) -> Controls | None:
