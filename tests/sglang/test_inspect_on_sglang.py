@@ -20,7 +20,8 @@ from mismatch_plugin.check.training import read_training
 from mismatch_plugin.inspect.command import inspect
 from mismatch_plugin.rollout.files import read_records
 from tests.sglang import cases
-from tests.sglang.cases import SIZES, Size, World, make_world, write_case
+from tests.sglang.cases import write_case
+from tests.sglang.world import SIZES, Size, World, make_world
 
 EXPECTED = {
     "weights_not_updated": "weights_not_updated",
