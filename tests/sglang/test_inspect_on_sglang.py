@@ -51,18 +51,23 @@ def world(folder: Path) -> Iterator[World]:
         yield make_world(folder / "checkpoints", stack)
 
 
-def diagnosis(world: World, folder: Path, name: str, size: Size) -> dict[str, Any]:
-    """What the command prints about a case, after which its exit status fits."""
-    made = folder / f"{name}-{size}"
-    write_case(world, folder / "checkpoints", made, name, size)
-    arguments = [made / "rollouts.jsonl", made / "training.jsonl", "--reference-checkpoint", made / "reference"]
-    if name.startswith("weights_partly"):
-        arguments += ["--checkpoint", made / "current"]
+def inspected(*arguments: object) -> dict[str, Any]:
+    """What the command prints; its exit status says the same."""
     done = CliRunner().invoke(app, [*map(str, arguments), "--json"], env={"COLUMNS": "160", "TERM": "dumb"})
     assert done.exit_code in (0, 1), done.output
     found = json.loads(done.stdout)
     assert done.exit_code == (found["verdict"] == "fault"), done.output
     return found
+
+
+def diagnosis(world: World, folder: Path, name: str, size: Size) -> dict[str, Any]:
+    """What is said of a case."""
+    made = folder / f"{name}-{size}"
+    write_case(world, folder / "checkpoints", made, name, size)
+    # Which tensors are old is told from both checkpoints.
+    more = ("--checkpoint", made / "current") if name.startswith("weights_partly") else ()
+    files = (made / "rollouts.jsonl", made / "training.jsonl")
+    return inspected(*files, "--reference-checkpoint", made / "reference", *more)
 
 
 def _array(values: Sequence[float | None]) -> NDArray[np.float64]:
@@ -88,6 +93,22 @@ def test_sound_servers_are_normal(world: World, folder: Path, name: str, size: S
 def test_a_trainer_that_is_a_step_ahead_and_says_so_is_no_fault(world: World, folder: Path) -> None:
     found = diagnosis(world, folder, "clean", "strong")
     assert found["verdict"] in ("normal", "large") and found["findings"] == [], found["headline"]
+
+
+def test_a_server_that_has_other_weights_than_the_checkpoint_is_named(world: World, folder: Path) -> None:
+    made = folder / "served"
+    write_case(world, folder / "checkpoints", made, "clean", "mild")
+    both = [made / "rollouts.jsonl", made / "training.jsonl", "--checkpoint", made / "current"]
+    both += [part for url in world.urls for part in ("--url", url)]
+    assert inspected(*both)["findings"] == []
+    for size in SIZES:
+        states = world.moved[size]
+        world.load([world.moved["mild"][cases.STEPS], states[0] if size == "mild" else states[-1]], "step-9")
+        found = inspected(*both)
+        assert found["findings"][0]["kind"] == "server_differs", found["findings"]
+        assert (
+            world.urls[1] in found["findings"][0]["evidence"] and world.urls[0] not in found["findings"][0]["evidence"]
+        )
 
 
 def test_the_cases_are_what_they_say(world: World, folder: Path) -> None:
