@@ -23,7 +23,7 @@ from mismatch_plugin.inspect.histograms import histograms
 from mismatch_plugin.inspect.measure import measure
 from mismatch_plugin.inspect.normal import Hints, compare, normality
 from mismatch_plugin.inspect.packing import packed_of, subset
-from mismatch_plugin.inspect.predict import predict
+from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
 from mismatch_plugin.inspect.rules import figures_of
@@ -105,7 +105,11 @@ def diagnose(
     bounds = bounds_for(part)
     figures = figures_of(packed, one_step=one_step, expensive_pass=expensive_pass)
     hints = hints or Hints(stale=figures.stale)
-    advice = recommend(figures, predictions, bounds, status=check.status, predict=lambda c: predict(part, c)[0])
+    advice = recommend(
+        figures, predictions, bounds, status=check.status, predict=lambda config: predict_one(part, config, "recommended")
+    )
+    if advice is not None and all(item.setting != advice.setting for item in predictions):
+        predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
     answer = normality(level, hints)
     verdict = _verdict(check, answer.normal)
     return Diagnosis(

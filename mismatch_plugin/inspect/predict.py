@@ -65,6 +65,11 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     return [_prediction(setting, data) for setting in settings_for(packed, own)]
 
 
+def predict_one(packed: PackedSequences, config: MismatchConfig, name: str) -> Prediction:
+    """`predict` for one setting alone."""
+    return _prediction(Setting(name, config.model_dump(mode="json", exclude_unset=True), config), _Data(packed))
+
+
 def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> Iterator[Setting]:
     """The user's own, every preset, and every algorithm × level × mode × bounds: two constants of the level, and what
     keeps 99 % of these data. Without weights the bounds are those of a ratio criterion."""
@@ -204,6 +209,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
     return Prediction(
         setting=setting.name,
         settings=setting.settings,
+        own=setting.name == OWN,
         algorithm=config.algorithm,
         second_pass=not config.use_rollout_log_probs,
         **data.known[key],
