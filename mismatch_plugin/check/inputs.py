@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult, Finding
+from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
@@ -77,9 +78,10 @@ def read_inputs(
     notes = [f"{len(records)} records of {records_path}", *(side.notes if side else [])]
     if model is not None:
         notes += [note for url in urls for note in _server_against(model, url, records)]
-    first = None
-    if reference_checkpoint is not None:
-        first = [sample.log_probs for sample in Checkpoint(reference_checkpoint).scored(records)]
+    start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
+    mix = None if model is None or start is None else Mix(model, start)
+    first = None if start is None else [sample.log_probs for sample in start.scored(records)]
+    if start is not None:
         notes.append(f"weights that the run began with: {reference_checkpoint}")
     known = [*eos_ids, *(model.eos_ids if model else [])]
     batch = make_batch(records, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
@@ -88,7 +90,9 @@ def read_inputs(
     batch = replace(batch, max_staleness=max_staleness)
     if model is not None:
         own = source == "--checkpoint"
-        batch = replace(batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own)
+        batch = replace(
+            batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own, between=mix
+        )
     return Inputs(batch, tuple(notes))
 
 
