@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -111,13 +111,27 @@ class Tokens:
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
+class Between(Protocol):
+    """Models between the weights that the run began with and the present ones (`layers.Mix`).
+
+    parts: ways to divide the tensors that differ: name of a part → its parameters.
+    """
+
+    parts: tuple[dict[str, tuple[str, ...]], ...]
+
+    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
+        """[n] with these parameters from the start and all others from now."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N samples in the order of the records file, and what else the detectors may know.
 
     eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
     float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
-    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits.
+    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
+    both checkpoints.
     """
 
     samples: tuple[Sample, ...]
@@ -126,6 +140,7 @@ class Batch:
     max_staleness: int = DEFAULT_MAX_STALENESS
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
+    between: Between | None = None
 
     def __len__(self) -> int:
         return len(self.samples)

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult, Finding
-from mismatch_plugin.check.level import mismatch
+from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.run import check_batch
-from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
+from mismatch_plugin.check.servers import compare_servers, workers_of
+from mismatch_plugin.check.sources import ADAPTERS, Checkpoint
 from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.files import iter_records
 from mismatch_plugin.rollout.responses import Response
-from mismatch_plugin.rollout.sampling import SamplingParameters
 
 
 class Inputs(NamedTuple):
@@ -73,16 +72,20 @@ def read_inputs(
             else "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
         )
     records = _records(records_path)
+    workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     model = None if checkpoint is None else Checkpoint(checkpoint)
-    given["--checkpoint"] = model
+    given |= {"--checkpoint": model, "--url": next(iter(workers), None)}
     side = None if source is None else ADAPTERS[source](given[source], records)
     notes = [f"{len(records)} records of {records_path}", *(side.notes if side else [])]
-    if model is not None:
-        notes += [note for url in urls for note in _server_against(model, url, records)]
-    first = None
-    if reference_checkpoint is not None:
-        first = [sample.log_probs for sample in Checkpoint(reference_checkpoint).scored(records)]
+    start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
+    mix = None if model is None or start is None else Mix(model, start)
+    first = None if start is None else [sample.log_probs for sample in start.scored(records)]
+    if start is not None:
         notes.append(f"weights that the run began with: {reference_checkpoint}")
+    findings: list[Finding] = []
+    if workers and (model is not None or len(workers) > 1):
+        more, findings = compare_servers(workers, records, model, start)
+        notes += more
     known = [*eos_ids, *(model.eos_ids if model else [])]
     batch = make_batch(records, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
     if not any(sample.mask.any() for sample in batch):
@@ -90,8 +93,10 @@ def read_inputs(
     batch = replace(batch, max_staleness=max_staleness)
     if model is not None:
         own = source == "--checkpoint"
-        batch = replace(batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own)
-    return Inputs(batch, tuple(notes), source=str(records_path))
+        batch = replace(
+            batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own, between=mix
+        )
+    return Inputs(batch, tuple(notes), tuple(findings), str(records_path))
 
 
 def _records(path: Path) -> list[Response]:
@@ -102,16 +107,3 @@ def _records(path: Path) -> list[Response]:
     if not any(len(record.response_ids) for record in records):
         raise InputError(f"{path} holds no response: there is nothing to check.")
     return records
-
-
-def _server_against(model: Checkpoint, url: str, records: Sequence[Response]) -> list[str]:
-    """Does the server hold the checkpoint's weights now? Both at temperature 1, where no sampling setting matters."""
-    scored, risks = rescore(url, records, model.vocab)
-    neutral = [
-        replace(record, sampling=SamplingParameters(), behaviour_log_probs=None, rollout_log_probs=other.log_probs)
-        for record, other in zip(records, scored, strict=True)
-    ]
-    level = mismatch(make_batch(neutral, model.scored(neutral)))
-    if level is None:
-        return [*risks, f"the server at {shown(url)} rescored, but no token can be compared with the checkpoint"]
-    return [*risks, f"the server at {shown(url)}, rescoring at temperature 1, against the checkpoint: {level}"]

@@ -16,9 +16,11 @@ from mismatch_plugin.check.identity import find_ids
 from mismatch_plugin.check.lengths import find_lengths
 from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.numbers import find_fills, find_numbers
+from mismatch_plugin.check.populations import find_split, find_stale_server
 from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.versions import find_versions
+from mismatch_plugin.check.weights import find_not_updated
 
 
 class Detector(NamedTuple):
@@ -26,6 +28,7 @@ class Detector(NamedTuple):
 
     compares: faults of it that show only next to a training side. alone: it finds others in the records alone.
     ends: after these nothing that follows in its stage can be told. as_given: it looks at the values before any fix.
+    unless: not asked where one of these was named before, which looks the same to it.
     """
 
     find: Callable[[Batch], Outcome]
@@ -33,7 +36,12 @@ class Detector(NamedTuple):
     alone: bool = False
     ends: tuple[FaultName, ...] = ()
     as_given: bool = False
+    unless: tuple[FaultName, ...] = ()
 
+
+OTHER_TEXT: tuple[FaultName, ...] = (
+    *("unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server"),
+)
 
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
@@ -53,6 +61,11 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_temperature, ("temperature",)),
         Detector(find_penalty, ("penalty",)),
         Detector(find_truncation, alone=True),
+    ),
+    (  # Other weights: one server's, or all of them.
+        Detector(find_stale_server, ("stale_server",)),
+        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=OTHER_TEXT),
+        Detector(find_split, unless=(*OTHER_TEXT, "weights_not_updated", "weights_partly_updated")),
     ),
     (
         Detector(find_precision, alone=True, as_given=True),
@@ -78,7 +91,8 @@ def check_batch(
     for number, stage in enumerate(STAGES):
         named: set[FaultName] = set()
         for detector in stage:
-            if not (detector.alone or given.has_training):
+            before = {item.fault for item in found if isinstance(item, Finding)}
+            if not (detector.alone or given.has_training) or before & {*detector.unless}:
                 continue
             items, after = detector.find(given if detector.as_given else batch)
             batch = batch if detector.as_given else after
