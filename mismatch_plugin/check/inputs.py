@@ -11,11 +11,11 @@ from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult
 from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.run import check_batch
-from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
+from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, TrainingSide, rescore
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.rollout.address import shown
-from mismatch_plugin.rollout.files import iter_records
-from mismatch_plugin.rollout.responses import Response
+from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.rollout.responses import Dump, Response
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 
@@ -30,8 +30,10 @@ def check_files(
     eos_ids: Sequence[int] = (),
     records_only: bool = False,
     accept: Sequence[str] = (),
+    format: str | None = None,
 ) -> CheckResult:
-    """What the command does. The training side is the file, else the checkpoint, else the server.
+    """What the command does. The training side is the file, else the checkpoint, else the server, else the one that
+    the dump of the records holds itself. format: of the records, a name of `rollout.dumps.registry.FORMATS`.
 
     records_only: there is none, and that is meant.
 
@@ -43,18 +45,23 @@ def check_files(
     if url is not None and training_path is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
     given: dict[str, Any] = {"TRAINING": training_path, "--checkpoint": checkpoint, "--url": url}
-    source = next((name for name in ADAPTERS if given[name] is not None), None)
-    if records_only == (source is not None):
+    source = next((name for name, value in given.items() if value is not None), None)
+    if records_only and source is not None:
+        raise InputError("--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url.")
+    dump = _dump(records_path, format, training_path)
+    records = dump.responses
+    if source is None and dump.scored is None and not records_only:
         raise InputError(
-            "--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url."
-            if records_only
-            else "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
+            "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
         )
-    records = _records(records_path)
     model = None if checkpoint is None else Checkpoint(checkpoint)
     given["--checkpoint"] = model
-    side = None if source is None else ADAPTERS[source](given[source], records)
-    notes = [f"{len(records)} records of {records_path}", *(side.notes if side else [])]
+    side = None
+    if source is not None and source != "TRAINING":
+        side = ADAPTERS[source](given[source], records)
+    elif dump.scored is not None and not records_only:
+        side = TrainingSide(dump.scored, [f"training side: {training_path or records_path}"])
+    notes = [f"{len(records)} records of {records_path}", *dump.notes, *(side.notes if side else [])]
     if model is not None and url is not None:
         notes += _server_against(model, url, records)
     known = [*eos_ids, *(model.eos_ids if model else [])]
@@ -68,14 +75,16 @@ def check_files(
     return check_batch(batch, accept=accept, notes=notes)
 
 
-def _records(path: Path) -> list[Response]:
+def _dump(path: Path, format: str | None, training: Path | None) -> Dump:
     try:
-        records = [Response.of(record) for record in iter_records(path)]
+        dump = read_dump(path, format, training)
+    except InputError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot read the records: {error}") from None
-    if not any(len(record.response_ids) for record in records):
+    if not any(len(record.response_ids) for record in dump.responses):
         raise InputError(f"{path} holds no response: there is nothing to check.")
-    return records
+    return dump
 
 
 def _server_against(model: Checkpoint, url: str, records: Sequence[Response]) -> list[str]:
