@@ -251,7 +251,8 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
         (GOOD_RECORD, None, "training.jsonl"),
         ("", GOOD_LINE, "no response"),
         ("{nonsense", GOOD_LINE, "records.jsonl"),
-        (GOOD_RECORD.replace("prompt_ids", "prompts"), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
+        (GOOD_RECORD.replace("{", '{"mask": [1], '), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
+        (GOOD_RECORD.replace("response_ids", "replies"), GOOD_LINE, "no token ids of the responses. It has prompt_ids"),
         (GOOD_RECORD, "{nonsense", "line 1"),
         (GOOD_RECORD, '{"log_probs": [-1.0]}', "log_probs"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, "low"]}', "train_log_probs.1"),
@@ -308,4 +309,4 @@ def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:
     more = _training_file(tmp_path, index=lambda index, line: index)
     more.write_text(more.read_text() + json.dumps({"index": 10_000, "train_log_probs": [-1.0]}) + "\n")
     result = _run(records, more)
-    assert result.exit_code == 0 and "1 of its lines belong to no record" in result.output
+    assert result.exit_code == 0 and "1 of its samples belong to no record" in result.output

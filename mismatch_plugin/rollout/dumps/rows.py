@@ -7,7 +7,7 @@ token of the prompt too, or of the response only, by their length). Rows may be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from mismatch_plugin.rollout.dumps import values
 from mismatch_plugin.rollout.dumps.part import Options, Part
-from mismatch_plugin.rollout.dumps.source import Row
+from mismatch_plugin.rollout.dumps.source import Row, Source
 from mismatch_plugin.rollout.dumps.tensors import plain
 from mismatch_plugin.rollout.records import FinishReason, LogProbsOf, WeightSpan
 from mismatch_plugin.rollout.responses import Bools, Floats, Ints, Response, Scored
@@ -36,6 +36,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "token_mask",
         "action_mask",
     ),
+    "turn_mask": ("tool_mask", "env_mask"),
     "sample_mask": ("sample_mask", "sample_loss_mask", "loss_multiplier"),
     "remove_sample": ("remove_sample",),
     "response_length": ("response_length", "response_lengths", "completion_length", "completion_lengths"),
@@ -112,12 +113,33 @@ class Columns:
         return what in self.found
 
 
-def rows_of(content: Mapping[str, Any], columns: Columns, path: object) -> Iterator[Row]:
-    """The rows of a dict of columns: tensors or arrays [B, ...] or lists of B. A single value holds for every row.
+def read_columns(
+    source: Source,
+    content: Any,
+    options: Options,
+    *,
+    padded: Collection[str] = (),
+    log_probs_of: LogProbsOf = "tempered",
+) -> Part:
+    """A dict of columns, or rows. padded: columns whose lists are padded; columns of two dimensions always are."""
+    if isinstance(content, Mapping) and source.kind in ("torch", "npz", "json"):
+        columns = Columns([*map(str, content)], str(source.path))
+        read = {what: plain(content[name]) for what, name in columns.found.items()}
+        wide = [what for what, value in read.items() if getattr(value, "ndim", 1) == 2]
+        rows, padded = rows_of(read, columns, source.path), {*padded, *wide}
+    else:
+        columns, rows = Columns(source.keys, str(source.path)), source.rows()
+    part = RowReader(columns, options, padded=padded, log_probs_of=log_probs_of).part(rows)
+    if columns.ignored:
+        part.notes.append(f"not read: {', '.join(columns.ignored)}")
+    return part
+
+
+def rows_of(read: dict[str, Any], columns: Columns, path: object) -> Iterator[Row]:
+    """The rows of columns: tensors or arrays [B, ...] or lists of B. A single value holds for every row.
 
     Raises ValueError where columns, or the widths of padded ones, do not fit together.
     """
-    read = {what: plain(content[name]) for what, name in columns.found.items()}
     many = {what: value for what, value in read.items() if _is_many(value)}
     names = columns.found
     first = "response_ids" if "response_ids" in many else "sequence"
@@ -161,10 +183,10 @@ class RowReader:
         options: Options,
         *,
         log_probs_of: LogProbsOf = "tempered",
-        padded: bool = False,
+        padded: Collection[str] = (),
         step: int | None = None,
     ) -> None:
-        self.columns, self.padded, self.step = columns, padded, step
+        self.columns, self.padded, self.step = columns, {*padded}, step
         self.log_probs_of: LogProbsOf = options.log_probs_of or log_probs_of
         self.temperature = options.temperature
         self.sampling: dict[float, SamplingParameters] = {}
@@ -227,10 +249,13 @@ class RowReader:
             return found
 
         trained = np.ones(length, dtype=bool)
-        if get("loss_mask") is not None:
-            trained = cut(values.mask(get("loss_mask"), called("loss_mask")))
-            if len(trained) != length:
-                raise ValueError(f"{called('loss_mask')} has {len(trained)} entries, the response {length} tokens.")
+        for what in ("loss_mask", "turn_mask"):
+            if get(what) is None:
+                continue
+            own = cut(values.mask(get(what), called(what)))
+            if len(own) != length:
+                raise ValueError(f"{called(what)} has {len(own)} entries, the response {length} tokens.")
+            trained = trained & own
         if get("remove_sample") or (
             get("sample_mask") is not None and not values.number(get("sample_mask"), called("sample_mask"))
         ):
@@ -327,7 +352,7 @@ def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
             keep = attention[:before]
         if keep is not None and len(keep) != before:
             raise ValueError(f"{called('prompt_mask')} has {len(keep)} entries, the prompt {before}.")
-        if keep is None and reader.padded:
+        if keep is None and "prompt_ids" in reader.padded:
             reader.counts["prompt ids are left out: no mask tells them from their padding"] += 1
         else:
             prompt = values.ids(raw_prompt if keep is None else raw_prompt[keep], called("prompt_ids"))
@@ -339,7 +364,7 @@ def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
         length = int(attention[-width:].sum()) if width else 0
         if not attention[len(attention) - width :][:length].all():
             raise ValueError(f"{called('attention_mask')} has a 0 inside the response: padding belongs at its end.")
-    elif mask is not None and reader.padded:
+    elif mask is not None and "response_ids" in reader.padded:
         ones = np.flatnonzero(values.mask(mask, called("loss_mask"))[before if whole else 0 :])
         length = int(ones[-1]) + 1 if len(ones) else 0
     else:
@@ -370,7 +395,7 @@ def _sequences(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
             raise ValueError(f"{called('attention_mask')} has a 0 inside the sequence, or another length than {width}.")
     elif get("total_length") is not None:
         end = values.count(get("total_length"), called("total_length"))
-    elif mask is not None and reader.padded and len(mask) == width:
+    elif mask is not None and "sequence" in reader.padded and len(mask) == width:
         end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
     if get("response_length") is not None:
         begin = end - values.count(get("response_length"), called("response_length"))

@@ -37,9 +37,8 @@ def _read(source: Source, options: Options) -> Part:
     reader = RowReader(columns, options, step=step if isinstance(step, int) else None)
     part = reader.part(_rows(source, samples))
     if part.scored is not None:
-        part.indexes = [
-            None if place is None else (reader.step, values.count(place, "rollout_position")) for place in places
-        ]
+        counts = [None if place is None else values.count(place, "rollout_position") for place in places]
+        part.indexes = [place if place is None or reader.step is None else (reader.step, place) for place in counts]
     if "rollout_top_p_token_ids" in keys:
         part.notes.append("top-p was on in sampling: the ids it kept are not read")
     return part

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mismatch_plugin.files import read_lines, read_text, refuse_special
-from mismatch_plugin.rollout.dumps.tensors import open_npz, open_torch, refuse_pickle, zip_names
+from mismatch_plugin.rollout.dumps.tensors import DataProto, open_npz, open_torch, refuse_pickle, zip_names
 from mismatch_plugin.rollout.files import open_parquet
 
 Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
@@ -54,8 +54,8 @@ def open_source(path: Path) -> Source:
             head = stream.read(64)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    if not head:
-        raise ValueError(f"{path} is empty.")
+    if not head.strip() and path.stat().st_size == len(head):
+        raise ValueError(f"{path} is empty: it holds no response and no sample.")
     if head.startswith(b"PK"):
         if any(name.endswith("data.pkl") for name in zip_names(path)):
             return _of_objects(path, "torch", open_torch(path))
@@ -72,6 +72,8 @@ def open_source(path: Path) -> Source:
 
 def _of_objects(path: Path, kind: Kind, content: Any) -> Source:
     """Of one loaded object: a dict, or a list of dicts."""
+    if isinstance(content, DataProto):
+        return Source(path, kind, ("batch", "non_tensor_batch", "meta_info"), content)
     first = content[0] if isinstance(content, list) and content else content
     if not isinstance(first, Mapping):
         what = "an empty list" if first == [] else f"a {type(content).__name__}"
