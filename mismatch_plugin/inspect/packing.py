@@ -64,8 +64,8 @@ def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
         counts = torch.bincount(codes, minlength=len(KINDS)).tolist()
         shown = ", ".join(f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n and kind != "sound")
         notes.append(
-            f"{len(tokens) - counts[SOUND]} tokens have an invalid log-prob ({shown}): they are left out, where "
-            f"training stops at them unless --rollout-log-prob-policy says otherwise"
+            f"tokens with an invalid log-prob ({shown}) are left out, where training stops at them unless "
+            f"--rollout-log-prob-policy says otherwise"
         )
         tokens = tokens.where((codes == SOUND).numpy())
     if not len(tokens):
