@@ -18,7 +18,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import KINDS, SOUND, classify
 from mismatch_plugin.rollout.responses import Bools, Floats, Ints
 
-MAX_TOKENS = 2_000_000
+MAX_TOKENS = 1_500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
 
@@ -64,8 +64,8 @@ def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
         counts = torch.bincount(codes, minlength=len(KINDS)).tolist()
         shown = ", ".join(f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n and kind != "sound")
         notes.append(
-            f"{len(tokens) - counts[SOUND]} tokens have an invalid log-prob ({shown}): they are left out, where "
-            f"training stops at them unless --rollout-log-prob-policy says otherwise"
+            f"tokens with an invalid log-prob ({shown}) are left out, where training stops at them unless "
+            f"--rollout-log-prob-policy says otherwise"
         )
         tokens = tokens.where((codes == SOUND).numpy())
     if not len(tokens):
@@ -79,22 +79,22 @@ def _tensor(values: np.ndarray | None) -> Tensor | None:
 
 def _gathered(given: Sequence[Floats | None], samples: Sequence[Sample], places: Sequence[Ints]) -> Floats | None:
     """[T], or None where a token has no finite value."""
-    parts = []
+    found, start = np.empty(sum(map(len, places))), 0
     for values, sample, place in zip(given, samples, places, strict=True):
         if values is None or len(values) != sample.tokens or not np.isfinite(values[place]).all():
             return None
-        parts.append(values[place])
-    return np.concatenate(parts).astype(np.float64)
+        found[start : (start := start + len(place))] = values[place]
+    return found
 
 
 def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
-    parts = []
+    found, start = np.empty(sum(map(len, places)), dtype=np.int64), 0
     for sample, place in zip(samples, places, strict=True):
         numbers = numbered_versions(sample)[place]
         if not len(numbers) or numbers.min() < 0:
             return None
-        parts.append(numbers)
-    return np.concatenate(parts)
+        found[start : (start := start + len(place))] = numbers
+    return found
 
 
 def numbered_versions(sample: Sample) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -61,8 +61,13 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     Raises InvalidLogProbError, ValueError as `correct`.
     """
     packed, _ = subset(packed)
+    return predict_settings(packed, settings_for(packed, own))
+
+
+def predict_settings(packed: PackedSequences, settings: Iterable[Setting]) -> list[Prediction]:
+    """As `predict`, of these settings and on all of the tokens."""
     data = _Data(packed)
-    return [_prediction(setting, data) for setting in settings_for(packed, own)]
+    return [_prediction(setting, data) for setting in settings]
 
 
 def predict_one(packed: PackedSequences, config: MismatchConfig, name: str) -> Prediction:
@@ -74,7 +79,7 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
     """The user's own, every preset, and every algorithm × level × mode × bounds: two constants of the level, and what
     keeps 99 % of these data. Without weights the bounds are those of a ratio criterion."""
     if own is not None:
-        yield Setting(OWN, own.model_dump(mode="json", exclude_unset=True), own)
+        yield setting_of(OWN, own)
     with no_notes():
         for preset in PRESETS:
             yield Setting(preset.name, {"preset": preset.name}, MismatchConfig.build(preset.settings()))
@@ -92,6 +97,11 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
         yield from _rejections(
             f"reject {aggregate} {statistic} above {upper:g} (keeps {share})", criterion, None, upper
         )
+
+
+def setting_of(name: str, config: MismatchConfig) -> Setting:
+    """A configuration as a setting to be predicted."""
+    return Setting(name, config.model_dump(mode="json", exclude_unset=True), config)
 
 
 def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Setting]:
@@ -272,4 +282,5 @@ def _errors(weights_T: Tensor, data: _Data, per_token: bool) -> dict[str, float]
 def _noise(values_U: Tensor) -> float:
     """Σ x² / (Σ |x|)²: 1 / n where all are of one size; inf where all are 0."""
     absolute = float(values_U.abs().sum())
-    return float(values_U.dot(values_U)) / absolute**2 if absolute else math.inf
+    shares = values_U / absolute  # before it is squared: a square may be 0
+    return float(shares.dot(shares)) if absolute else math.inf
