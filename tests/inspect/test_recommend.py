@@ -11,6 +11,8 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.predict import predict
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Prediction
 from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Figures, Rule, figures_of, rules_table
@@ -133,7 +135,7 @@ def test_a_setting_that_keeps_too_little_gets_bounds_from_the_data_or_gives_way(
     assert found is not None and found.preset is None
     assert found.settings["tis"]["lower_bound"] == 0.123 and found.settings["tis"]["upper_bound"] == 8.77
     assert "the preset's own would keep 50%" in " ".join(found.reasons) and "99 %" in " ".join(found.reasons)
-    narrow = recommend(experts, [], bounds, predict=lambda config: _prediction(config, 0.4))
+    narrow = recommend(experts, [], bounds, predict=lambda c: _prediction(c, 0.4 if c.rejects else 1.0))
     assert narrow is not None and narrow.preset == "token_is"
 
 
@@ -142,6 +144,27 @@ def test_bounds_close_to_1_are_rounded_outwards_by_their_distance() -> None:
     assert found is not None
     (criterion,) = found.settings["rs"]["criteria"]
     assert (criterion["lower_bound"], criterion["upper_bound"]) == (0.99654, 1.000321)
+
+
+@pytest.mark.parametrize(
+    ("data", "preset"),
+    [({}, "token_is"), ({"tail": 0.01}, "token_icepop"), ({"drift": 0.02, "responses": 300}, "geo_rs_token_tis")],
+)
+def test_it_goes_by_the_predictions_and_bounds_of_inspect(data: dict[str, Any], preset: str) -> None:
+    packed = noise(0.01, 120, tokens=10_000, **data)
+    found = recommend(figures_of(packed), predict(packed), bounds_for(packed))
+    assert found is not None and found.setting.startswith(preset)
+    again = predict(packed, mp.MismatchConfig.build(found.settings))[0]
+    assert again.kept >= 0.9
+    assert (found.preset is None) == ("drift" in data)
+    if found.preset is not None:
+        assert f"{again.kept:.1%} of the tokens kept" in " ".join(found.reasons)
+
+
+def test_a_bound_without_end_is_one() -> None:
+    found = recommend(replace(LONG, tail=0.01), bounds={"token": {"99%": (0.0, math.inf)}})
+    assert found is not None and found.preset is None
+    assert found.flags["slime"].endswith("--tis-lower-bound 0 --tis-upper-bound inf --mismatch-denominator original")
 
 
 def test_it_says_why_and_what_to_watch() -> None:
