@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mismatch_plugin.inspect.drawing import (
     Plot,
     advised,
     distribution,
+    outside,
     places_on_range,
     plot,
 )
@@ -30,6 +33,7 @@ from mismatch_plugin.inspect.words import (
     Controls,
     chosen_predictions,
     controls_of,
+    count,
     headline,
     host_names,
     is_it_normal,
@@ -92,7 +96,8 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
             verdict=verdict,
             sentence=sentence,
             normal=is_it_normal(diagnosis),
-            best=best,
+            outside="" if best is None else outside(best),
+            count=count,
             first=None if first is None else plot(first, (bounds[0], bounds[1]) if best else (None, None)),
             plots=plots if histograms is not None else {},
             settings=settings,
@@ -109,6 +114,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
             predictions=_prediction_rows(diagnosis),
             bounds_table=_bounds_table(diagnosis),
             metrics_table=_metrics_table(diagnosis),
+            words=partial(re.split, r"(\s+)"),
             nats=nats,
             span=span,
             share=share,
@@ -175,7 +181,11 @@ def _quantile_table(diagnosis: Diagnosis) -> Table | None:
     if diagnosis.size is None or not diagnosis.size.quantiles:
         return None
     rows = tuple(
-        (name.removeprefix("p") + " %", compact(value), compact(math.exp(min(max(value, -20.0), 20.0))))
+        (
+            name.removeprefix("p") + " %",
+            compact(value).replace("-", "−", value < 0),
+            compact(math.exp(min(max(value, -20.0), 20.0))),
+        )
         for name, value in diagnosis.size.quantiles.items()
     )
     return Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), rows)
@@ -187,7 +197,11 @@ def _bounds_table(diagnosis: Diagnosis) -> Table | None:
         for level, of in diagnosis.bounds.items()
         for kept, (lower, upper) in of.items()
     )
-    return Table("Bounds that keep a wished share", ("level", "kept", "lower bound", "upper bound"), rows) if rows else None
+    return (
+        Table("Bounds that keep a wished share", ("level", "kept", "lower bound", "upper bound"), rows)
+        if rows
+        else None
+    )
 
 
 def _metrics_table(diagnosis: Diagnosis) -> Table | None:

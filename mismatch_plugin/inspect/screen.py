@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mismatch_plugin.inspect.result import Diagnosis
 from mismatch_plugin.inspect.words import (
     chosen_predictions,
+    count,
     headline,
     host_names,
     is_it_normal,
@@ -124,7 +125,7 @@ def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:
     if (gate := diagnosis.gate) is not None:
         said = "passed" if gate.passed else "FAILED"
         screen.say(f"Gate {said}: k3 {nats(gate.value)} against {nats(gate.bar)} ({gate.source}).", most=2)
-    counted = f"{diagnosis.samples} samples, {diagnosis.tokens} tokens"
+    counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
     screen.say(f"Of {diagnosis.source} ({diagnosis.format}): {counted}.", rank=6, most=1)
 
 
