@@ -76,9 +76,9 @@ def _predictions(diagnosis: Diagnosis) -> Picture | None:
     for number, (mark, item) in enumerate(chosen):
         label = plain(item.setting) + (f" ({mark})" if mark else "")
         axis.plot([item.kept], [item.ess], MARKERS[number + 1], color=PALETTE[number % len(PALETTE)], label=label,
-                  markersize=9 - number, linestyle="none", zorder=3)  # fmt: skip
-    axis.set_xlim(-0.03, 1.03)
-    axis.set_ylim(-0.03, 1.03)
+                  markersize=13 - 2 * number, markerfacecolor="none", markeredgewidth=1.6, linestyle="none",
+                  zorder=3)  # fmt: skip
+    axis.margins(0.08)
     axis.set_xlabel("share of tokens kept")
     axis.set_ylabel("effective sample size, share")
     axis.set_title("What each setting would do")

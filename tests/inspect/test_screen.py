@@ -20,6 +20,7 @@ from tests.inspect.diagnoses import FLAGS, diagnosis
 
 VERDICTS: tuple[Verdict, ...] = ("fault", "large", "normal", "undecided")
 REPORT = Path("runs/report.html")
+BASE = diagnosis("undecided")
 
 
 def shown(of: Diagnosis, width: int = 80, height: int = 24, encoding: str = "utf-8", **more: Any) -> list[str]:
@@ -91,8 +92,9 @@ def test_terminal_commands_and_wide_letters_in_names_are_harmless():
 
 def test_is_this_normal():
     def of(where: str, value: float, verdict: Verdict = "normal") -> str:
-        range_ = Comparable(pair="dense", figure="k3", low=0.01, high=0.02, value=value, where=where, source="")  # pyright: ignore[reportArgumentType]
-        return words.is_it_normal(diagnosis("undecided", verdict=verdict, normal=(range_,)))
+        fields = {"pair": "dense", "figure": "k3", "low": 0.01, "high": 0.02, "value": value, "where": where}
+        item = Comparable.model_validate(fields | {"source": ""})
+        return words.is_it_normal(BASE.model_copy(update={"verdict": verdict, "normal": (item,)}))
 
     assert of("inside", 0.015).startswith("Is this normal? Yes: k3 0.015 nats a token; published for dense: 0.01 to")
     assert of("below", 0.001).endswith("(this is below it).")
@@ -104,7 +106,8 @@ def test_is_this_normal():
 
 def test_the_verdict_is_not_said_twice():
     for headline in ("Normal: as bf16.", "normal. as bf16.", "as bf16."):
-        assert words.headline(diagnosis("undecided", verdict="normal", headline=headline)) == ("Normal", "as bf16.")
+        of = BASE.model_copy(update={"verdict": "normal", "headline": headline})
+        assert words.headline(of) == ("Normal", "as bf16.")
 
 
 def test_chosen_predictions_are_of_every_algorithm():
