@@ -45,7 +45,7 @@ def outside(controls: Controls) -> str:
 
 
 def distribution(diagnosis: Diagnosis, level: str, bounds: tuple[float | None, ...] = ()) -> Distribution | None:
-    """From the fine histogram of a level; of tokens from `Size` where there is none. bounds: ratios to make room for."""
+    """From the fine histogram of a level; of tokens from `Size` where there is none. bounds: ratios to show."""
     if diagnosis.histograms is not None and level in diagnosis.histograms.levels:
         return _coarse(diagnosis.histograms, level, [math.log(b) for b in bounds if b])
     size = diagnosis.size

@@ -78,7 +78,7 @@ def test_flags_stay_whole_and_other_hosts_are_named(host: str):
 @pytest.mark.parametrize("verdict", VERDICTS)
 def test_a_terminal_of_letters_and_digits_alone(verdict: Verdict):
     lines = shown(diagnosis(verdict), encoding="ascii")
-    assert max(map(len, lines)) <= 80 and "mean |delta log p|" in "\n".join(lines)
+    assert max(map(len, lines)) <= 80 and "mean |d log p|" in "\n".join(lines)
 
 
 def test_terminal_commands_and_wide_letters_in_names_are_harmless():
