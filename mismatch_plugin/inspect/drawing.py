@@ -38,8 +38,14 @@ def advised(diagnosis: Diagnosis) -> Controls | None:
     return None if diagnosis.recommendation is None else controls_of(diagnosis.recommendation.settings)
 
 
+def outside(controls: Controls) -> str:
+    """What becomes of the units in the pale areas."""
+    done = {"truncate": "weights are cut to the upper bound", "clip": "weights are cut to the bounds"}
+    return f"in the pale area {done.get(controls.mode, 'they are rejected')}"
+
+
 def distribution(diagnosis: Diagnosis, level: str, bounds: tuple[float | None, ...] = ()) -> Distribution | None:
-    """Of the fine histogram of a level; of tokens also from `Size` where there is none. bounds: on ρ, to have room for."""
+    """From the fine histogram of a level; of tokens from `Size` where there is none. bounds: ratios to show."""
     if diagnosis.histograms is not None and level in diagnosis.histograms.levels:
         return _coarse(diagnosis.histograms, level, [math.log(b) for b in bounds if b])
     size = diagnosis.size
@@ -72,7 +78,7 @@ def _coarse(fine: Histograms, level: str, bounds: list[float]) -> Distribution:
     )
 
 
-def ticks(low: float, high: float, most: int = 7) -> list[float]:
+def ticks(low: float, high: float, most: int = 9) -> list[float]:
     """Round numbers between two values."""
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
@@ -92,8 +98,8 @@ class Plot:
     y_ticks: tuple[tuple[float, str], ...]
     lower: tuple[float, str] | None
     upper: tuple[float, str] | None
-    left: float = 52.0
-    width: float = 460.0
+    left: float = 48.0
+    width: float = 464.0
     top: float = 24.0
     bottom: float = 236.0
 
@@ -123,10 +129,14 @@ def plot(of: Distribution, bounds: tuple[float | None, float | None] = (None, No
         of,
         bars,
         tuple((x(value), f"{value:g}".replace("-", "−")) for value in ticks(first, last)),
-        tuple((bottom - up(10.0**power), f"{10**power:,}".replace(",", " ")) for power in powers),
+        tuple((bottom - up(10.0**power), _power(power)) for power in powers),
         bound(bounds[0]),
         bound(bounds[1]),
     )
+
+
+def _power(power: int) -> str:
+    return f"{10 ** (power % 3)}{('', 'k', 'M', 'G')[min(power // 3, 3)]}"
 
 
 def places_on_range(items: tuple[Comparable, ...]) -> list[tuple[Comparable, float, float, float]]:
@@ -140,5 +150,3 @@ def places_on_range(items: tuple[Comparable, ...]) -> list[tuple[Comparable, flo
         start, end, at = (100.0 * (math.log(v) - low) / (high - low) if v > 0 else 0.0 for v in ends)
         rows.append((item, float(start), float(end), float(at)))
     return rows
-
-

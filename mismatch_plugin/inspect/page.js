@@ -1,7 +1,7 @@
 "use strict";
 /* What a setting would do, from sums by bin: exact where the bounds are edges of the bins.
    of: columns of one level, bin i below edge i. lower, upper: places in edges; -1 and edges.length: none.
-   mode: truncate, clip, mask, or reject (weight 1 inside the bounds, nothing outside). */
+   mode: truncate, clip, mask, or reject (weight 1 inside the bounds, nothing outside: its ESS is that of tokens). */
 function recompute(edges, of, mode, lower, upper) {
   const lo = lower < 0 ? 0 : Math.exp(edges[lower]);
   const hi = upper >= edges.length ? Math.exp(20) : Math.exp(edges[upper]);
@@ -22,7 +22,7 @@ function recompute(edges, of, mode, lower, upper) {
   return {
     kept: share(kept.tokens, all.tokens), kept_positive: share(kept.positive, all.positive),
     kept_negative: share(kept.negative, all.negative), mean_weight: share(byToken, kept.tokens),
-    ess: squares ? sum * sum / (units * squares) : 0,
+    ess: mode === "reject" ? share(kept.tokens, all.tokens) : squares ? sum * sum / (units * squares) : 0,
   };
 }
 

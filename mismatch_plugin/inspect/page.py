@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from mismatch_plugin.inspect.drawing import (
     Plot,
     advised,
     distribution,
+    outside,
     places_on_range,
     plot,
 )
@@ -30,6 +33,7 @@ from mismatch_plugin.inspect.words import (
     Controls,
     chosen_predictions,
     controls_of,
+    count,
     headline,
     host_names,
     is_it_normal,
@@ -39,6 +43,7 @@ from mismatch_plugin.inspect.words import (
     size_rows,
     span,
 )
+from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
 TEMPLATE = "inspect/page.html.j2"
@@ -71,7 +76,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
     best = advised(diagnosis)
     histograms = diagnosis.histograms
     levels = [] if histograms is None else list(histograms.levels)
-    bounds = () if best is None else (best.lower, best.upper)
+    bounds = (None, None) if best is None else (best.lower, best.upper)
     first_level = best.level if best is not None else "token"
     found = {level: distribution(diagnosis, level, _bounds(settings, level)) for level in levels or ["token"]}
     plots = {level: plot(of) for level, of in found.items() if of is not None}
@@ -92,8 +97,9 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
             verdict=verdict,
             sentence=sentence,
             normal=is_it_normal(diagnosis),
-            best=best,
-            first=None if first is None else plot(first, (bounds[0], bounds[1]) if best else (None, None)),
+            outside="" if best is None else outside(best),
+            count=count,
+            first=None if first is None else plot(first, bounds),
             plots=plots if histograms is not None else {},
             settings=settings,
             modes=MODES,
@@ -109,6 +115,7 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
             predictions=_prediction_rows(diagnosis),
             bounds_table=_bounds_table(diagnosis),
             metrics_table=_metrics_table(diagnosis),
+            words=partial(re.split, r"(\s+)"),
             nats=nats,
             span=span,
             share=share,
@@ -175,10 +182,18 @@ def _quantile_table(diagnosis: Diagnosis) -> Table | None:
     if diagnosis.size is None or not diagnosis.size.quantiles:
         return None
     rows = tuple(
-        (name.removeprefix("p") + " %", compact(value), compact(math.exp(min(max(value, -20.0), 20.0))))
+        (
+            name.removeprefix("p") + " %",
+            compact(value).replace("-", "−", value < 0),
+            compact(_ratio(value)),
+        )
         for name, value in diagnosis.size.quantiles.items()
     )
     return Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), rows)
+
+
+def _ratio(log_ratio: float) -> float:
+    return math.exp(min(max(log_ratio, -SAFETY_BOUND), SAFETY_BOUND))
 
 
 def _bounds_table(diagnosis: Diagnosis) -> Table | None:
@@ -187,7 +202,8 @@ def _bounds_table(diagnosis: Diagnosis) -> Table | None:
         for level, of in diagnosis.bounds.items()
         for kept, (lower, upper) in of.items()
     )
-    return Table("Bounds that keep a wished share", ("level", "kept", "lower bound", "upper bound"), rows) if rows else None
+    headers = ("level", "kept", "lower bound", "upper bound")
+    return Table("Bounds that keep a wished share", headers, rows) if rows else None
 
 
 def _metrics_table(diagnosis: Diagnosis) -> Table | None:

@@ -121,9 +121,9 @@ class Size(_Model):
 class LevelHistogram(_Model):
     """The units of one level in the bins that any unit falls into, column by column.
 
-    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how many.
-    tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and Σ ρ² over
-    units. by_token: Σ ρ over their tokens. ρ within e^±20.
+    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how
+    many. tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and
+    Σ ρ² over units. by_token: Σ ρ over their tokens. ρ within e^±20.
     """
 
     bins: tuple[int, ...]

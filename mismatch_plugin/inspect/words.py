@@ -66,6 +66,11 @@ def nats(value: float) -> str:
     return f"{value:.3g}"
 
 
+def count(number: int) -> str:
+    """`43 002`."""
+    return f"{number:,}".replace(",", " ")
+
+
 def share(value: float) -> str:
     """A share in percent, which is 100 % or 0 % only where it is exactly that."""
     if value in (0.0, 1.0):

@@ -84,20 +84,24 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     plots.save([first] if first else [], folder.root / "plots")
     for part in parts:
         plots.save([*part.pictures, *part.guide, *part.quantiles, *part.times], folder.root / "plots")
-    html = environment().get_template(TEMPLATE).render(
-        folder=folder,
-        parts=parts,
-        title=str(folder.info.get("title", "Comparison of mismatch corrections")),
-        judged=any(folder.has(folder.source(name)) for name in _MEASURES),
-        timed=any(part.seconds.rows for part in parts),
-        intro=_introduction(folder),
-        first=first,
-        overview=final_table(summaries),
-        exact_tables=cached_tables(folder.root) if exact else [],
-        settings_tables=settings_tables(folder),
-        skipped=_skipped(folder, parts),
-        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        version=mismatch_plugin.__version__,
+    html = (
+        environment()
+        .get_template(TEMPLATE)
+        .render(
+            folder=folder,
+            parts=parts,
+            title=str(folder.info.get("title", "Comparison of mismatch corrections")),
+            judged=any(folder.has(folder.source(name)) for name in _MEASURES),
+            timed=any(part.seconds.rows for part in parts),
+            intro=_introduction(folder),
+            first=first,
+            overview=final_table(summaries),
+            exact_tables=cached_tables(folder.root) if exact else [],
+            settings_tables=settings_tables(folder),
+            skipped=_skipped(folder, parts),
+            made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            version=mismatch_plugin.__version__,
+        )
     )
     page = folder.root / "report.html"
     write_whole(page, html)

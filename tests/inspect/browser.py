@@ -16,7 +16,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Browser:
-    """One page. problems: errors of scripts, of the console and of the content policy. requests: addresses asked for."""
+    """One page. problems: errors of scripts, console and content policy. requests: addresses asked for."""
 
     def __init__(self, program: str, folder: Path) -> None:
         to_browser, self._write = os.pipe()

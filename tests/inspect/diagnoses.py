@@ -132,7 +132,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     mean, k3, tokens = float(np.abs(gap).mean()), float((ratio - 1 - gap).mean()), len(gap)
     position = np.concatenate([np.arange(n) for n in of["lengths"]])
     probability = np.exp(of["rollout"])
-    edges = np.linspace(*np.quantile(gap, [0.001, 0.999]), 41)
+    edges = np.linspace(np.quantile(gap, 0.001), np.quantile(gap, 0.999), 41)
     counts = np.histogram(np.clip(gap, edges[0], edges[-1]), edges)[0]
     size = Size(
         edges=tuple(edges.tolist()),
