@@ -82,25 +82,25 @@ def share(value: float) -> str:
 
 
 def is_it_normal(diagnosis: Diagnosis) -> str:
-    """The answer to "is this normal?", from the first published range, which is the nearest kind of pair."""
-    if not diagnosis.normal:
-        return "Is this normal? Unknown: no range is published for this kind of pair."
-    first = diagnosis.normal[0]
-    figures = f"{first.figure} {nats(first.value)} nats a token; published for {first.pair}: {span(first)}"
-    if diagnosis.verdict == "undecided":
-        return f"Is this normal? Not decided. So far {figures}."
-    if first.where == "above":
-        times = f", of which this is {first.value / first.high:.2g} times the upper end" if first.high > 0 else ""
-        return f"Is this normal? No: {figures}{times}."
-    answer = "By its size yes, but see the fault" if diagnosis.verdict == "fault" else "Yes"
-    return f"Is this normal? {answer}: {figures}{' (this is below it)' if first.where == 'below' else ''}."
+    """The answer to "is this normal?"."""
+    said = diagnosis.normality or "unknown: no range is published for this kind of pair."
+    yes = "by its size yes, but see the fault: " if diagnosis.verdict == "fault" else "yes, "
+    for start, answer in (("normal, ", yes), ("not normal for ", "no: for ")):
+        said = answer + said.removeprefix(start) if said.startswith(start) else said
+    said = f"not decided; so far: {said}" if diagnosis.verdict == "undecided" else said
+    return f"Is this normal? {said[:1].upper()}{said[1:]}"
 
 
 def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
-    """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
-    titles = {"k3": "KL, k3", "kl": "KL, k1"}
-    of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
-    return {titles.get(item.figure, item.figure): item for item in of}
+    """Figure of `size_rows` → its published range, of the nearest kind of pair alone: from its lowest to its highest."""
+    titles = {"k3": "KL, k3", "KL": "KL, k1"}
+    found: dict[str, Comparable] = {}
+    for item in diagnosis.normal:
+        if item.pair == diagnosis.normal[0].pair:
+            title = titles.get(item.figure, item.figure)
+            low, high = (found[title].low, found[title].high) if title in found else (item.low, item.high)
+            found[title] = item.model_copy(update={"low": min(low, item.low), "high": max(high, item.high)})
+    return found
 
 
 def span(item: Comparable) -> str:
