@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-
 CANNOT_READ = 2
 HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as inspect.flags has them
 

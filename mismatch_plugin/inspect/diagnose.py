@@ -8,11 +8,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.check.inputs import Inputs, read_inputs
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
+from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.flags import add_arguments
@@ -29,6 +31,7 @@ from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Predict
 from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.words import controls_of
 from mismatch_plugin.rollout.responses import Dump
+
 
 class Live(NamedTuple):
     """How servers are sampled where there is no dump."""
@@ -103,7 +106,7 @@ def diagnose(
     metrics, size = measure(batch, config, packed)
     predictions = predict(part, own)
     bounds = bounds_for(part)
-    figures = figures_of(packed, one_step=one_step, expensive_pass=expensive_pass)
+    figures = figures_of(packed, stale=_stale(batch), one_step=one_step, expensive_pass=expensive_pass)
     hints = hints or Hints(stale=figures.stale)
     advice = recommend(
         figures, predictions, bounds, status=check.status, predict=lambda config: predict_one(part, config, "recommended")
@@ -127,6 +130,17 @@ def diagnose(
         notes=tuple(dict.fromkeys((*check.notes, *notes, *said))),
         **common,
     )
+
+
+def _stale(batch: Batch) -> float | None:
+    """The most steps that a sample's oldest version is behind its trainer's; None where the two are never both told."""
+    behind = [
+        trainer - min(own)
+        for sample in batch
+        if (trainer := version_number(sample.told.weight_version or "")) is not None
+        and (own := [n for span in sample.record.weight_versions if (n := version_number(span.version)) is not None])
+    ]
+    return float(max(0, *behind)) if behind else None
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:

@@ -56,10 +56,13 @@ class Figures:
         return self.k3_kl * self.max_length
 
 
-def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pass: bool = False) -> Figures:
+def figures_of(
+    packed: PackedSequences, *, stale: float | None = None, one_step: bool = False, expensive_pass: bool = False
+) -> Figures:
     """The figures of a batch with rollout log-probs and π_old (`old_log_probs`).
 
-    Staleness needs `weight_versions`: newest minus oldest. Raises: ValueError where no token trains.
+    stale: how many steps the oldest tokens are behind; None: newest minus oldest of `weight_versions`.
+    Raises: ValueError where no token trains.
     """
     packed = packed.prepared()
     assert packed.rollout_log_probs is not None
@@ -79,6 +82,8 @@ def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pas
     shift = (sums / lengths - (sums / lengths).median()) * lengths.sqrt()
     deviation = 1.4826 * shift.abs().median()
     versions = packed.weight_versions
+    if stale is None:
+        stale = 0.0 if versions is None else float(versions[mask].max() - versions[mask].min())
     return Figures(
         k3_kl=float((torch.expm1(log_ratio) - log_ratio).mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
@@ -86,7 +91,7 @@ def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pas
         max_length=float(lengths.max()),
         tail=float(far.double().mean()),
         drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
-        stale=0.0 if versions is None else float(versions[mask].max() - versions[mask].min()),
+        stale=stale,
         one_step=one_step,
         expensive_pass=expensive_pass,
     )
@@ -146,7 +151,7 @@ RULES = (
     ),
     Rule(
         name="experts",
-        run="a few tokens far away from all others (a mixture of experts whose router chooses otherwise)",
+        run="single tokens far away from all others (as a mixture of experts gives whose router chooses otherwise)",
         preset="token_icepop",
         reason="single tokens are off by orders of magnitude: their weight is 0, all others keep theirs. Replay the "
         "routing if the host can",
