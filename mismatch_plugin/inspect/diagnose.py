@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
-from mismatch_plugin.check.inputs import Inputs, read_inputs
+from mismatch_plugin.check.inputs import Inputs, read_inputs, refuse_unknown_faults
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
@@ -109,7 +109,11 @@ def diagnose(
     figures = figures_of(packed, stale=_stale(batch), one_step=one_step, expensive_pass=expensive_pass)
     hints = hints or Hints(stale=figures.stale)
     advice = recommend(
-        figures, predictions, bounds, status=check.status, predict=lambda config: predict_one(part, config, "recommended")
+        figures,
+        predictions,
+        bounds,
+        status=check.status,
+        predict=lambda config: predict_one(part, config, "recommended"),
     )
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
@@ -191,14 +195,16 @@ def diagnose_files(
     own: MismatchConfig | None = None,
     gate: bool = False,
     gate_kl: float | None = None,
-    accept: Collection[str] = (),
+    accept: Sequence[str] = (),
     hints: Hints | None = None,
     one_step: bool = False,
     expensive_pass: bool = False,
     **reading: Any,
 ) -> Diagnosis:
-    """`read_inputs`, and the diagnosis of it. Without a path the servers are sampled, as `live` says. reading: what else
-    `read_inputs` takes. Raises InputError where something cannot be read or compared."""
+    """`read_inputs`, and the diagnosis of it. Without a path the servers are sampled, as `live` says.
+
+    reading: what else `read_inputs` takes. Raises InputError where something cannot be read or compared."""
+    refuse_unknown_faults(accept)
     source: Path | Dump | None = path
     if path is None:
         if not urls:
