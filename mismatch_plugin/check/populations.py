@@ -136,22 +136,23 @@ def _median(items: list[Scored]) -> float:
 
 
 def _odd(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
-    """Each group against the nearest one."""
+    """Each group against the nearest one and those that are about as near."""
     if len(groups) < 2:
         return None
     nearest = min(groups, key=lambda name: _median(groups[name]))
-    base = [item.relative for item in groups[nearest]]
+    near_by = [name for name in groups if _median(groups[name]) < RATIO * _median(groups[nearest])]
+    base = [item.relative for name in near_by for item in groups[name]]
     tests = {
         name: mann_whitney(np.array([item.relative for item in items]), np.array(base))
         for name, items in groups.items()
-        if name != nearest
+        if name not in near_by
     }
     odd: list[Hashable] = []
     pairs = len(groups) * (len(groups) - 1) // 2  # the nearest was chosen after looking
     for rank, name in enumerate(sorted(tests, key=lambda name: tests[name].p)):
         if tests[name].p * (pairs - rank) > LEVEL:
             break
-        if tests[name].area >= AREA and _median(groups[name]) >= RATIO * float(np.median(base)):
+        if tests[name].area >= AREA:
             odd.append(name)
     if not odd:
         return None
@@ -166,7 +167,7 @@ def _odd(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
         "stale_server",
         "rollout",
         f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
-        f"those of {_called(nearest)} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
+        f"those of {', '.join(map(_called, near_by[:4]))}{' and others' if len(near_by) > 4 else ''} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
         f"p = {p:.1g}), under the same versions and temperature: other weights there"
         + ("." if clear else ", or another precision or kernel."),
         FIX.format(which=names),
