@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mismatch_plugin.check.batch import Batch, Outcome, Sample
-from mismatch_plugin.check.distance import CLIP, Comparison, Distances, between, compare, distances, pooled
+from mismatch_plugin.check.distance import CLIP, CLIPPED_GAP, Comparison, Distances, between, compare, distances, pooled
 from mismatch_plugin.check.findings import too_few
 from mismatch_plugin.check.pairing import LAGS, incomparable, lag_findings, shifted, swap_finding
 
@@ -65,7 +65,7 @@ def find_swapped(batch: Batch) -> Outcome:
         changed = {sample.index: incomparable(sample) for sample in batch if not _fits(sample)} | changed
     before = np.mean([distances(sample).mean for sample, _ in swapped])
     after = np.mean([distances(sample, other.training).mean for sample, other in swapped])
-    why = f"mean |difference| {before:.3g} as paired, {after:.3g} with the other sample"
+    why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
     return [swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
 
 
@@ -99,10 +99,11 @@ def find_shift(batch: Batch) -> Outcome:
     count = sum(item.tokens for item in own)
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
-    together = _pooled_lag(candidates, pooled(own))
+    some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
+    together = _pooled_lag(candidates[some], pooled(own[some]))
     lagged: list[_Lagged] = []
     for sample, as_paired in zip(candidates, own, strict=True):
-        alone = _own_lag(sample)
+        alone = _own_lag(sample, None if together is None else together[0])
         if alone is not None:
             lagged.append(alone)
         elif together is not None:  # too short to tell alone: it follows the others unless it fits as it is
@@ -112,7 +113,7 @@ def find_shift(batch: Batch) -> Outcome:
     if not lagged:
         return [], batch
     numbers = lagged[0].comparison
-    why = f"mean |difference| {numbers.own:.3g} as paired, {numbers.other:.3g} if moved; lists are "
+    why = f"{CLIPPED_GAP} {numbers.own:.3g} as paired, {numbers.other:.3g} if moved; lists are "
     by_lag: dict[int, list[Comparison]] = defaultdict(list)
     for item in lagged:
         by_lag[item.lag].append(item.comparison)
@@ -137,10 +138,15 @@ def _pooled_lag(samples: list[Sample], own: Distances) -> tuple[int, Comparison]
     return (lag, best) if best.tokens >= MIN_POOLED and _clear(best) else None
 
 
-def _own_lag(sample: Sample) -> _Lagged | None:
+def _own_lag(sample: Sample, likely: int | None = None) -> _Lagged | None:
+    """The lag under which this sample agrees far better. likely: tried first, and taken if it leaves hardly a gap."""
     own = distances(sample)
     if own.tokens < MIN_TOKENS or own.mean < MINIMUM_GAIN:
         return None
+    if likely is not None:
+        as_others = compare(own, moved(sample, likely))
+        if as_others.tokens >= MIN_TOKENS and as_others.other < MINIMUM_GAIN and _clear(as_others):
+            return _Lagged(sample, likely, as_others)
     found = [(lag, compare(own, moved(sample, lag))) for lag in LAGS]
     lag, best = min(found, key=lambda item: item[1].other)
     return _Lagged(sample, lag, best) if best.tokens >= MIN_TOKENS and _clear(best) else None

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-CANNOT_CHECK = 2
+FAULTS_FOUND, CANNOT_CHECK, NOT_DECIDED = 1, 2, 3
 
 
 def check(
@@ -88,7 +88,8 @@ def check(
     "loss_mask", "weight_version", "temperature", "advantages".
 
     Exit status: 0 no fault, 1 faults found, 2 cannot check, for example because
-    there is neither TRAINING nor --checkpoint, --url or --records-only.
+    there is neither TRAINING nor --checkpoint, --url or --records-only, 3 not
+    decided: no fault, but fewer than 100 tokens can be compared.
     """
     from mismatch_plugin.check.inputs import check_files
     from mismatch_plugin.check.training import InputError
@@ -121,5 +122,5 @@ def check(
         from mismatch_plugin.check.report import show
 
         show(result, Console(highlight=False, markup=False))
-    if result.status == "faults":
-        raise typer.Exit(1)
+    if result.status != "clean":
+        raise typer.Exit(FAULTS_FOUND if result.status == "faults" else NOT_DECIDED)

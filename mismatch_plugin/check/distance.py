@@ -11,6 +11,8 @@ from mismatch_plugin.check.batch import Bools, Floats, Sample
 
 CLIP = 3.0
 """A single token counts for at most so much, in nats."""
+CLIPPED_GAP = f"mean |gap| (no token above {CLIP:g} nats, zeros left out)"
+"""What `distances` averages to, as evidence names it: it differs from the mean |gap| of all tokens."""
 
 
 class Distances(NamedTuple):

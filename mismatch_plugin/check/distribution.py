@@ -12,10 +12,9 @@ import numpy as np
 
 from mismatch_plugin.check.batch import Batch, Outcome, Sample, flat
 from mismatch_plugin.check.findings import FaultName, Finding, Item, Side, Undecided, too_few
+from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Effect, Fit, fit, rank_correlation
 
-MIN_TOKENS = 100
-"""Below that a slope or an offset is not judged."""
 MIN_REPEATED = 20
 SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.02, 8.0
 SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.3, 0.08
@@ -30,6 +29,8 @@ TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
     "rollout_raw": "The server returns log-probs before temperature: start it without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
     "(rescored and greedy log-probs are always at temperature 1).",
+    "raw": "Ask the engine for log-probs after the temperature (vLLM: --logprobs-mode processed_logprobs; SGLang: "
+    "without SGLANG_RETURN_ORIGINAL_LOGPROB=1), or sample at temperature 1.",
     "other": "Use one temperature on both sides: sampling_params of the request, and what the trainer divides its "
     "logits by.",
 }
@@ -54,7 +55,7 @@ def find_unrelated(batch: Batch) -> Outcome:
         "unrelated",
         "both",
         f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation {correlation:.2f}, "
-        f"mean |difference| {gap:.3g} nats.",
+        f"mean |gap| {gap:.3g} nats.",
         "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
         "logits one position before each token (not those of the token itself).",
         [batch.samples[index] for index in np.unique(tokens.sample)],
@@ -70,10 +71,10 @@ def find_temperature(batch: Batch) -> Outcome:
     groups: dict[float, list[Sample]] = defaultdict(list)
     for sample in drawn(batch):
         groups[sample.record.sampling.temperature].append(sample)
-    found = _declared(batch)
+    found = [*_raw(batch), *_declared(batch)][:1]
     if found:
         return found, batch
-    judged = {temperature: samples for temperature, samples in groups.items() if len(flat(samples)) >= MIN_TOKENS}
+    judged = {temperature: samples for temperature, samples in groups.items() if len(flat(samples)) >= ENOUGH_TOKENS}
     if not judged:
         return [few_tokens(len(batch.tokens), "temperature")], batch
     for temperature, samples in sorted(judged.items()):
@@ -90,7 +91,45 @@ def drawn(batch: Batch) -> list[Sample]:
 
 def few_tokens(count: int, fault: FaultName) -> Undecided:
     """Too few tokens to judge a slope or an offset."""
-    return too_few(f"{count} that can be compared, {MIN_TOKENS} needed", fault)
+    return too_few(f"{count} that can be compared, {ENOUGH_TOKENS} needed", fault)
+
+
+def _raw(batch: Batch) -> list[Item]:
+    """Log-probs from before the temperature, by what the record tells (vLLM's raw ones): not of what tokens were drawn
+    from, whatever the trainer does."""
+    chosen = [
+        sample
+        for sample in drawn(batch)
+        if sample.record.log_probs_of == "raw" and sample.record.sampling.temperature != 1.0
+    ]
+    if not chosen:
+        return []
+    recorded = chosen[0].record.sampling.temperature
+    told = chosen[0].told.temperature
+    tokens = flat(chosen)
+    same = told == 1.0 if told is not None else False
+    if told is None and len(tokens) >= ENOUGH_TOKENS:
+        same = not _is_temperature(fit(tokens), recorded)
+    trainer = (
+        "the trainer's are at temperature 1, too: both sides agree on a policy that no token was drawn from"
+        if same
+        else "the trainer's are not at temperature 1"
+        if told is not None or len(tokens) >= ENOUGH_TOKENS
+        else "the trainer's temperature is not known"
+    )
+    fix = TEMPERATURE_FIXES["raw"] + (" " + TEMPERATURE_FIXES["trainer_without"] if same else "")
+    return [
+        batch.finding(
+            "temperature",
+            "both" if same else "rollout",
+            f"{len(chosen)} of {len(batch)} samples were drawn at temperature {recorded:g}, but their log-probs are "
+            f"those before it (log_probs_of raw); {trainer}.",
+            fix,
+            chosen,
+            statistics={"rollout_temperature": 1.0, "recorded": recorded},
+            confidence="certain",
+        )
+    ]
 
 
 def _declared(batch: Batch) -> list[Item]:
@@ -113,6 +152,7 @@ def _declared(batch: Batch) -> list[Item]:
             TEMPERATURE_FIXES["other"],
             [sample for sample, _, _ in chosen],
             statistics={"rollout_temperature": ours, "train_temperature": theirs},
+            confidence="certain",
         )
     ]
 
@@ -183,7 +223,7 @@ def find_penalty(batch: Batch) -> Outcome:
         repeated = int(tokens.occurred.sum())
         if not group:
             continue
-        if len(tokens) < MIN_TOKENS:
+        if len(tokens) < ENOUGH_TOKENS:
             found.append(few_tokens(len(tokens), "penalty"))
             continue
         if min(repeated, len(tokens) - repeated) < MIN_REPEATED:

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, flat
-from mismatch_plugin.check.distribution import MIN_TOKENS, drawn, few_tokens
+from mismatch_plugin.check.distribution import drawn, few_tokens
 from mismatch_plugin.check.findings import Finding, Item
+from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Support, fit, support
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
@@ -36,21 +37,29 @@ def find_truncation(batch: Batch) -> Outcome:
     behaviour = {sample.index: values for sample in batch if (values := _behaviour(sample)) is not None}
     found, replayed = _with_behaviour(batch, behaviour)
     rest = [sample for sample in drawn(batch) if sample.index not in behaviour]
-    for filtered in (True, False):
-        group = [sample for sample in rest if sample.record.sampling.filtered == filtered]
+    for filtered, told in ((True, False), (True, True), (False, False)):
+        group = [
+            sample for sample in rest if (sample.record.sampling.filtered, after_filters(sample)) == (filtered, told)
+        ]
         tokens = flat(group)
-        kind: Kind | None = "recorded" if filtered else None
+        # Log-probs after the filters are the behaviour policy's; whether the trainer replays the filters must be seen.
+        kind: Kind | None = "recorded" if filtered and not told else None
         numbers: Support | None = None
         if not group:
             continue
-        if len(tokens) >= MIN_TOKENS:
+        if len(tokens) >= ENOUGH_TOKENS:
             seen, numbers = _renormalised(group)
             kind = seen or kind
-        elif not filtered and batch.has_training:
+        elif kind is None and batch.has_training:
             found.append(few_tokens(len(tokens), "truncation"))
         if kind is not None:
             found.append(_finding(batch, group, kind, numbers))
     return found, batch.with_values(replayed)
+
+
+def after_filters(sample: Sample) -> bool:
+    """Its log-probs are renormalised over what its filters kept, by what the record tells (vLLM's processed ones)."""
+    return sample.record.sampling.filtered and sample.record.log_probs_of == "filtered"
 
 
 def _behaviour(sample: Sample) -> Floats | None:
@@ -128,6 +137,10 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
             f"standard errors, {len(tokens)} tokens): {numbers.missing:.2%} of the mass lies outside what the {ours} "
             f"side renormalised over (recorded: {told})."
         )
+        if after_filters(group[0]):
+            evidence += (
+                " The record says so of its log-probs (log_probs_of filtered); the trainer does not replay them."
+            )
     return batch.finding(
         "truncation",
         "training" if kind in ("trainer", "not_replayed") else "rollout",
@@ -135,5 +148,6 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
         FIXES[kind],
         group,
         first=group[0].first(group[0].usable),
+        confidence="certain" if kind == "recorded" or after_filters(group[0]) else "likely",
         statistics={} if numbers is None else {"missing_mass": numbers.missing, "one_sided": numbers.one_sided},
     )

@@ -24,8 +24,8 @@ SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
 Side = Literal["rollout", "training", "both"]
 Status = Literal["clean", "faults", "undecided"]
 Severity = Literal["fault", "note"]
-"""note: a cause that is named without being wrong, such as routers of a MoE model at an ordinary size of the gap. It does
-not make a batch faulty."""
+"""note: a cause that is named without being wrong, such as routers of a MoE model at an ordinary size of the gap: it
+does not make a batch faulty."""
 Confidence = Literal["certain", "likely", "possible"]
 """certain: the values themselves show it (an id, a null, an exact form). likely: statistics that nothing else known
 here gives. possible: they fit it, and other causes too."""

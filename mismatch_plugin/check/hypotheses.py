@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.check.batch import Batch, Floats, Outcome
-from mismatch_plugin.check.distance import Comparison, between, compare
-from mismatch_plugin.check.distribution import MIN_TOKENS, PENALTY_FIX, TEMPERATURE_FIXES
-from mismatch_plugin.check.filters import FIXES, filter_text
+from mismatch_plugin.check.distance import CLIP, Comparison, between, compare
+from mismatch_plugin.check.distribution import PENALTY_FIX, TEMPERATURE_FIXES
+from mismatch_plugin.check.filters import FIXES, after_filters, filter_text
 from mismatch_plugin.check.findings import SIDES, FaultName, Finding, LogProbSide, too_few
+from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.pairing import SHIFT_FIX
 from mismatch_plugin.check.vocabulary import Rows, gather_rows
 
@@ -23,6 +24,7 @@ SCALES = np.geomspace(0.3, 3.3, 49)
 PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200, 1000)
+TO_CHECKPOINT = f"mean |gap| to the checkpoint (no token above {CLIP:g} nats)"
 EXPECTED_OUTSIDE = 15.0
 """Tokens that must be expected outside a filter before their absence means anything: by chance once in e^15."""
 LEAK = 0.1
@@ -34,12 +36,14 @@ def find_in_distributions(batch: Batch) -> Outcome:
     if batch.logits is None:
         return [], batch
     rows = gather_rows(batch)
-    if rows is None or len(rows) < MIN_TOKENS:
-        few = f"{0 if rows is None else len(rows)} with logits, {MIN_TOKENS} needed"
+    if rows is None or len(rows) < ENOUGH_TOKENS:
+        few = f"{0 if rows is None else len(rows)} with logits, {ENOUGH_TOKENS} needed"
         return [too_few(few, "temperature", "truncation", "penalty")], batch
     if not batch.from_checkpoint and (late := _late(batch, rows)):
         return [late], batch
     judged = SIDES[:1] if batch.from_checkpoint else SIDES
+    if any(after_filters(sample) for sample, _ in rows.tokens):
+        judged = judged[1:]  # the rollout side's are of another distribution than the logits'
     temperatures = [found for side in judged if (found := _temperature(batch, rows, side))]
     penalty = _penalty(batch, rows)
     filters = [] if temperatures else _truncation(batch, rows)
@@ -65,7 +69,7 @@ def _late(batch: Batch, rows: Rows) -> Finding | None:
         "shift_by_one",
         "training",
         f"The training side's log-probs are those of logits one position too late, which have already seen the token: "
-        f"mean |difference| to the checkpoint {found.own:.3g} as recorded, {found.other:.3g} there.",
+        f"{TO_CHECKPOINT} {found.own:.3g} as recorded, {found.other:.3g} there.",
         SHIFT_FIX,
         statistics={"distance_as_recorded": found.own, "distance_one_late": found.other},
     )
@@ -96,8 +100,8 @@ def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
         rows,
         "temperature",
         side,
-        f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}: mean "
-        f"|difference| to the checkpoint {found.own:.3g} at the recorded one, {found.other:.3g} at {fitted:.3g}.",
+        f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}: "
+        f"{TO_CHECKPOINT} {found.own:.3g} at the recorded one, {found.other:.3g} at {fitted:.3g}.",
         TEMPERATURE_FIXES[kind],
         statistics={
             "temperature": fitted,
@@ -122,8 +126,8 @@ def _penalty(batch: Batch, rows: Rows) -> Finding | None:
         rows,
         "penalty",
         "rollout",
-        f"Rollout log-probs contain a repetition penalty of about {penalty:g} that no record tells: mean |difference| "
-        f"to the checkpoint {found.own:.3g} without, {found.other:.3g} with it.",
+        f"Rollout log-probs contain a repetition penalty of about {penalty:g} that no record tells: "
+        f"{TO_CHECKPOINT} {found.own:.3g} without, {found.other:.3g} with it.",
         PENALTY_FIX,
         statistics={"penalty": penalty, "distance_without": found.own, "distance_with": found.other},
     )
@@ -148,6 +152,7 @@ def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
             if sample.record.behaviour_log_probs is None
             and not sample.record.sampling.greedy
             and sample.record.sampling.filtered == filtered
+            and not after_filters(sample)
         ]
         if not part:
             continue

@@ -58,3 +58,17 @@ def mismatch(batch: Batch) -> Mismatch | None:
         correlation=float(np.corrcoef(tokens.rollout, tokens.training)[0, 1]) if varies else math.nan,
         effective_sample_size=float(ratio.sum() ** 2 / (len(tokens) * (ratio**2).sum())),
     )
+
+
+def equal_sides(batch: Batch) -> str | None:
+    """A remark where the two sides are equal to the last bit: what that is good for, and what else it may be."""
+    tokens = batch.tokens
+    told = tokens.rollout != 0.0
+    equal = int((tokens.gap[told] == 0.0).sum())
+    if not equal or equal < int(told.sum()):
+        return None
+    return (
+        f"both sides are equal to the last bit on all {len(tokens)} tokens: either the kernels of the two engines are "
+        f"aligned, and work, or one list was given as both sides (rollout log-probs copied into the trainer's); where "
+        f"kernels are not meant to be aligned, it is the latter, and nothing was compared"
+    )

@@ -15,8 +15,8 @@ BINS = 10
 
 
 class Scaled(NamedTuple):
-    """[T] usable tokens. size: |gap|, at most CLIP. ordinary: what is usual at this log-prob. informative: which are not
-    near certain, on either side."""
+    """[T] usable tokens. size: |gap|, at most CLIP. ordinary: what is usual at this log-prob. informative: not near
+    certain on both sides."""
 
     tokens: Tokens
     size: Floats

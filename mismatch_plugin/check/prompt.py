@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,7 +58,7 @@ def _decay(measured: Scaled, samples: tuple[Sample, ...], part: float) -> _Decay
     end = np.minimum(EARLY, length // 3)
     early, late = tokens.position < end, tokens.position >= np.maximum(2 * end, length // 2)
 
-    def sums(values: Floats) -> Floats:
+    def sums(values: Floats) -> Any:
         return np.stack([np.bincount(tokens.sample[at], values[at], len(samples)) for at in (early, late)])
 
     counts, gaps, usual = sums(np.ones(len(size))), sums(size), sums(ordinary)
@@ -82,7 +82,9 @@ def _finding(batch: Batch, found: _Decay) -> Finding:
     cause, fix, sure = "the two sides were given different prompts", PROMPT_FIX, found.ratio > CLEAR_DECAY
     if all(told):
         cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
-        fix = "Flush the prefix cache with every weight update (flush_cache), and compare prompt ids with what was sent."
+        fix = (
+            "Flush the prefix cache with every weight update (flush_cache), and compare prompt ids with what was sent."
+        )
         sure = False
     else:
         fix = (

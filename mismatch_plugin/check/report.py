@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mismatch_plugin.check.findings import CheckResult, Mismatch
+from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.report.table import NOTHING, Table
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ def findings_table(result: CheckResult) -> Table:
     """One row a finding: what, how much, and the first place."""
     rows = tuple(
         (
-            f"{item.fault} (accepted)" if item.accepted else item.fault,
+            _named(item),
             item.side or NOTHING,
             f"{item.samples} of {item.of_samples}",
             f"{item.tokens} of {item.of_tokens}",
@@ -50,10 +50,15 @@ def show(result: CheckResult, console: Console) -> None:
     if result.findings:
         console.print(findings_table(result).to_rich())
     for number, item in enumerate(result.findings, start=1):
-        console.print(f"{number}. {item.fault}: {item.evidence}\n   Fix: {item.fix}")
+        console.print(f"{number}. {_named(item)}, {item.confidence}: {item.evidence}\n   Fix: {item.fix}")
     for item in result.undecided:
         console.print(f"not decided: {', '.join(item.faults)}: {item.reason}.")
     console.print(result.verdict)
+
+
+def _named(item: Finding) -> str:
+    why = "accepted" if item.accepted else "" if item.severity == "fault" else item.severity
+    return f"{item.fault} ({why})" if why else item.fault
 
 
 def _number(value: float) -> str:

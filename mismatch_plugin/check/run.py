@@ -10,15 +10,18 @@ from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.distribution import find_penalty, find_temperature, find_unrelated
 from mismatch_plugin.check.eos import find_null_eos, find_zero_eos
 from mismatch_plugin.check.filters import find_truncation
-from mismatch_plugin.check.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Undecided
+from mismatch_plugin.check.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
 from mismatch_plugin.check.hypotheses import find_in_distributions
 from mismatch_plugin.check.identity import find_ids
 from mismatch_plugin.check.lengths import find_lengths
-from mismatch_plugin.check.level import mismatch
+from mismatch_plugin.check.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
 from mismatch_plugin.check.numbers import find_fills, find_numbers
 from mismatch_plugin.check.populations import find_split, find_stale_server
 from mismatch_plugin.check.precision import find_precision
+from mismatch_plugin.check.prompt import find_wrong_prompt
 from mismatch_plugin.check.scale import find_scale
+from mismatch_plugin.check.size import find_size
+from mismatch_plugin.check.tokenisation import find_retokenised
 from mismatch_plugin.check.versions import find_versions
 from mismatch_plugin.check.weights import find_not_updated
 
@@ -28,7 +31,7 @@ class Detector(NamedTuple):
 
     compares: faults of it that show only next to a training side. alone: it finds others in the records alone.
     ends: after these nothing that follows in its stage can be told. as_given: it looks at the values before any fix.
-    unless: not asked where one of these was named before, which looks the same to it.
+    unless: these explain what it would find; named before, in any stage, it is left out.
     """
 
     find: Callable[[Batch], Outcome]
@@ -39,9 +42,13 @@ class Detector(NamedTuple):
     unless: tuple[FaultName, ...] = ()
 
 
-OTHER_TEXT: tuple[FaultName, ...] = (
-    *("unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server"),
-)
+_OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
+_OTHER_TEXT: tuple[FaultName, ...] = (
+    "unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server",
+)  # fmt: skip
+_OLD_WEIGHTS: tuple[FaultName, ...] = (
+    "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs",
+)  # fmt: skip
 
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
@@ -49,6 +56,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_null_eos, alone=True),
         Detector(find_scale, ("log_base",), alone=True),
         Detector(find_numbers, alone=True),
+        Detector(find_retokenised, ("retokenised",)),
         Detector(find_swapped, ("swapped_samples",)),
         Detector(find_lengths, ("boundary",)),
         Detector(find_shift, ("shift_by_one", "boundary")),
@@ -57,19 +65,27 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     ),
     (  # Two distributions that differ by what one side left out: whole ones if there are any, then sampled tokens.
         Detector(find_in_distributions, ends=("shift_by_one",)),
-        Detector(find_unrelated, ("unrelated",), ends=("unrelated",)),
-        Detector(find_temperature, ("temperature",)),
-        Detector(find_penalty, ("penalty",)),
+        Detector(find_wrong_prompt, ("wrong_prompt",), unless=("prompt_ids", "temperature", "penalty")),
+        Detector(find_unrelated, ("unrelated",), ends=("unrelated",), unless=("wrong_prompt",)),
+        Detector(find_temperature, ("temperature",), unless=("wrong_prompt",)),
+        Detector(find_penalty, ("penalty",), unless=("wrong_prompt",)),
         Detector(find_truncation, alone=True),
     ),
     (  # Other weights: one server's, or all of them.
         Detector(find_stale_server, ("stale_server",)),
-        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=OTHER_TEXT),
-        Detector(find_split, unless=(*OTHER_TEXT, "weights_not_updated", "weights_partly_updated")),
+        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=_OTHER_TEXT),
+        Detector(find_split, unless=(*_OTHER_TEXT, "weights_not_updated", "weights_partly_updated")),
     ),
     (
         Detector(find_precision, alone=True, as_given=True),
         Detector(find_versions, ("staleness",), alone=True),
+    ),
+    (  # What is left: the size of the gap, where nothing above explains it.
+        Detector(
+            find_size,
+            ("moe_routing", "quantised", "far_apart"),
+            unless=("prompt_ids", "retokenised", *_OTHER_DISTRIBUTION, *_OLD_WEIGHTS),
+        ),
     ),
 )
 """A fault that one detector of a later stage than the first named is not looked for again by the next ones there."""
@@ -91,8 +107,8 @@ def check_batch(
     for number, stage in enumerate(STAGES):
         named: set[FaultName] = set()
         for detector in stage:
-            before = {item.fault for item in found if isinstance(item, Finding)}
-            if not (detector.alone or given.has_training) or before & {*detector.unless}:
+            known = {item.fault for item in found if isinstance(item, Finding)}
+            if not (detector.alone or given.has_training) or known & {*detector.unless}:
                 continue
             items, after = detector.find(given if detector.as_given else batch)
             batch = batch if detector.as_given else after
@@ -104,29 +120,51 @@ def check_batch(
     findings = [item.model_copy(update={"accepted": item.fault in accept}) for item in findings]
     undecided = [item for item in found if isinstance(item, Undecided)]
     before, after = mismatch(given), mismatch(batch)
+    compared = len(batch.tokens)
+    few = given.has_training and compared < ENOUGH_TOKENS
+    status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
+    remark = equal_sides(batch)
     return CheckResult(
-        status="faults" if any(not item.accepted for item in findings) else "clean",
-        verdict=_verdict(findings, undecided, before, given),
+        status=status,
+        verdict=_verdict(status, findings, undecided, after, compared, given),
         samples=len(given),
         tokens=given.token_count,
         findings=tuple(findings),
         undecided=tuple(undecided),
         mismatch=before,
         fixed=after if after != before else None,
-        notes=tuple(notes),
+        notes=(*notes, *([remark] if remark else [])),
     )
 
 
-def _verdict(findings: Sequence[Finding], undecided: Sequence[Undecided], level: Mismatch | None, batch: Batch) -> str:
-    """One line."""
-    faults = [item for item in findings if not item.accepted]
+def _verdict(
+    status: Status,
+    findings: Sequence[Finding],
+    undecided: Sequence[Undecided],
+    level: Mismatch | None,
+    compared: int,
+    batch: Batch,
+) -> str:
+    """One line. level: once what was found is undone."""
     looked = f"{len(batch)} samples, {batch.token_count} tokens"
-    if faults:
-        names = ", ".join(dict.fromkeys(item.fault for item in faults))
-        return f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in {looked}: {names}."
-    open_faults = dict.fromkeys(name for item in undecided for name in item.faults)
-    caveat = f" Not decided: {', '.join(open_faults)}." if open_faults else ""
-    accepted = f" Accepted: {', '.join(dict.fromkeys(item.fault for item in findings))}." if findings else ""
+    if status == "faults":
+        faults: list[FaultName] = [item.fault for item in findings if item.counts]
+        return f"{len(faults)} fault{'s' if len(faults) > 1 else ''} in {looked}: {_names(faults)}."
+    said: dict[str, list[FaultName]] = {
+        "Accepted": [item.fault for item in findings if item.accepted],
+        "Noted": [item.fault for item in findings if not item.accepted],
+        "Not decided": [name for item in undecided for name in item.faults],
+    }
+    more = "".join(f" {what}: {_names(names)}." for what, names in said.items() if names)
+    if status == "undecided":
+        return (
+            f"Not decided in {looked}: {compared} tokens can be compared, {ENOUGH_TOKENS} are needed; no fault so "
+            f"far.{more}"
+        )
     if level is None:
-        return f"No fault in {looked}, without a comparison of the two sides.{accepted}{caveat}"
-    return f"No fault in {looked}: {level}.{accepted}{caveat}"
+        return f"No fault in {looked}, without a comparison of the two sides.{more}"
+    return f"No fault in {looked}: {level}, {size_class(level)}.{more}"
+
+
+def _names(faults: Sequence[FaultName]) -> str:
+    return ", ".join(dict.fromkeys(faults))

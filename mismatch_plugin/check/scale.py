@@ -17,8 +17,9 @@ SMALLEST = 0.01
 """Nearer to 0 the ratio of two log-probs is mostly noise."""
 MIN_TOKENS = 45
 """Of the batch, to judge the base: 15 a third."""
-BASE_TOLERANCE = 0.06
-"""Of log(ratio of the sides) in each third of the tokens, ordered by size: proportional means the same everywhere."""
+BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
+"""Of log(ratio of the sides) in each third of the tokens, ordered by size: proportional means the same everywhere. So
+many standard errors of the median are added, up to the last number. Temperatures near the log of a base lie outside."""
 BASE_SPREAD = 0.2
 """Typical deviation from that ratio among the largest third, at most."""
 
@@ -109,12 +110,16 @@ def _base(batch: Batch) -> Outcome:
     log_ratio = np.log(tokens.rollout / tokens.training)
     parts = np.array_split(np.argsort(tokens.rollout * tokens.training), 3)
     thirds = [float(np.median(log_ratio[part])) for part in parts]
-    if np.median(np.abs(log_ratio[parts[2]] - thirds[2])) > BASE_SPREAD:
+    spreads = [float(np.median(np.abs(log_ratio[part] - third))) for part, third in zip(parts, thirds, strict=True)]
+    # Median of n normal values: 1.253 σ/√n, and σ is 1.483 times their median deviation.
+    errors = [1.86 * spread / math.sqrt(len(part)) for part, spread in zip(parts, spreads, strict=True)]
+    allowed = [min(BASE_TOLERANCE + BASE_ERRORS * error, BASE_WORST) for error in errors]
+    if spreads[2] > BASE_SPREAD:
         return [], batch  # not proportional at all, whatever the medians happen to be
     for side, base in product(SIDES, (2.0, 10.0)):
         factor = math.log(base)  # numbers of base b are natural ones / ln b
         expected = -math.log(factor) if side == "rollout" else math.log(factor)
-        if max(abs(third - expected) for third in thirds) > BASE_TOLERANCE:
+        if any(abs(third - expected) > most for third, most in zip(thirds, allowed, strict=True)):
             continue
         finding = batch.finding(
             "log_base",

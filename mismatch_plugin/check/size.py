@@ -1,10 +1,11 @@
-"""The size of a gap that no fault explains: few tokens far off (MoE routers), weights of low precision, or too large."""
+"""The size of a gap that no fault explains: few tokens far off (MoE routers), weights of low precision, or too much."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
@@ -25,16 +26,16 @@ of the mean place in the response, and share of the commonest id, at most."""
 HUGE, NEARLY_ALL = 1.0, 0.8
 """Few tokens that follow a pattern are named where they are so many nats apart and make nearly all of k3."""
 BETWEEN_SAMPLES = 3.0
-"""90th over 10th percentile of the samples' mean relative gap: above it they are not of one kind (measured: int8 1.7, two
-servers of different weights 11 to 42)."""
+"""90th over 10th percentile of the samples' mean relative gap: above it they are not of one kind (measured: int8 1.7,
+two servers of different weights 11 to 42)."""
 FLAT = 1.6
-"""Largest over smallest logit noise in five classes of log-prob (measured: int8 to int4 1.2 to 1.5; real optimizer steps
-from 1.9 on)."""
+"""Largest over smallest logit noise in five classes of log-prob (measured: int8 to int4 1.2 to 1.5; real optimizer
+steps from 1.9 on)."""
 CLASSES = (0.05, 0.5, 1.0, 2.0, 4.0, math.inf)
 MIN_CLASS = 20
 NOISE_FORMS = ((0.06, "bf16-like"), (0.2, "fp8- or int8-like"), (math.inf, "int6- to int4-like"))
-"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1, int6
-.14 to .4, int4 .8 to 2."""
+"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1,
+int6 .14 to .4, int4 .8 to 2."""
 
 ROUTING_FIX = (
     "Of a MoE model: replay the rollout's routing in the trainer (return_routed_experts, routing replay), or cut such "
@@ -45,7 +46,7 @@ QUANTISED_FIX = (
     "3.7e-4), with scales of the same blocks, and give the KV cache the same dtype; or correct for it by weights."
 )
 FAR_FIX = (
-    "Find the cause before any correction: score the same ids by both engines with the same weights at learning rate 0; "
+    "Find the cause before any correction: score the same ids by both engines with the same weights (learning rate 0); "
     "check weight updates (checksums), prompt ids, chat template, position ids and attention mask of packed sequences."
 )
 
@@ -68,7 +69,13 @@ class Gaps:
         told = measured.informative
         tokens, size, typical = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
         return cls(
-            batch, tokens.gap, -tokens.rollout, typical, size / np.maximum(typical, 1e-9), tokens.sample, tokens.position
+            batch,
+            tokens.gap,
+            -tokens.rollout,
+            typical,
+            size / np.maximum(typical, 1e-9),
+            tokens.sample,
+            tokens.position,
         )
 
     @cached_property
@@ -110,7 +117,7 @@ def find_size(batch: Batch) -> Outcome:
 
 
 def is_far(batch: Batch) -> bool:
-    """k3 or mean |gap| is above its bar by `SURE` standard errors, of samples where there are enough, else of tokens."""
+    """k3 or mean |gap| is above its bar by `SURE` standard errors, of samples where there are 8, else of tokens."""
     tokens = batch.tokens
     clamped = np.clip(tokens.gap, -CLAMP, CLAMP)
     groups = tokens.sample if len(np.unique(tokens.sample)) >= 8 else np.arange(len(tokens))
@@ -156,7 +163,9 @@ def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
     up = float((gaps.gap[chosen] > 0).mean())
     all_of = np.bincount(gaps.sample, minlength=samples)
     expected = all_of[all_of > 0] * chosen.mean()
-    spread = float(((np.bincount(gaps.sample[chosen], minlength=samples)[all_of > 0] - expected) ** 2 / expected).mean())
+    spread = float(
+        ((np.bincount(gaps.sample[chosen], minlength=samples)[all_of > 0] - expected) ** 2 / expected).mean()
+    )
     if often.max() > ONE_ID * count:
         return f"{often.max()} of them are id {names[np.argmax(often)]}"
     if min(up, 1 - up) < ONE_SIGN:
@@ -181,7 +190,12 @@ def _few_finding(gaps: Gaps, chosen: Bools, name: FaultName, where: str, far: bo
         f"{sizes.max():.2g} nats apart and make {share:.0%} of k3, the others {np.median(rest):.2g} (median): {where}, "
         f"{like if name == 'moe_routing' else acts}.",
         ROUTING_FIX if name == "moe_routing" else FAR_FIX,
-        {"tokens": len(sizes), "fraction": float(chosen.mean()), "share_of_k3": share, "median": float(np.median(rest))},
+        {
+            "tokens": len(sizes),
+            "fraction": float(chosen.mean()),
+            "share_of_k3": share,
+            "median": float(np.median(rest)),
+        },
         far,
         sure=name == "moe_routing",
     )
@@ -218,7 +232,7 @@ def _quantised(gaps: Gaps) -> Finding | None:
 def _logit_noise(gaps: Gaps) -> list[float] | None:
     """Median |d| / (1 − p) over .6745, by class of log-prob; None with fewer than three classes."""
     noise = np.abs(gaps.gap) / -np.expm1(-np.maximum(gaps.depth, 1e-6)) / 0.6745
-    parts = [noise[(gaps.depth >= low) & (gaps.depth < high)] for low, high in zip(CLASSES, CLASSES[1:], strict=False)]
+    parts = [noise[(gaps.depth >= low) & (gaps.depth < high)] for low, high in pairwise(CLASSES)]
     found = [float(np.median(part)) for part in parts if len(part) >= MIN_CLASS]
     return found if len(found) >= 3 else None
 
@@ -238,13 +252,15 @@ def _far(gaps: Gaps) -> Finding:
     fits = ""
     if noise and max(noise) <= FLAT * min(noise):
         form = next(name for bar, name in NOISE_FORMS if float(np.median(noise)) <= bar)
-        fits = f" It has the form of noise in all logits ({np.median(noise):.2g} nats, {form}): other weights, or low precision."
+        fits = (
+            f" It looks like noise in all logits ({np.median(noise):.2g} nats, {form}): other weights, low precision."
+        )
     return _finding(
         gaps,
         np.abs(gaps.gap) > FAR_ABS_MEAN,
         "far_apart",
-        f"Mean |gap| {size.mean():.3g} nats, k3 {k3:.3g} over {len(size)} tokens: more than any sound pair of engines is "
-        f"known to have (mean |gap| {FAR_ABS_MEAN}, k3 {FAR_K3}), and no known fault explains it.{fits}",
+        f"Mean |gap| {size.mean():.3g} nats, k3 {k3:.3g} over {len(size)} tokens: more than any sound pair of engines "
+        f"is known to have (mean |gap| {FAR_ABS_MEAN}, k3 {FAR_K3}), and no known fault explains it.{fits}",
         FAR_FIX,
         {"abs_mean": float(size.mean()), "k3": k3},
         True,
@@ -253,7 +269,15 @@ def _far(gaps: Gaps) -> Finding:
 
 
 def _finding(
-    gaps: Gaps, chosen: Bools, name: FaultName, evidence: str, fix: str, numbers: dict[str, float], far: bool, *, sure: bool
+    gaps: Gaps,
+    chosen: Bools,
+    name: FaultName,
+    evidence: str,
+    fix: str,
+    numbers: dict[str, float],
+    far: bool,
+    *,
+    sure: bool,
 ) -> Finding:
     at = int(np.argmax(chosen))
     samples = [gaps.batch.samples[index] for index in np.unique(gaps.sample[chosen])] or list(gaps.batch.samples)

@@ -1,4 +1,4 @@
-"""Ids that are others on the training side from some position of a response on: what is before agrees, what follows not.
+"""Ids that are others on the training side from some position of a response on: only what is before agrees.
 
 Seen in the log-probs alone, where the training side does not tell its ids.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mismatch_plugin.check.alignment import moved
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome, Sample, Tokens
 from mismatch_plugin.check.distance import compare, distances
 from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.identity import IDS_FIX
@@ -22,12 +22,22 @@ FAR, TIMES = 0.3, 8.0
 """A token is far off by so many nats at least, and so many times what is usual at its log-prob."""
 INSIDE, ELSEWHERE = 0.5, 0.03
 """Share of far tokens in such a stretch, and outside it at least: MoE routers flip for one token in a hundred or so."""
-MIN_FAR, MIN_BEFORE = 6, 4
-"""Tokens inside that are far, and tokens before it, near certain ones aside."""
-CHANCE = 1e-4
-"""That tokens which are far independently of each other make one such stretch somewhere in the batch."""
 NEAR_VERSION = 3
 """A stretch that begins so near to a change of weights is that change's."""
+
+
+class _Bar(NamedTuple):
+    """far, before: tokens inside that are far, and tokens before it, near certain ones aside. chance: that tokens which
+    are far independently of each other make one such stretch, in the batch or in the one sample."""
+
+    far: int
+    before: int
+    chance: float
+    whole_batch: bool
+
+
+BARS = (_Bar(6, 4, 1e-4, True), _Bar(3, 1, 0.05, False))
+"""The first must be met by one sample; then others of the batch are judged each alone, by the second."""
 
 
 class Stretch(NamedTuple):
@@ -43,7 +53,7 @@ class Stretch(NamedTuple):
     @property
     def to_the_end(self) -> bool:
         """Nothing that agrees follows."""
-        return self.sample.tokens - self.stop < MIN_BEFORE
+        return self.sample.tokens - self.stop < 4
 
 
 def find_retokenised(batch: Batch) -> Outcome:
@@ -56,25 +66,34 @@ def find_retokenised(batch: Batch) -> Outcome:
     told = measured.informative
     tokens, size = measured.tokens.where(told), measured.size[told]
     far = size > np.maximum(FAR, TIMES * measured.ordinary[told])
-    if far.sum() < MIN_FAR:
+    if far.sum() < BARS[0].far:
         return [], batch
     counts = np.bincount(tokens.sample)
     shares = np.bincount(tokens.sample, far)[counts > 0] / counts[counts > 0]
     scores = _scores(far, min(max(ELSEWHERE, float(np.median(shares))), INSIDE / 2))
     found: list[Stretch] = []
-    for at, first, last in _best(scores, tokens.sample, math.log(len(far) / CHANCE)):
-        begin = int(np.searchsorted(tokens.sample, at))
-        before, inside = size[begin:first], size[first : last + 1]
-        if far[first : last + 1].sum() < MIN_FAR or len(before) < MIN_BEFORE:
-            continue
-        start, stop = int(tokens.position[first]), int(tokens.position[last]) + 1
-        item = Stretch(batch.samples[at], start, stop, float(before.mean()), float(inside.mean()))
-        if _agreed(before, inside, len(batch)) and not _otherwise(item):
-            found.append(item)
+    for bar in BARS:
+        if found or bar.whole_batch:
+            found = _stretches(batch, tokens, size, far, scores, bar)
     changed = {
         item.sample.index: {"mask": item.sample.mask & (np.arange(item.sample.tokens) < item.start)} for item in found
     }
     return [_finding(batch, found)] if found else [], batch.with_values(changed)
+
+
+def _stretches(batch: Batch, tokens: Tokens, size: Floats, far: Bools, scores: Floats, bar: _Bar) -> list[Stretch]:
+    samples, longest = (len(batch), len(far)) if bar.whole_batch else (1, max(sample.tokens for sample in batch))
+    found: list[Stretch] = []
+    for at, first, last in _best(scores, tokens.sample, math.log(longest / bar.chance)):
+        begin = int(np.searchsorted(tokens.sample, at))
+        before, inside = size[begin:first], size[first : last + 1]
+        if far[first : last + 1].sum() < bar.far or len(before) < bar.before:
+            continue
+        start, stop = int(tokens.position[first]), int(tokens.position[last]) + 1
+        item = Stretch(batch.samples[at], start, stop, float(before.mean()), float(inside.mean()))
+        if _agreed(before, inside, samples / bar.chance) and not _otherwise(item):
+            found.append(item)
+    return found
 
 
 def _scores(far: Bools, rate: float) -> Floats:
@@ -98,11 +117,11 @@ def _best(scores: Floats, owner: Ints, least: float) -> list[tuple[int, int, int
     return found
 
 
-def _agreed(before: Floats, inside: Floats, samples: int) -> bool:
+def _agreed(before: Floats, inside: Floats, odds: float) -> bool:
     """What is before is not part of it by chance: log-likelihood ratio of |gap| as exponential of its own mean there,
     against the mean inside."""
     own, other = max(float(before.mean()), 1e-3), float(inside.mean())
-    return own < other and len(before) * (math.log(other / own) - 1 + own / other) > math.log(samples / CHANCE)
+    return own < other and len(before) * (math.log(other / own) - 1 + own / other) > math.log(odds)
 
 
 def _otherwise(item: Stretch) -> bool:
@@ -122,7 +141,7 @@ def _moved_on(item: Stretch) -> int | None:
     inside = own._replace(valid=own.valid & (np.arange(len(own.valid)) >= item.start))
     found = [(lag, compare(inside, moved(item.sample, lag))) for lag in LAGS]
     lag, best = min(found, key=lambda pair: pair[1].other)
-    return lag if best.tokens >= MIN_FAR and best.clearly_better(0.5, 3.0, 0.1) else None
+    return lag if best.tokens >= BARS[-1].far and best.clearly_better(0.5, 3.0, 0.1) else None
 
 
 def _finding(batch: Batch, found: list[Stretch]) -> Finding:
@@ -130,11 +149,11 @@ def _finding(batch: Batch, found: list[Stretch]) -> Finding:
     lags = [lag for lag in map(_moved_on, found) if lag is not None]
     ending = sum(item.to_the_end for item in found)
     until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
-    why = f"; what follows fits {lags[0]:+d} position in {len(lags)} of them, as where one token became two" * bool(lags)
+    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} position on, as where one token became two" * bool(lags)
     return batch.finding(
         "retokenised",
         "both",
-        f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {_mean(found, 'before'):.3g} nats) "
+        f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {_mean(found, 'before'):.3g}) "
         f"and are far apart from there on ({_mean(found, 'inside'):.3g}), {until}; in sample {first.sample.index} from "
         f"position {first.start} of {first.sample.tokens}{why}: the training side scores other ids there.",
         IDS_FIX,

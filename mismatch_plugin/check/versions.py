@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Bools, Floats, Outcome, Sample
 from mismatch_plugin.check.findings import Item, Undecided
 
 INSIDE_FIX = (
@@ -40,15 +40,22 @@ def version_number(version: str | int) -> int | None:
     return int(found[1]) if found else None
 
 
-def _trained(sample: Sample) -> list[tuple[int, str]]:
-    """(position, version) of the tokens that train."""
-    versions = enumerate(sample.record.version_of_token)
-    return [(at, version) for at, version in versions if version is not None and sample.mask[at]]
+def _by_version(sample: Sample) -> dict[str, Bools]:
+    """version → [n] which of its tokens train."""
+    found: dict[str, Bools] = {}
+    for span in sample.record.weight_versions:
+        inside = sample.mask.copy()
+        inside[: span.start] = inside[span.end :] = False
+        if inside.any():
+            found[span.version] = found[span.version] | inside if span.version in found else inside
+    return found
 
 
 def _mixed(batch: Batch) -> list[Item]:
-    of_samples = [(sample, {version for _, version in _trained(sample)}) for sample in batch]
-    counts = Counter(version for sample in batch for _, version in _trained(sample))
+    of_samples = [(sample, _by_version(sample)) for sample in batch]
+    counts: Counter[str] = Counter()
+    for _, versions in of_samples:
+        counts.update({version: int(where.sum()) for version, where in versions.items()})
     if len(counts) < 2:
         return []
     most = counts.most_common(5)
@@ -62,11 +69,11 @@ def _mixed(batch: Batch) -> list[Item]:
         place, fix = inside[0].place(position), INSIDE_FIX
         where = f"{len(inside)} of {len(batch)} responses change version inside, the first at position {position}"
     else:
-        place, fix = next(sample for sample, versions in of_samples if versions - {most[0][0]}).place(0), BETWEEN_FIX
+        place, fix = next(sample for sample, versions in of_samples if {*versions} - {most[0][0]}).place(0), BETWEEN_FIX
         where = "no response changes version inside, but samples differ"
     shown = ", ".join(f"{version!r} {count}" for version, count in most)
-    gaps = ", ".join(f"{name!r} {gap:.3g}" for name, gap in _gaps(batch, [version for version, _ in most]))
-    gap_text = f"; mean |difference| {gaps}" if gaps else ""
+    gaps = ", ".join(f"{name!r} {gap:.3g}" for name, gap in _gaps(of_samples, [version for version, _ in most]))
+    gap_text = f"; mean |gap| {gaps} nats" if gaps else ""
     return [
         batch.finding(
             "mixed_versions",
@@ -81,36 +88,38 @@ def _mixed(batch: Batch) -> list[Item]:
     ]
 
 
-def _gaps(batch: Batch, versions: Sequence[str]) -> list[tuple[str, float]]:
+def _gaps(of_samples: Sequence[tuple[Sample, dict[str, Bools]]], versions: Sequence[str]) -> list[tuple[str, float]]:
     """Mean |d| of each version's tokens."""
-    gaps: dict[str | None, list[float]] = defaultdict(list)
-    for sample in batch:
-        named = sample.record.version_of_token
-        for at in np.flatnonzero(sample.usable):
-            gaps[named[at]].append(abs(sample.training[at] - sample.rollout[at]))
-    return [(version, float(np.mean(gaps[version]))) for version in versions if gaps[version]]
+    gaps: dict[str, list[Floats]] = defaultdict(list)
+    for sample, named in of_samples:
+        for version, where in named.items():
+            at = where & sample.usable
+            if version in versions and at.any():
+                gaps[version].append(np.abs(sample.training[at] - sample.rollout[at]))
+    return [(version, float(np.concatenate(gaps[version]).mean())) for version in versions if version in gaps]
 
 
 def _stale(batch: Batch) -> list[Item]:
-    late: list[tuple[int, Sample, int]] = []  # steps behind, sample, position
+    late: list[tuple[int, Sample, Bools]] = []  # steps behind, sample, which of its tokens
     unreadable = ""
     for sample in batch:
         trainer = sample.told.weight_version
         if trainer is None:
             continue
         ahead = version_number(trainer)
-        for position, version in _trained(sample):
+        for version, where in _by_version(sample).items():
             number = version_number(version)
             if version == str(trainer):
                 continue
             if ahead is None or number is None:
                 unreadable = f"{version!r} and {str(trainer)!r}"
             elif not 0 <= ahead - number <= batch.max_staleness:
-                late.append((ahead - number, sample, position))
+                late.append((ahead - number, sample, where))
     if not late:
         reason = f"versions {unreadable} do not end in numbers, so steps cannot be counted"
         return [Undecided(faults=("staleness",), reason=reason)] if unreadable else []
-    steps, sample, position = max(late, key=lambda item: abs(item[0]))
+    steps, sample, where = max(late, key=lambda item: abs(item[0]))
+    position, count = int(np.argmax(where)), sum(int(where.sum()) for _, _, where in late)
     samples = [batch.samples[index] for index in sorted({sample.index for _, sample, _ in late})]
     trainer = str(sample.told.weight_version)
     distance = f"up to {steps} steps behind" if steps > 0 else f"{-steps} steps ahead of"
@@ -118,15 +127,15 @@ def _stale(batch: Batch) -> list[Item]:
         batch.finding(
             "staleness",
             "rollout",
-            f"{len(late)} tokens of {len(samples)} of {len(batch)} samples were sampled by weights {distance} the "
+            f"{count} tokens of {len(samples)} of {len(batch)} samples were sampled by weights {distance} the "
             f"trainer's version {trainer!r}; {batch.max_staleness} allowed.",
             BEHIND_FIX if steps > 0 else AHEAD_FIX,
             samples,
-            tokens=len(late),
+            tokens=count,
             first=sample.place(position, rollout=sample.record.version_of_token[position], training=trainer),
             statistics={
                 "largest": steps,
-                "mean": float(np.mean([steps for steps, _, _ in late])),
+                "mean": float(sum(behind * where.sum() for behind, _, where in late) / count),
                 "allowed": batch.max_staleness,
             },
         )
