@@ -156,7 +156,15 @@ class _Data:
         self.plain = correct(self.packed, MismatchConfig(metrics="off"))
         self.tokens_N = self.plain.tokens_N
         self.known: dict[str, dict[str, Any]] = {}
+        self._last: tuple[str, Correction] | None = None
         self._clips: dict[PPOClip, tuple[Tensor, float]] = {}
+
+    def corrected(self, key: str, config: MismatchConfig) -> Correction:
+        """`correct`, or what it gave last where the key is that of the last one."""
+        if self._last is None or self._last[0] != key:
+            self._last = None  # its memory is free before the next one needs as much
+            self._last = key, correct(self.packed, config)
+        return self._last[1]
 
     @cached_property
     def signs(self) -> dict[str, Tensor]:
@@ -209,13 +217,14 @@ class _Data:
 
 def _prediction(setting: Setting, data: _Data) -> Prediction:
     config = setting.config
-    # Algorithms 2 and 3 share weights and decisions in the first step.
-    parts = {"tis", "rs", "use_tis", "rollout_log_prob_policy"} | ({"ppo"} if config.algorithm == 1 else set())
-    key = f"{config.algorithm == 1} {config.model_dump(include=parts)}"
+    # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
+    decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
+    shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
+    key = f"{shared} {config.ppo}" if config.algorithm == 1 else shared
     if key not in data.known:
         with no_notes():
             applied = config.replace(metrics="basic", dry_run=False)
-        data.known[key] = _figures(applied, data)
+        data.known[key] = _figures(applied, data.corrected(shared, applied), data)
     return Prediction(
         setting=setting.name,
         settings=setting.settings,
@@ -227,8 +236,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
 
 
 @torch.no_grad()
-def _figures(config: MismatchConfig, data: _Data) -> dict[str, Any]:
-    correction = correct(data.packed, config)
+def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
     metrics = correction.statistics.metrics()
     found: dict[str, Any] = {"kept": metrics[f"{PREFIX}accepted_token_fraction"]}
     keep = correction.keep

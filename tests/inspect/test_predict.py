@@ -249,7 +249,7 @@ def test_kept_by_length_is_of_thirds():
     packed = mp.PackedSequences.from_lists(
         rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * length for length in lengths]
     )
-    item = of_hand(packed, rs={"criteria": ["sequence_mean:ratio:0.5:2"]})
+    item = of_hand(packed, rs={"criteria": ["sequence_sum:ratio:0.5:2"]})
     assert item.kept_by_length == pytest.approx((1.0, 1.0, 6 / 11))
     same = mp.PackedSequences.from_lists(
         rollout_log_probs=rollout[:1] * 6, old_log_probs=old[:1] * 6, loss_masks=[[1]] * 6
