@@ -241,5 +241,7 @@ _SAFE = (
 
 
 def plain(value: Any) -> Any:
-    """A pickled numpy array as the array; anything else as it is."""
+    """A pickled numpy array as the array, a nested tensor as a list of tensors; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return list(value.unbind())
     return value.value if isinstance(value, _Array) else value
