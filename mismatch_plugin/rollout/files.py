@@ -156,10 +156,8 @@ def open_parquet(path: Path) -> Iterator[Any]:
                     f"write it in smaller ones."
                 )
             yield file
-    except (pa.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of the file system; others are what pyarrow says of its pages
-            raise
-        raise ValueError(f"{path} is no Parquet file, or cut or damaged: {error}.") from None
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{path} is no Parquet file: {error}.") from None
 
 
 def _read_parquet(path: Path) -> Iterator[RolloutRecord]:
