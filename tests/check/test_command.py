@@ -310,3 +310,20 @@ def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:
     more.write_text(more.read_text() + json.dumps({"index": 10_000, "train_log_probs": [-1.0]}) + "\n")
     result = _run(records, more)
     assert result.exit_code == 0 and "1 of its samples belong to no record" in result.output
+
+
+def test_a_trainers_dump_is_checked_with_the_side_that_it_holds(tmp_path: Path):
+    """One file with both sides; without the training side it is not enough; another format can be told."""
+    ids = torch.arange(64)[None].repeat(8, 1) + torch.arange(8)[:, None]
+    log_probs = -torch.rand(8, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    sides = {"responses": ids, "rollout_log_probs": log_probs, "old_log_probs": log_probs + 1e-3 * torch.randn(8, 64)}
+    torch.save({**sides, "response_mask": torch.ones(8, 64)}, tmp_path / "both.pt")
+    result = _run(tmp_path / "both.pt")
+    assert result.exit_code == 0, result.output
+    assert f"training side: {tmp_path / 'both.pt'}" in result.output.replace("\n", "")
+    torch.save({name: sides[name] for name in ("responses", "rollout_log_probs")}, tmp_path / "one.pt")
+    result = _run(tmp_path / "one.pt")
+    assert result.exit_code == 2 and "there is no training side" in result.output
+    assert _run(tmp_path / "one.pt", tmp_path / "both.pt").exit_code == 0
+    result = _run(tmp_path / "both.pt", "--format", "slime")
+    assert result.exit_code == 2 and "holds no list of samples" in " ".join(result.output.split())

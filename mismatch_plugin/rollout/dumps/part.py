@@ -17,7 +17,7 @@ class Part:
     """Both sides of some samples: `responses`, `scored`, or both, one each a sample.
 
     sample_ids, indexes: of `scored`, what a sample of a file of its own is matched by; empty: by order.
-    An index is the place in the rollout, or (step, place). missing: why there are no responses, in a dump of the training side alone.
+    An index is the place in the rollout, or (step, place). missing: why a dump of the training side has no responses.
     """
 
     responses: list[Response] = field(default_factory=list)

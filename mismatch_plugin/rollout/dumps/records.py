@@ -17,7 +17,9 @@ def _is_records(source: Source) -> bool:
     keys, fields = {*source.keys}, RolloutRecord.model_fields
     if source.kind not in ("jsonl", "parquet"):
         return False
-    return keys <= {*fields} or (keys >= _REQUIRED and not keys & {*NAMES["log_probs"]})
+    if keys >= _REQUIRED:
+        return not keys & {*NAMES["log_probs"]}
+    return keys <= {*fields} and bool(keys & _OWN)  # prompt ids may lack where nothing is told that only we write
 
 
 def _read(source: Source, options: Options) -> Part:
@@ -57,6 +59,7 @@ def _read_training(source: Source, options: Options) -> Part:
 
 
 _REQUIRED = {name for name, field in RolloutRecord.model_fields.items() if field.is_required()}
+_OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs"}
 RECORDS = Format("records", "rollout records of this package, .jsonl or .parquet", _is_records, _read)
 TRAINING = Format(
     "training",

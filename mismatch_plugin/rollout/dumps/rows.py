@@ -316,7 +316,11 @@ class RowReader:
         """One version: of the whole response. As many as turns: one a turn. Else it is not told which is whose."""
         if told is None or not len(trained):
             return ()
-        versions = [str(version) for version in (told if isinstance(told, (list, tuple)) else [values.scalar(told)])]
+        versions = list(told) if isinstance(told, (list, tuple)) else [values.scalar(told)]
+        if not all(isinstance(version, (str, int)) for version in versions):
+            self.counts[f"{self.columns.found['weight_versions']} is not read: give text or a number"] += 1
+            return ()
+        versions = [str(version) for version in versions]
         if len({*versions}) == 1:
             return (WeightSpan(version=versions[0], start=0, end=len(trained)),)
         edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)

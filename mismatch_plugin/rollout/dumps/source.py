@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -62,7 +63,7 @@ def open_source(path: Path) -> Source:
         content = open_npz(path)
         return Source(path, "npz", tuple(content), content)
     if head.startswith(b"PAR1"):
-        with open_parquet(path) as file:
+        with _parquet(path) as file:
             return Source(path, "parquet", tuple(file.schema_arrow.names))
     if head.lstrip()[:1] in (b"{", b"["):
         return _json(path)
@@ -128,8 +129,18 @@ def _json_rows(path: Path) -> Iterator[Row]:
         yield place, row
 
 
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open file; what pyarrow says of damaged pages names it."""
+    try:
+        with open_parquet(path) as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path} is cut or damaged: {error}.") from None
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with open_parquet(path) as file:
+    with _parquet(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_BATCH):
             columns = {name: _column(batch.column(at)) for at, name in enumerate(batch.schema.names)}

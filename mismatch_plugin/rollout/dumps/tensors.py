@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import re
 import zipfile
@@ -21,6 +22,10 @@ MAX_PICKLE = 1024 * MIB
 MAX_ARRAY = 4096 * MIB
 """Bytes of one tensor or array once it is unpacked."""
 _KINDS = "biuf"
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.float32, torch.bfloat16)
+}
 _INSTEAD = (
     "Save numbers, text and tensors only, for example torch.save({name: tensor, ...}, path) or "
     "numpy.savez(path, name=array, ...)."
@@ -203,6 +208,18 @@ def _tensordict(_: Any, state: Any) -> Any:
     return found
 
 
+def _consolidated(metadata: Any, storage: Any) -> dict[str, torch.Tensor]:
+    """A consolidated TensorDict: its tensors lie one behind the other in the bytes of `storage`."""
+    found = {}
+    for name, (kind, shape, start, stop, _) in metadata["leaves"].items():
+        dtype = _DTYPES[kind]
+        size = math.prod(shape)
+        if not isinstance(name, str) or name.startswith("<NJT"):
+            raise pickle.UnpicklingError("NJT")
+        found[name] = storage[start:stop].view(dtype)[:size].view(tuple(shape))
+    return found
+
+
 class _Inert:
     """An object of a trainer's own class: kept as nothing."""
 
@@ -233,6 +250,7 @@ _SAFE = (
     (_latin1, "_codecs.encode"),
     (DataProto, "verl.protocol.DataProto"),
     (_tensordict, "tensordict._reductions._make_td"),
+    (_consolidated, "tensordict._reductions._rebuild_tensordict_files_consolidated"),
     (_Name, "tensordict._td.TensorDict"),
     # Of a sample that trains a LoRA adapter; nothing of it is needed.
     (_Inert, "miles.utils.types.AdapterRef"),
@@ -241,5 +259,7 @@ _SAFE = (
 
 
 def plain(value: Any) -> Any:
-    """A pickled numpy array as the array; anything else as it is."""
+    """A pickled numpy array as the array, a nested tensor as a list of tensors; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return list(value.unbind())
     return value.value if isinstance(value, _Array) else value

@@ -62,9 +62,7 @@ def mask(value: Any, what: str) -> Bools:
     if found.dtype.kind != "b":
         wrong = np.flatnonzero((found != 0) & (found != 1))
         if len(wrong):
-            raise ValueError(
-                f"{what} holds {found[wrong[0]]:g} at position {wrong[0]}: 1 where a token trains, else 0."
-            )
+            raise ValueError(f"{what}, position {wrong[0]} is {found[wrong[0]]:g}: 1 where a token trains, else 0.")
     return found.astype(bool)
 
 
