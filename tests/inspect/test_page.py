@@ -211,3 +211,14 @@ def test_pictures():
     assert names["fault"] == names["undecided"] == ["distribution.png", "by_position.png"]
     of = pictures(hostile())[0]
     assert of.png.startswith(b"\x89PNG") and of.caption
+
+
+def test_bounds_outside_the_picture_are_said_to_be(tmp_path: Path):
+    base = diagnosis("normal")
+    assert base.recommendation is not None
+    for bound, said in ((2.0, False), (1e6, True)):
+        settings = {"use_tis": True, "tis": {"upper_bound": bound}}
+        advice = base.recommendation.model_copy(update={"settings": settings})
+        html, _ = write(base.model_copy(update={"recommendation": advice}), tmp_path)
+        assert ("the recommended bounds lie outside the picture" in html) == said
+        assert (">upper 2<" in html) != said
