@@ -11,10 +11,12 @@ from mismatch_plugin.inspect.result import Comparable, Diagnosis, Histograms
 from mismatch_plugin.inspect.words import Controls, controls_of
 
 BARS = 90
-_FAR = 4.0
-"""A bound so many times further out than the data is not drawn to scale: they would be a needle."""
+_FAR = 8.0
+"""A bound so many times further out than the data is not drawn: they would be a needle."""
+_LONG = 4.0
+"""The picture is at most so many times as wide as all data but `_TAILS`."""
 _TAILS = 1e-4
-"""Share on either side that may lie beyond the picture where it would be several times as wide with it."""
+"""Share on either side that may lie beyond the picture."""
 UNIT_NAMES = {"token": "tokens", "sequence": "responses (sum of log-ratios)", "geometric": "responses (mean log-ratio)"}
 
 
@@ -64,8 +66,8 @@ def _coarse(fine: Histograms, level: str, bounds: list[float]) -> Distribution:
     low, high = (ends[used[0]], ends[used[-1] + 1]) if len(used) else (-0.1, 0.1)
     near_low, near_high = (float(np.interp(share * below[-1], below, ends)) for share in (_TAILS, 1 - _TAILS))
     extent = max(abs(low), abs(high))
-    if extent > _FAR * (near := max(abs(near_low), abs(near_high))):
-        extent = _FAR * near
+    if extent > _LONG * (near := max(abs(near_low), abs(near_high))):
+        extent = _LONG * near
     shown = [abs(b) for b in bounds if abs(b) < _FAR * extent]
     extent = 1.08 * max(extent, *shown, 1e-6)
     edges = np.linspace(-extent, extent, BARS + 1)

@@ -34,6 +34,7 @@ from mismatch_plugin.inspect.words import (
     chosen_predictions,
     controls_of,
     count,
+    gate_words,
     headline,
     host_names,
     is_it_normal,
@@ -67,8 +68,11 @@ class Cell:
     value: float | str | None = None
 
 
-def write_page(diagnosis: Diagnosis, path: Path) -> Path:
-    """Write the page, whole or not at all. Raises ImportError where jinja2 is missing, OSError as `open`."""
+def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path:
+    """Write the page, whole or not at all. host: whose flags are in front.
+
+    Raises ImportError where jinja2 is missing, OSError as `open`.
+    """
     from mismatch_plugin.report.templates import environment
 
     script = files("mismatch_plugin").joinpath("inspect/page.js").read_text(encoding="utf-8")
@@ -104,6 +108,8 @@ def write_page(diagnosis: Diagnosis, path: Path) -> Path:
             settings=settings,
             modes=MODES,
             unit_names=UNIT_NAMES,
+            host=host,
+            gate=gate_words(diagnosis.gate) if diagnosis.gate else None,
             hosts=host_names(advice.flags) if advice else {},
             ranges=places_on_range(diagnosis.normal),
             size_table=_size_table(diagnosis),
@@ -137,7 +143,8 @@ def _settings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
     advice = diagnosis.recommendation
     found: list[dict[str, Any]] = []
     for item in diagnosis.predictions:
-        if (at := controls_of(item.settings)) is not None:
+        at = controls_of(item.settings)
+        if at is not None and item.algorithm != 1:  # there PPO-clip's own ratio is a weight, which no control has
             names = ("kept", "kept_positive", "kept_negative", "mean_weight", "ess")
             figures = {name: getattr(item, name) for name in names}
             best = advice is not None and advice.setting == item.setting
@@ -172,8 +179,7 @@ def _figures_of(group: Group) -> dict[str, float | None]:
 def _size_table(diagnosis: Diagnosis) -> Table:
     known = published(diagnosis)
     rows = tuple(
-        (title, f"{value} {unit}".strip(), span(known[title]) if title in known else NOTHING)
-        for title, value, unit in size_rows(diagnosis)
+        (title, f"{value} {unit}".strip(), known.get(title, NOTHING)) for title, value, unit in size_rows(diagnosis)
     )
     return Table("Figures", ("figure", "measured", "published"), rows)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 from matplotlib import rc_context
@@ -11,14 +12,21 @@ from matplotlib.figure import Figure
 from mismatch_plugin.inspect.drawing import UNIT_NAMES, advised, distribution, outside
 from mismatch_plugin.inspect.result import Diagnosis
 from mismatch_plugin.inspect.words import chosen_predictions
-from mismatch_plugin.report.plots import DASHES, MARKERS, PALETTE, SIZE, STYLE, Picture, plain, png
+from mismatch_plugin.report.plots import DASHES, MARKERS, PALETTE, SIZE, STYLE, Picture, plain, png, save
 
 
 def pictures(diagnosis: Diagnosis) -> list[Picture]:
-    """Those that the diagnosis has something for; `report.plots.save` writes them."""
+    """Those that the diagnosis has something for."""
     with rc_context(STYLE):
         drawn = [_distribution(diagnosis), _breakdown(diagnosis, "position"), _predictions(diagnosis)]
     return [picture for picture in drawn if picture is not None]
+
+
+def write_pictures(diagnosis: Diagnosis, folder: Path) -> list[Path]:
+    """Write them as files; returns their paths. Raises OSError where the folder cannot be written."""
+    drawn = pictures(diagnosis)
+    save(drawn, folder)
+    return [folder / picture.name for picture in drawn]
 
 
 def _distribution(diagnosis: Diagnosis) -> Picture | None:

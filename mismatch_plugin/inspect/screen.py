@@ -12,13 +12,12 @@ from mismatch_plugin.inspect.result import Diagnosis
 from mismatch_plugin.inspect.words import (
     chosen_predictions,
     count,
+    gate_words,
     headline,
     host_names,
     is_it_normal,
-    nats,
     published,
     size_rows,
-    span,
 )
 from mismatch_plugin.report.table import NOTHING, compact
 
@@ -135,8 +134,8 @@ def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:
     screen.say(f"{verdict.upper()}: {sentence}", style=STYLES[diagnosis.verdict], most=2)
     screen.say(is_it_normal(diagnosis))
     if (gate := diagnosis.gate) is not None:
-        said = "passed" if gate.passed else "FAILED"
-        screen.say(f"Gate {said}: k3 {nats(gate.value)} against {nats(gate.bar)} ({gate.source}).", most=2)
+        said, figures = gate_words(gate)
+        screen.say(f"Gate {said.upper()}: {figures}.", most=1)
     counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
     screen.say(f"Of {diagnosis.source} ({diagnosis.format}): {counted}.", rank=6, most=1)
 
@@ -160,7 +159,7 @@ def _size(screen: _Screen, diagnosis: Diagnosis) -> None:
     if not rows:
         return
     screen.lines.append(_Line(rank=9))
-    known = {figure: f"{span(item)}: {item.pair}" for figure, item in published(diagnosis).items()}
+    known = published(diagnosis)
     room = max(12, screen.width - 42)
     ranges = [screen.shortened(known.get(title, ""), room) for title, *_ in rows]
     table = [(title, f"{value} {unit}".strip(), text) for (title, value, unit), text in zip(rows, ranges, strict=True)]

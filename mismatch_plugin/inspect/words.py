@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
-from mismatch_plugin.inspect.result import Comparable, Diagnosis, Prediction, Verdict
+from mismatch_plugin.inspect.result import Diagnosis, Gate, Prediction, Verdict
 
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
@@ -83,29 +85,31 @@ def share(value: float) -> str:
 
 def is_it_normal(diagnosis: Diagnosis) -> str:
     """The answer to "is this normal?"."""
-    said = diagnosis.normality or "unknown: no range is published for this kind of pair."
-    yes = "by its size yes, but see the fault: " if diagnosis.verdict == "fault" else "yes, "
-    for start, answer in (("normal, ", yes), ("not normal for ", "no: for ")):
-        said = answer + said.removeprefix(start) if said.startswith(start) else said
-    said = f"not decided; so far: {said}" if diagnosis.verdict == "undecided" else said
-    return f"Is this normal? {said[:1].upper()}{said[1:]}"
+    said = diagnosis.normality or "unknown, since there is nothing to compare."
+    before = {"fault": "By its size ", "undecided": "Not decided; so far "}.get(diagnosis.verdict, "")
+    return f"Is this normal? {before}{said if before else said[:1].upper() + said[1:]}"
 
 
-def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
-    """Figure of `size_rows` → its published range, of the nearest kind of pair alone: from its lowest to its highest."""
-    titles = {"k3": "KL, k3", "KL": "KL, k1"}
-    found: dict[str, Comparable] = {}
+def published(diagnosis: Diagnosis) -> dict[str, str]:
+    """Figure of `size_rows` → the range published for the nearest kind of pair, with its name."""
+    titles = {"k3": "KL, k3", "KL": "KL, k3"}
+    found: dict[str, tuple[float, float]] = {}
     for item in diagnosis.normal:
         if item.pair == diagnosis.normal[0].pair:
-            title = titles.get(item.figure, item.figure)
-            low, high = (found[title].low, found[title].high) if title in found else (item.low, item.high)
-            found[title] = item.model_copy(update={"low": min(low, item.low), "high": max(high, item.high)})
-    return found
+            low, high = found.get(title := titles.get(item.figure, item.figure), (item.low, item.high))
+            found[title] = min(low, item.low), max(high, item.high)
+    return {title: f"{span(*ends)}: {diagnosis.normal[0].pair}" for title, ends in found.items()}
 
 
-def span(item: Comparable) -> str:
+def span(low: float, high: float) -> str:
     """`0.005 to 0.006`."""
-    return nats(item.low) if item.low == item.high else f"{nats(item.low)} to {nats(item.high)}"
+    return nats(low) if low == high else f"{nats(low)} to {nats(high)}"
+
+
+def gate_words(gate: Gate) -> tuple[str, str]:
+    """(whether it passed, the figures)."""
+    said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
+    return said, f"k3 {nats(gate.value)} nats a token against a bar of {nats(gate.bar)} ({gate.source})"
 
 
 def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
@@ -146,12 +150,13 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
 
 
-def controls_of(settings: dict[str, object]) -> Controls | None:
+def controls_of(settings: Mapping[str, object]) -> Controls | None:
     """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
+    given = dict(settings)
+    name = given.pop("preset", None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = MismatchConfig.build(settings)
+        with no_notes():
+            config = MismatchConfig.build(merge(find_preset(str(name)).settings() if name else {}, given))
     except ValueError:
         return None
     bounds = acting_bounds(config)

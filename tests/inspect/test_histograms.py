@@ -92,4 +92,5 @@ def test_where_a_setting_is_among_the_controls():
     )
     assert controls_of(SETTINGS["geo_rs"]) == Controls("geometric", "reject", 0.98, 1.02)
     assert controls_of({}) is None and controls_of(SETTINGS["token:k3:0.1"]) is None
-    assert controls_of({"no_such_setting": 1}) is None
+    assert controls_of({"no_such_setting": 1}) is None and controls_of({"preset": "no such"}) is None
+    assert controls_of({"preset": "seq_mis"}) == Controls("sequence", "truncate", None, 2.0)

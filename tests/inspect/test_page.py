@@ -202,12 +202,30 @@ def test_on_paper_everything_is_open(tmp_path: Path, browser: Browser):
     browser.call("Emulation.setEmulatedMedia", media="")
 
 
-def test_pictures():
+def test_pictures(tmp_path: Path):
     pytest.importorskip("matplotlib", reason="pictures need matplotlib (extra lab)")
-    from mismatch_plugin.inspect.pictures import pictures
+    from mismatch_plugin.inspect.pictures import pictures, write_pictures
 
+    written = write_pictures(diagnosis("fault"), tmp_path / "new")
+    assert [path.name for path in written] == [path.name for path in sorted((tmp_path / "new").iterdir())][::-1]
     names = {verdict: [picture.name for picture in pictures(diagnosis(verdict))] for verdict in VERDICTS}
     assert names["large"] == ["distribution.png", "by_position.png", "predictions.png"]
     assert names["fault"] == names["undecided"] == ["distribution.png", "by_position.png"]
     of = pictures(hostile())[0]
     assert of.png.startswith(b"\x89PNG") and of.caption
+
+
+def test_the_chosen_hosts_flags_are_in_front(tmp_path: Path):
+    html = write_page(diagnosis("normal"), tmp_path / "report.html", host="verl").read_text(encoding="utf-8")
+    assert re.findall(r'aria-selected="true">([^<]*)', html) == ["verl"]
+
+
+def test_bounds_outside_the_picture_are_said_to_be(tmp_path: Path):
+    base = diagnosis("normal")
+    assert base.recommendation is not None
+    for bound, said in ((2.0, False), (1e6, True)):
+        settings = {"use_tis": True, "tis": {"upper_bound": bound}}
+        advice = base.recommendation.model_copy(update={"settings": settings})
+        html, _ = write(base.model_copy(update={"recommendation": advice}), tmp_path)
+        assert ("the recommended bounds lie outside the picture" in html) == said
+        assert (">upper 2<" in html) != said

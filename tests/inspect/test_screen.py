@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mismatch_plugin.check.findings import Place
 from mismatch_plugin.inspect import words
-from mismatch_plugin.inspect.result import Comparable, Diagnosis, Verdict
+from mismatch_plugin.inspect.result import Diagnosis, Gate, Verdict
 from mismatch_plugin.inspect.screen import show
 from tests.inspect.diagnoses import FLAGS, diagnosis
 
@@ -55,7 +55,7 @@ def test_the_cause_tells_evidence_place_and_fix():
         "first: sample 0 (prompt-17/3), position 0: rollout -1.204, training -3.417",
         "fix: send the weights after every optimizer step",
         "also moe_routing (possible): 0.2 % of tokens",
-        "Gate FAILED: k3 0.181 against 0.01",
+        "Gate FAILED: k3 0.181 nats a token against a bar of 0.01",
     ):
         assert part in text
     assert "Cause" not in "\n".join(shown(diagnosis("normal")))
@@ -91,17 +91,28 @@ def test_terminal_commands_and_wide_letters_in_names_are_harmless():
 
 
 def test_is_this_normal():
-    def of(where: str, value: float, verdict: Verdict = "normal") -> str:
-        fields = {"pair": "dense", "figure": "k3", "low": 0.01, "high": 0.02, "value": value, "where": where}
-        item = Comparable.model_validate(fields | {"source": ""})
-        return words.is_it_normal(BASE.model_copy(update={"verdict": verdict, "normal": (item,)}))
+    def of(verdict: Verdict, normality: str) -> str:
+        return words.is_it_normal(BASE.model_copy(update={"verdict": verdict, "normality": normality}))
 
-    assert of("inside", 0.015).startswith("Is this normal? Yes: k3 0.015 nats a token; published for dense: 0.01 to")
-    assert of("below", 0.001).endswith("(this is below it).")
-    assert of("above", 0.1).startswith("Is this normal? No: ") and "5 times the upper end" in of("above", 0.1)
-    assert "but see the fault" in of("inside", 0.015, "fault")
-    assert "Not decided" in of("inside", 0.015, "undecided")
-    assert "Unknown" in words.is_it_normal(diagnosis("normal", normal=()))
+    assert of("normal", "normal, as published.") == "Is this normal? Normal, as published."
+    assert of("fault", "not normal.") == "Is this normal? By its size not normal."
+    assert of("undecided", "normal.") == "Is this normal? Not decided; so far normal."
+    assert of("normal", "").startswith("Is this normal? Unknown, since")
+
+
+def test_published_ranges_are_of_the_nearest_pair():
+    first, other, k3 = BASE.normal
+    wider = first.model_copy(update={"low": 0.001, "high": 0.01})
+    of = BASE.model_copy(update={"normal": (first, other, k3, wider)})
+    assert words.published(of) == {"mean |Δ log p|": "0.001 to 0.02: dense bf16"}
+    assert words.published(BASE.model_copy(update={"normal": ()})) == {}
+
+
+@pytest.mark.parametrize(("passed", "said"), [(True, "PASSED"), (False, "FAILED"), (None, "NOT DECIDED, TOO FEW")])
+def test_the_gate_is_told(passed: bool | None, said: str):
+    gate = Gate(value=0.5, bar=0.01, passed=passed, source="by hand")
+    text = "\n".join(shown(BASE.model_copy(update={"gate": gate}), 120))
+    assert f"Gate {said}" in text and "k3 0.5 nats a token against a bar of 0.01 (by hand)" in text
 
 
 def test_the_verdict_is_not_said_twice():
