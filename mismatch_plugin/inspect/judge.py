@@ -157,9 +157,7 @@ def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
-def _data_verdict(
-    window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool
-) -> str:
+def _data_verdict(window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool) -> str:
     """How large the mismatch is, whatever is done about it."""
     kl = abs(window.mean("kl"))
     figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"

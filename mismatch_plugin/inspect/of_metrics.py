@@ -30,7 +30,7 @@ def inspect_metrics(
         raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
     try:
         source = read_source(path, run)
-        settings, where = _settings(source, config)
+        settings, where = _settings(source.path, config)
         result = inspect_steps(list(source.rows), settings, where is not None, _together(source, settings))
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None
@@ -61,6 +61,19 @@ def inspect_metrics(
     raise typer.Exit(0 if result.sound else 1)
 
 
+def follow_metrics(path: Path, config: Path | None, interval: float, seconds: float | None) -> None:
+    """Follow the report folder of a run that is being written, and end with the exit status of the last verdict."""
+    from rich.console import Console
+
+    from mismatch_plugin.inspect.follow import follow
+
+    def settings(file: Path) -> tuple[MismatchConfig, bool]:
+        found, where = _settings(file, config)
+        return found, where is not None
+
+    raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False), interval, seconds))
+
+
 def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None:
     """The metrics of the judged steps as of one batch, where the run wrote their statistics."""
     from mismatch_plugin.inspect.judge import judged
@@ -70,7 +83,7 @@ def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None
     return merged_metrics(source.path, config, judged(len(source.rows))) if source.path.name == METRICS else None
 
 
-def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str | None]:
+def _settings(path: Path, config: Path | None) -> tuple[MismatchConfig, str | None]:
     """The run's settings and the file that they come from; the defaults and None where there is none."""
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.config.documents import read_mapping
@@ -78,8 +91,8 @@ def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str 
 
     if config is not None:
         return MismatchConfig.from_file(config), str(config)
-    if source.path.name == METRICS:  # an export may lie next to files of anything
-        written, described = source.path.with_name(SETTINGS), source.path.with_name("config.json")
+    if path.name == METRICS:  # an export may lie next to files of anything
+        written, described = path.with_name(SETTINGS), path.with_name("config.json")
         # Checked when the run began: a preset may hold what has no effect.
         if written.exists():
             return MismatchConfig.build(read_mapping(written)), str(written)
