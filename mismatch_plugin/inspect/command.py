@@ -93,7 +93,7 @@ def inspect(
             from mismatch_plugin.inspect.of_metrics import follow_metrics
 
             if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
-                raise InputError("--follow watches the folder of --mismatch-report-dir or its metrics.jsonl, no --json.")
+                raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
             follow_metrics(path, config, interval, follow_for)
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
