@@ -70,6 +70,9 @@ def inspect(
         bool, typer.Option("--no-report", "--no-pictures", help="Write neither page nor pictures.")
     ] = False,
     run: Annotated[str | None, typer.Option(help="Which run, where metrics hold several: part of its name.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --follow.")] = 2.0,
+    follow_for: Annotated[float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
@@ -95,6 +98,12 @@ def inspect(
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:
             raise InputError(f"--out {out} and --no-report contradict each other: leave one out.")
+        if follow or follow_for is not None:
+            from mismatch_plugin.inspect.of_metrics import follow_metrics
+
+            if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
+                raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
+            follow_metrics(path, config, interval, follow_for)
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         if path is not None and kind_of(path) == "metrics":

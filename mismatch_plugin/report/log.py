@@ -253,14 +253,14 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
     try:
         for number, line in read_lines(path):
-            if line.strip() and (step := _numbers(path, number, line)) is not None:
+            if line.strip() and (step := numbers_of_line(path, number, line)) is not None:
                 yield step
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
 
 
-def _numbers(path: Path, number: int, line: str) -> dict[str, float] | None:
-    """The numbers of one line, None for one that a kill cut."""
+def numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | None:
+    """The numbers of one line, None for one that a kill cut. Raises ValueError with file, line and reason."""
     try:
         step = json.loads(line)
         if not isinstance(step, dict):

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import mismatch_plugin as mp
+from mismatch_plugin.cli import app
 from mismatch_plugin.report.log import read_steps, write_step
 from mismatch_plugin.report.state import STATE, merge_states, merged_metrics, state_of
 
@@ -62,6 +64,19 @@ def test_steps_together_are_one_batch(tmp_path: Path, name: str) -> None:
     assert merged_metrics(path, config, 1) == pytest.approx(last_line, rel=1e-12, nan_ok=True)
     assert max(map(len, path.read_text().splitlines())) < 1 << 16
     assert [step["step"] for step in read_steps(tmp_path)] == [*range(6)]
+
+
+def test_inspect_judges_the_newest_steps_as_one_batch(tmp_path: Path) -> None:
+    """A mean of the steps' deviations is not the deviation of their tokens."""
+    config = mp.MismatchConfig(metrics="full", use_tis=True)
+    for step in range(12):
+        statistics = mp.correct(batch(range(step, step + 1)), config).statistics
+        write_step(tmp_path, config, {"step": step, **statistics.metrics()}, state_of(statistics))
+    whole = mp.correct(batch(range(2, 12)), config).statistics.metrics()
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-report"]).output)
+    rows = {row["metric"]: row["the last 10 together"] for row in body["metrics"]}
+    assert rows["rollout_is_ratio_std"] == pytest.approx(whole["rollout_corr/rollout_is_ratio_std"], rel=1e-9)
+    assert rows["k3_kl"] == pytest.approx(whole["rollout_corr/k3_kl"], rel=1e-9)
 
 
 def test_only_full_metrics_carry_it(tmp_path: Path) -> None:
