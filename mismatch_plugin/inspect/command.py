@@ -146,7 +146,7 @@ def inspect(
         raise typer.Exit(CANNOT_READ) from None
     from mismatch_plugin.inspect.output import write_report
 
-    written, note = (None, "") if no_report else write_report(diagnosis, out or _default_folder(path))
+    written, note = (None, "") if no_report else write_report(diagnosis, out or _default_folder(path), host)
     if as_json:
         typer.echo(diagnosis.model_dump_json(indent=2))
     else:

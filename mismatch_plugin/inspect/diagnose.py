@@ -148,12 +148,14 @@ def _stale(batch: Batch) -> float | None:
 
 
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that are not accepted first; in the order of detection, which is that of cause and effect."""
-    return sorted(findings, key=lambda item: item.accepted)
+    """Those that count first; in the order of detection, which is that of cause and effect."""
+    return sorted(findings, key=lambda item: not item.counts)
 
 
 def _cause(item: Finding) -> Cause:
-    return Cause(kind=item.fault, confidence=item.confidence, evidence=item.evidence, first=item.first, fix=item.fix)
+    severity = item.severity if item.counts else "note"  # an accepted fault explains, too
+    said = {"evidence": item.evidence, "first": item.first, "fix": item.fix}
+    return Cause(kind=item.fault, severity=severity, confidence=item.confidence, **said)
 
 
 def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
@@ -166,7 +168,7 @@ def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
 
 def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
     """One sentence."""
-    faults = [item for item in check.findings if not item.accepted]
+    faults = [item for item in check.findings if item.counts]
     figures = f"mean |Δ log p| {level.abs_mean:.3g}, k3 {level.k3_kl:.3g} nats a token over {level.tokens} tokens"
     if verdict == "fault":
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""

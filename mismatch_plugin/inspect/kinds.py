@@ -18,7 +18,7 @@ _SAMPLE_KEYS = {"response_ids", "rollout_log_probs", "prompt_ids", "tokens", "co
 
 
 def kind_of(path: Path) -> Kind:
-    """By name, and for JSONL by what its first lines hold. What cannot be told is a dump, whose reader says what is wrong.
+    """By name, and for JSONL by what its first lines hold. What cannot be told is a dump: its reader says what is wrong.
 
     Raises ValueError or OSError where the file cannot be read.
     """

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mismatch_plugin.check.findings import CheckResult, Confidence, Place
+from mismatch_plugin.check.findings import CheckResult, Confidence, Place, Severity
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
 Figure = Literal["mean |Δ log p|", "k3", "KL"]
@@ -19,9 +19,10 @@ class _Model(BaseModel):
 
 
 class Cause(_Model):
-    """One finding of `check`. kind: its name. first: where it is seen first."""
+    """One finding of `check`. kind: its name. severity: a note explains, it is no fault. first: where it is seen first."""
 
     kind: str
+    severity: Severity = "fault"
     confidence: Confidence
     evidence: str
     first: Place | None

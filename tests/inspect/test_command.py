@@ -41,7 +41,9 @@ def _training(
 def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("clean")
     flags = "--use-tis --tis-mode clip --tis-upper-bound 3"
-    result = _inspect(RECORDS, _training(folder), "--json", "--flags", flags, "--gate-kl", "0.01", "--out", folder / "page")
+    result = _inspect(
+        RECORDS, _training(folder), "--json", "--flags", flags, "--gate-kl", "0.01", "--out", folder / "page"
+    )
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout) | {"folder": folder / "page"}
 
@@ -127,8 +129,8 @@ def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
 def test_own_settings_come_from_one_place() -> None:
     assert own_settings(None, None, None) is None
     assert own_settings(None, "token_is", None) == mp.preset("token_is")
-    assert own_settings(None, None, "--use-tis --tis-upper-bound 5") == mp.MismatchConfig(
-        use_tis=True, tis={"upper_bound": 5.0}
+    assert own_settings(None, None, "--use-tis --tis-upper-bound 5") == mp.MismatchConfig.build(
+        {"use_tis": True, "tis": {"upper_bound": 5.0}}
     )
     with pytest.raises(ValueError, match=r"--preset and --flags all name your settings"):
         own_settings(None, "token_is", "--use-tis")
