@@ -96,6 +96,7 @@ class Columns:
             if what not in leave and (name := next((name for name in spellings if name in keys), None))
         }
         self.ignored = sorted({*keys} - {*self.found.values()})
+        self.absent = {name for names in NAMES.values() for name in names} - {*keys}
         lacking = None
         if not {"response_ids", "sequence"} & {*self.found}:
             lacking = "token ids of the responses"
@@ -122,7 +123,9 @@ def read_columns(
     log_probs_of: LogProbsOf = "tempered",
 ) -> Part:
     """A dict of columns, or rows. padded: columns whose lists are padded; columns of two dimensions always are."""
-    if isinstance(content, Mapping) and source.kind in ("torch", "npz", "json"):
+    if isinstance(content, Mapping) and (source.kind in ("torch", "npz") or _is_table(source, content)):
+        if source.kind == "jsonl" and sum(1 for _ in source.rows()) > 1:
+            raise ValueError(f"{source.path}: its lines hold lists of lists: give one sample a line.")
         columns = Columns([*map(str, content)], str(source.path))
         read = {what: plain(content[name]) for what, name in columns.found.items()}
         wide = [what for what, value in read.items() if getattr(value, "ndim", 1) == 2]
@@ -133,6 +136,13 @@ def read_columns(
     if columns.ignored:
         part.notes.append(f"not read: {', '.join(columns.ignored)}")
     return part
+
+
+def _is_table(source: Source, content: Mapping[str, Any]) -> bool:
+    """A JSON object of columns, as opposed to one sample: its ids are lists of lists."""
+    names = (*NAMES["response_ids"], *NAMES["sequence"])
+    ids = next((content[name] for name in names if name in content), None)
+    return source.kind in ("json", "jsonl") and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
 
 
 def rows_of(read: dict[str, Any], columns: Columns, path: object) -> Iterator[Row]:
@@ -225,6 +235,10 @@ class RowReader:
         def called(what: str) -> str:
             return f"{place}: {self.columns.found[what]}"
 
+        if late := self.columns.absent & row.keys():
+            raise ValueError(
+                f"{place} has {min(late)}, which the first sample lacks: give every sample the same names."
+            )
         extent = _responses if get("response_ids") is not None else _sequences
         prompt, response, cut = extent(get, called, place, self)
         length = len(response)
@@ -343,14 +357,14 @@ def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
     raw = values.vector(get("response_ids"), called("response_ids"), "q")
     width, prompt = len(raw), np.zeros(0, dtype=np.int32)
     told, rows = get("prompt_ids"), get("attention_mask")
-    before = 0 if told is None else values.size(told)
+    raw_prompt = None if told is None else values.vector(told, called("prompt_ids"), "q")
+    before = 0 if raw_prompt is None else len(raw_prompt)
     attention = None if rows is None else values.mask(rows, called("attention_mask"))
     if attention is not None and len(attention) not in (width, before + width):
         raise ValueError(
             f"{called('attention_mask')} has {len(attention)} entries, prompt and response {before} and {width}."
         )
-    if told is not None:
-        raw_prompt = values.vector(told, called("prompt_ids"), "q")
+    if raw_prompt is not None:
         keep = None if get("prompt_mask") is None else values.mask(get("prompt_mask"), called("prompt_mask"))
         if keep is None and attention is not None and len(attention) == before + width:
             keep = attention[:before]
@@ -360,8 +374,8 @@ def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
             reader.counts["prompt ids are left out: no mask tells them from their padding"] += 1
         else:
             prompt = values.ids(raw_prompt if keep is None else raw_prompt[keep], called("prompt_ids"))
-    mask = get("loss_mask")
-    whole = mask is not None and before and values.size(mask) == before + width
+    mask = None if get("loss_mask") is None else values.mask(get("loss_mask"), called("loss_mask"))
+    whole = mask is not None and len(mask) == before + width
     if get("response_length") is not None:
         length = values.count(get("response_length"), called("response_length"))
     elif attention is not None:
@@ -369,7 +383,7 @@ def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
         if not attention[len(attention) - width :][:length].all():
             raise ValueError(f"{called('attention_mask')} has a 0 inside the response: padding belongs at its end.")
     elif mask is not None and "response_ids" in reader.padded:
-        ones = np.flatnonzero(values.mask(mask, called("loss_mask"))[before if whole else 0 :])
+        ones = np.flatnonzero(mask[before if whole else 0 :])
         length = int(ones[-1]) + 1 if len(ones) else 0
     else:
         length = width
@@ -393,9 +407,10 @@ def _sequences(get: _Get, called: _Called, place: str, reader: RowReader) -> tup
     told, rows = get("loss_mask"), get("attention_mask")
     mask = None if told is None else values.mask(told, called("loss_mask"))
     if rows is not None:
-        ones = np.flatnonzero(values.mask(rows, called("attention_mask")))
+        seen = values.mask(rows, called("attention_mask"))
+        ones = np.flatnonzero(seen)
         start, end = (int(ones[0]), int(ones[-1]) + 1) if len(ones) else (0, 0)
-        if end - start != len(ones) or values.size(rows) != width:
+        if end - start != len(ones) or len(seen) != width:
             raise ValueError(f"{called('attention_mask')} has a 0 inside the sequence, or another length than {width}.")
     elif get("total_length") is not None:
         end = values.count(get("total_length"), called("total_length"))

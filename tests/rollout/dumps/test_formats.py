@@ -442,6 +442,17 @@ def test_samples_that_two_files_hold_are_refused(tmp_path: Path):
         read_dump(tmp_path)
 
 
+def test_rows_with_other_names_than_the_first_are_refused(tmp_path: Path):
+    row = {"response_ids": [1], "rollout_logprobs": [-1.0]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "old_logprobs": [-1.0]}) + "\n")
+    with pytest.raises(ValueError, match="line 2 has old_logprobs, which the first sample lacks"):
+        read_dump(path)
+    path.write_text((json.dumps({name: [value] for name, value in row.items()}) + "\n") * 2)
+    with pytest.raises(ValueError, match="its lines hold lists of lists"):
+        read_dump(path)
+
+
 def test_the_format_can_be_forced(tmp_path: Path):
     torch.save(_verl(), tmp_path / "a.pt")
     assert read_dump(tmp_path / "a.pt", "generic").format == "generic"
