@@ -211,7 +211,9 @@ def test_what_is_written_is_read(tmp_path: Path, samples: list[list[tuple[int, f
         for at, name in enumerate(("response_ids", "rollout_log_probs", "old_log_probs", "loss_mask"))
     }
     width = max(map(len, samples))
-    padded = {name: np.array([row + [0] * (width - len(row)) for row in rows]) for name, rows in columns.items()}
+    padded: dict[str, Any] = {
+        name: np.array([row + [0] * (width - len(row)) for row in rows]) for name, rows in columns.items()
+    }
     padded["response_length"] = np.array([len(sample) for sample in samples])
     rows = [{name: values[at] for name, values in columns.items()} for at in range(len(samples))]
     torch.save(columns, tmp_path / "a.pt")
