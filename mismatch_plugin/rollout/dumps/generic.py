@@ -1,9 +1,9 @@
-"""Files of an own loop: any dict of padded or ragged columns, or rows, whose names are in `rows.NAMES`."""
+"""Files of an own loop: any dict of padded or ragged columns, or rows, whose names are in `names.NAMES`."""
 
 from __future__ import annotations
 
+from mismatch_plugin.rollout.dumps.columns import read_columns
 from mismatch_plugin.rollout.dumps.part import Format
-from mismatch_plugin.rollout.dumps.rows import read_columns
 
 GENERIC = Format(
     "generic",

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from mismatch_plugin.rollout.dumps import values
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import Columns, RowReader
+from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
 from mismatch_plugin.rollout.responses import Floats
 
@@ -103,6 +104,8 @@ def _join(files: Iterable[tuple[Path, _Rank]]) -> Part:
     ordered = sorted(whole, key=lambda key: (key[0] is not None, key[0] or 0, key[1]))
     names = dict.fromkeys(name for sample in whole.values() for name in (*sample.row, *sample.slices))
     keys = [*names, "sample_indices", "rollout_id"]
+    if not whole:
+        raise ValueError("a train dump without samples")
     first = next(iter(whole.values())).path
     reader = RowReader(Columns(keys, str(first), leave=["total_length"]), options)
     return reader.part(_row(key, whole.pop(key)) for key in ordered)

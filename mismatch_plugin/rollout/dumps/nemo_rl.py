@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from mismatch_plugin.rollout.dumps.columns import read_columns
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import Columns, RowReader, read_columns
+from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from mismatch_plugin.rollout.dumps.names import NAMES
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import NAMES
 from mismatch_plugin.rollout.dumps.source import Source
 from mismatch_plugin.rollout.dumps.training import InputError, read_training
 from mismatch_plugin.rollout.files import iter_records

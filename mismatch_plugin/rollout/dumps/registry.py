@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,30 @@ def _read(path: Path, format: str | None, options: Options) -> tuple[str, Part]:
                     f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format."
                 )
             found = chosen
-            yield file, chosen.read(source, options)
+            with _named(file, chosen):
+                piece = chosen.read(source, options)
+            yield file, piece
 
     pieces = parts()
     first = next(pieces)
     assert found is not None
-    part = found.join(chain([first], pieces))
+    with _named(path, found):
+        part = found.join(chain([first], pieces))
     part.notes = [*notes, *part.notes]
     return found.name, part
+
+
+@contextmanager
+def _named(path: Path, item: Format) -> Iterator[None]:
+    """Content of another shape than a format's can fail anywhere in its adapter: said with the file's name."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{path} is not as {item.holds}: {type(error).__name__}: {str(error)[:200]}.") from error
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _recognised(source: Source) -> Format:

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mismatch_plugin.rollout.dumps import values
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import Columns, RowReader
+from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
 
 

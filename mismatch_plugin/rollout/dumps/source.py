@@ -37,6 +37,8 @@ class Source:
             yield from _json_rows(self.path)
         elif self.kind == "parquet":
             yield from _parquet_rows(self.path)
+        elif self.kind == "json" and isinstance(self.content, Mapping):
+            yield str(self.path), self.content
         elif isinstance(self.content, list):
             for number, row in enumerate(self.content):
                 if not isinstance(row, Mapping):

@@ -6,8 +6,8 @@ advantages [B], tool_mask. TRL asks vLLM for logprobs_mode processed_logprobs: a
 
 from __future__ import annotations
 
+from mismatch_plugin.rollout.dumps.columns import read_columns
 from mismatch_plugin.rollout.dumps.part import Format
-from mismatch_plugin.rollout.dumps.rows import read_columns
 
 TRL = Format(
     "trl",

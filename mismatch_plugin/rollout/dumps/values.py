@@ -92,12 +92,6 @@ def scalar(value: Any) -> Any:
     return value
 
 
-def size(value: Any) -> int:
-    """The number of entries of one row."""
-    value = plain(value)
-    return value.shape[0] if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim else len(value)
-
-
 def _fits(item: Any, kind: str) -> bool:
     return isinstance(item, int) and -(2**63) <= item < 2**63 if kind == "q" else isinstance(item, (int, float))
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from mismatch_plugin.rollout.dumps.columns import read_columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import read_columns
 from mismatch_plugin.rollout.dumps.source import Source
 from mismatch_plugin.rollout.dumps.tensors import DataProto, inner_torch, plain
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import Columns, RowReader
+from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
 
 _ASK = "ask for return_token_ids=true (or return_tokens_as_token_ids=true) and logprobs"
@@ -35,8 +36,7 @@ def _read(source: Source, options: Options) -> Part:
 
 def _rows(source: Source) -> Iterator[Row]:
     """One row a choice."""
-    replies = [(str(source.path), source.content)] if isinstance(source.content, Mapping) else None
-    for place, line in source.rows() if replies is None or source.kind == "jsonl" else replies:
+    for place, line in source.rows():
         reply, asked = _body(place, line)
         choices = reply.get("choices", reply.get("outputs"))
         if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
@@ -80,7 +80,7 @@ def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]
     elif isinstance(told, Mapping) and isinstance(told.get("token_logprobs"), list):
         names, log_probs = told.get("tokens") or [], told["token_logprobs"]
     elif isinstance(told, list) and isinstance(ids, list):  # RequestOutput: {id: {"logprob"}} a token
-        names, log_probs = [], [_of(entry, token) for entry, token in zip(told, ids, strict=False)]
+        names, log_probs = [], [_of(entry, ids[at] if at < len(ids) else None) for at, entry in enumerate(told)]
     else:
         raise ValueError(f"{place} holds no log-probs of its tokens: {_ASK}.")
     if ids is None:

@@ -24,6 +24,11 @@ MASKS = [[1, 0, 1], [1, 1]]
 ADVANTAGES = [1.5, -0.5]
 
 
+def _arrays(arrays: dict[str, Any]) -> dict[str, Any]:
+    """For numpy.savez, whose keywords may be anything but are typed as one flag."""
+    return arrays
+
+
 def _padded(rows: list[Any], width: int, value: float = 0, left: bool = False) -> torch.Tensor:
     pad = [[value] * (width - len(row)) for row in rows]
     return torch.tensor([fill + row if left else row + fill for row, fill in zip(rows, pad, strict=True)])
@@ -203,7 +208,7 @@ def test_samples_with_one_index_are_matched_by_their_place(tmp_path: Path):
 
 def test_verl_tensors(tmp_path: Path):
     torch.save(_verl(), tmp_path / "a.pt")
-    np.savez(tmp_path / "a.npz", **{name: value.numpy() for name, value in _verl().items()})
+    np.savez(tmp_path / "a.npz", **_arrays({name: value.numpy() for name, value in _verl().items()}))
     for name in ("a.pt", "a.npz"):
         dump = read_dump(tmp_path / name)
         _same(dump)
@@ -286,7 +291,7 @@ def test_trl_batch(tmp_path: Path):
         "advantages": torch.tensor(ADVANTAGES),
     }
     torch.save(batch, tmp_path / "a.pt")
-    np.savez_compressed(tmp_path / "a.npz", **{name: value.numpy() for name, value in batch.items()})
+    np.savez_compressed(tmp_path / "a.npz", **_arrays({name: value.numpy() for name, value in batch.items()}))
     for name in ("a.pt", "a.npz"):
         dump = read_dump(tmp_path / name)
         _same(dump)
@@ -440,6 +445,17 @@ def test_samples_that_two_files_hold_are_refused(tmp_path: Path):
         torch.save(long, tmp_path / name)
     with pytest.raises(ValueError, match="the same response with the same log-probs"):
         read_dump(tmp_path)
+
+
+def test_rows_with_other_names_than_the_first_are_refused(tmp_path: Path):
+    row = {"response_ids": [1], "rollout_logprobs": [-1.0]}
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps({**row, "old_logprobs": [-1.0]}) + "\n")
+    with pytest.raises(ValueError, match="line 2 has old_logprobs, which the first sample lacks"):
+        read_dump(path)
+    path.write_text((json.dumps({name: [value] for name, value in row.items()}) + "\n") * 2)
+    with pytest.raises(ValueError, match="its lines hold lists of lists"):
+        read_dump(path)
 
 
 def test_the_format_can_be_forced(tmp_path: Path):
