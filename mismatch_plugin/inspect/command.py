@@ -129,6 +129,7 @@ def inspect(
             checkpoint=checkpoint,
             reference_checkpoint=reference_checkpoint,
             format=format,
+            needs_training=False,
             own=own_settings(config, preset, flags),
             weight_version=weight_version,
             max_staleness=max_staleness,

@@ -207,14 +207,15 @@ def diagnose_files(
 
     reading: what else `read_inputs` takes. Raises InputError where something cannot be read or compared."""
     refuse_unknown_faults(accept)
-    source: Path | Dump | None = path
-    if path is None:
-        if not urls:
-            raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
+    if path is not None:
+        source: Path | Dump = path
+    elif urls:
         from mismatch_plugin.inspect.live import sample_live
 
         model = None if checkpoint is None else Checkpoint(checkpoint)
         source = sample_live(urls, model, **(live or Live())._asdict())
+    else:
+        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
     inputs = read_inputs(source, training, urls=urls, checkpoint=checkpoint, **reading)
     judged = {"accept": accept, "gate": gate, "gate_kl": gate_kl, "hints": hints}
     return diagnose(inputs, own=own, one_step=one_step, expensive_pass=expensive_pass, **judged)

@@ -19,7 +19,7 @@ class _Model(BaseModel):
 
 
 class Cause(_Model):
-    """One finding of `check`. kind: its name. severity: a note explains, it is no fault. first: where it is seen first."""
+    """One finding of `check`. kind: its name. severity: a note is no fault. first: where it is seen first."""
 
     kind: str
     severity: Severity = "fault"

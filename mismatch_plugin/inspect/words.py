@@ -87,6 +87,8 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
     """The answer to "is this normal?"."""
     said = diagnosis.normality or "unknown, since there is nothing to compare."
     before = {"fault": "By its size ", "undecided": "Not decided; so far "}.get(diagnosis.verdict, "")
+    for start, answer in (("normal, ", "yes, "), ("not normal for ", "no: for ")):
+        said = answer + said.removeprefix(start) if said.startswith(start) else said
     return f"Is this normal? {before}{said if before else said[:1].upper() + said[1:]}"
 
 

@@ -94,8 +94,9 @@ def test_is_this_normal():
     def of(verdict: Verdict, normality: str) -> str:
         return words.is_it_normal(BASE.model_copy(update={"verdict": verdict, "normality": normality}))
 
-    assert of("normal", "normal, as published.") == "Is this normal? Normal, as published."
-    assert of("fault", "not normal.") == "Is this normal? By its size not normal."
+    assert of("normal", "normal, as published.") == "Is this normal? Yes, as published."
+    said = "not normal for dense bf16, 3 times."
+    assert of("fault", said) == "Is this normal? By its size no: for dense bf16, 3 times."
     assert of("undecided", "normal.") == "Is this normal? Not decided; so far normal."
     assert of("normal", "").startswith("Is this normal? Unknown, since")
 

@@ -1,6 +1,6 @@
 """Dumps that verl's own code writes."""
 
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import ast
@@ -76,12 +76,12 @@ def test_what_rollout_skip_writes_is_read(tmp_path: Path):
 
 
 def test_generations_hold_no_log_probs(tmp_path: Path):
-    trainer = Path(verl.__file__).parent / "trainer" / "ppo" / "ray_trainer.py"  # imports more than is installed
+    trainer = Path(str(verl.__file__)).parent / "trainer" / "ppo" / "ray_trainer.py"  # imports more than is installed
     tree = ast.parse(trainer.read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_write_generations"]
     names: dict[str, Any] = {"os": os, "json": json}
     nodes[0].decorator_list = []
-    exec(compile(ast.Module(nodes[:1], []), str(trainer), "exec"), names)
+    exec(compile(ast.Module([nodes[0]], []), str(trainer), "exec"), names)
     names["_write_generations"](["a"], ["b"], [None], [1.0], {}, str(tmp_path), 7)
     with pytest.raises(ValueError, match="no token ids and no log-probs"):
         read_dump(tmp_path / "7.jsonl")
