@@ -111,7 +111,7 @@ def _against_reference(batch: Batch) -> list[Item]:
         return []
     told_share, told = _told(samples)
     beyond = way.share - told_share
-    if mixes is not None and beyond > max(STANDARD_ERRORS * way.error, 0.03):
+    if mixes is not None and (way.to_now > PRECISION or beyond > max(STANDARD_ERRORS * way.error, 0.03)):
         parts = find_parts(batch, samples, now, way.share)
         if parts is not None:
             return [parts]
