@@ -32,15 +32,15 @@ def check(
     reference_checkpoint: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of the weights that the run began with: shows weights that never reached the servers, and with "
-            "--checkpoint which layers did not."
+            help="Folder of the weights that the run began with: shows weights that never reached the servers, and "
+            "with --checkpoint which layers did not."
         ),
     ] = None,
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="SGLang server or router, repeatable: rescores the responses (temperature 1, its current weights). The "
-            "training side if there is neither TRAINING nor --checkpoint. Servers are compared with the checkpoint and "
+            help="SGLang server or router, repeatable: rescores the responses (temperature 1, its current weights). "
+            "The training side if there is neither TRAINING nor --checkpoint. Servers are compared with the checkpoint and "
             "with one another."
         ),
     ] = None,
