@@ -40,8 +40,8 @@ def check(
         list[str] | None,
         typer.Option(
             help="SGLang server or router, repeatable: rescores the responses (temperature 1, its current weights). "
-            "The training side if there is neither TRAINING nor --checkpoint. Servers are compared with the checkpoint and "
-            "with one another."
+            "The training side if there is neither TRAINING nor --checkpoint; servers are compared with the "
+            "checkpoint and with one another."
         ),
     ] = None,
     weight_version: Annotated[
