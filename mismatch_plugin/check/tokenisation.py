@@ -149,7 +149,7 @@ def _finding(batch: Batch, found: list[Stretch]) -> Finding:
     lags = [lag for lag in map(_moved_on, found) if lag is not None]
     ending = sum(item.to_the_end for item in found)
     until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
-    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} position on, as where one token became two" * bool(lags)
+    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} on, as where one token became two" if lags else ""
     return batch.finding(
         "retokenised",
         "both",

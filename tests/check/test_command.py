@@ -133,7 +133,7 @@ def test_json_is_the_result_and_nothing_else(tmp_path: Path):
     assert parsed.status == "faults" and [item.fault for item in parsed.findings] == ["sign"]
     finding = json.loads(result.stdout)["findings"][0]
     counted = {"samples", "of_samples", "tokens", "of_tokens"}
-    told = {"fault", "side", "evidence", "statistics", "first", "fix", "confidence", "accepted"}
+    told = {"fault", "side", "evidence", "statistics", "first", "fix", "confidence", "severity", "accepted"}
     assert set(finding) == counted | told
     assert finding["first"]["position"] == 0 and finding["first"]["training"] > 0
 
