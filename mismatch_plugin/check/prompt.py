@@ -18,9 +18,11 @@ MIN_EACH, MIN_SAMPLES = 3, 6
 """Telling tokens of either kind in a sample; samples that have them."""
 SOFT = 0.05
 """Added to both sides of a ratio, in units of the ordinary gap: samples where both are tiny tell nothing."""
-DECAY, CLEAR_DECAY, STANDARD_ERRORS = 1.25, 1.4, 4.5
-"""Early over late gap. Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a
-system prompt 1.31 to 1.5, BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9."""
+DECAY, CLEAR_DECAY, STANDARD_ERRORS, OF_SOME = 1.25, 1.4, 4.5, 3.5
+"""Early over late gap, and by how many standard errors: of all samples, of some that are far apart next to the others.
+
+Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a system prompt 1.31 to 1.5,
+BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9."""
 SMALLEST = 0.02
 """Nats. A prompt that moves the first tokens by less is no one's problem."""
 JUMP = 0.7
@@ -41,18 +43,18 @@ class _Decay(NamedTuple):
 def find_wrong_prompt(batch: Batch) -> Outcome:
     """Paired within samples. Its tokens are compared with what is usual in the batch at their log-prob, since first
     tokens are often less certain than later ones. The batch stays as it is."""
-    relative, level = _relative(scaled(batch.samples), batch.samples)
+    relative, level = _relative(scaled(batch), batch.samples)
     judged = np.flatnonzero(np.isfinite(relative).all(0))
-    for chosen in (judged, _outlying(judged, relative)):
+    for chosen, needed in ((judged, STANDARD_ERRORS), (_outlying(judged, relative), OF_SOME)):
         found = _decay(chosen, relative, level)
-        if found and found.ratio > DECAY and found.deviations > STANDARD_ERRORS and found.early > SMALLEST:
+        if found and found.ratio > DECAY and found.deviations > needed and found.early > SMALLEST:
             return [_finding(batch, found)], batch
     return [], batch
 
 
 def _relative(measured: Scaled, samples: tuple[Sample, ...]) -> tuple[Floats, Floats]:
-    """[2, N] of early and late tokens: log of the gap in units of what is ordinary, NaN where there are too few; and the
-    mean gap in nats."""
+    """[2, N] of early and late tokens: log of the gap in units of what is ordinary, NaN where there are too few; and
+    the mean gap in nats."""
     told = measured.informative
     tokens, size, ordinary = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
     length = np.array([sample.tokens for sample in samples])[tokens.sample]

@@ -66,7 +66,7 @@ class Gaps:
 
     @classmethod
     def of(cls, batch: Batch) -> Gaps:
-        measured = scaled(batch.samples, typical=0.5)
+        measured = scaled(batch, typical=0.5)
         told = measured.informative
         tokens, size, typical = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
         return cls(

@@ -62,7 +62,7 @@ def find_retokenised(batch: Batch) -> Outcome:
     Its score: Σ log(INSIDE/q) over far tokens + Σ log((1 − INSIDE)/(1 − q)) over the others, q the far tokens' share
     in an ordinary sample. The largest sum of consecutive tokens is found in one pass (Kadane).
     """
-    measured = scaled(batch.samples, typical=0.5)
+    measured = scaled(batch, typical=0.5)
     told = measured.informative
     tokens, size = measured.tokens.where(told), measured.size[told]
     far = size > np.maximum(FAR, TIMES * measured.ordinary[told])
