@@ -156,6 +156,17 @@ def test_records_alone_and_accepted_faults():
     assert accepted.exit_code == 0 and "Accepted: mixed_versions" in accepted.output
 
 
+def test_too_few_tokens_are_not_decided(tmp_path: Path):
+    lines = (FOLDER / f"{CLEAN}.jsonl").read_text().splitlines()[:2]
+    records, path = tmp_path / "records.jsonl", _training_file(tmp_path)
+    records.write_text("\n".join(lines))
+    path.write_text("\n".join(path.read_text().splitlines()[:2]))
+    few = _run(records, path)
+    assert few.exit_code == 3 and few.output.splitlines()[-1].startswith("Not decided in 2 samples")
+    assert "Exit status" in _run("--help").output and "3 not" in _run("--help").output
+    assert _run(records, "--records-only").exit_code == 0
+
+
 def test_a_training_side_left_out_by_mistake_is_no_pass(tmp_path: Path):
     alone = _run(FOLDER / f"{CLEAN}.jsonl")
     assert alone.exit_code == 2 and "give TRAINING, --checkpoint or --url, or --records-only" in alone.output
