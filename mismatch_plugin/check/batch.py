@@ -159,6 +159,10 @@ class Batch:
         """All usable tokens."""
         return flat(self.samples)
 
+    def tokens_of(self, samples: Sequence[Sample]) -> Tokens:
+        """The usable tokens of some of its samples; of all of them they are made once."""
+        return self.tokens if len(samples) == len(self) else flat(samples)
+
     def with_values(self, changed: Mapping[int, Mapping[str, Any]]) -> Batch:
         """The same batch with fields of some samples replaced, by index."""
         if not changed:

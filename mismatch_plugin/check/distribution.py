@@ -10,7 +10,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample, flat
+from mismatch_plugin.check.batch import Batch, Outcome, Sample
 from mismatch_plugin.check.findings import FaultName, Finding, Item, Side, Undecided, too_few
 from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Effect, Fit, fit, rank_correlation
@@ -46,9 +46,9 @@ def find_unrelated(batch: Batch) -> Outcome:
     tokens = batch.tokens
     if len(tokens) < UNRELATED_TOKENS:
         return [], batch
-    correlation = rank_correlation(tokens.rollout, tokens.training)
     gap = float(np.abs(tokens.gap).mean())
-    if gap < UNRELATED_GAP or not correlation < UNRELATED_CORRELATION:
+    correlation = rank_correlation(tokens.rollout, tokens.training) if gap >= UNRELATED_GAP else 1.0
+    if not correlation < UNRELATED_CORRELATION:
         return [], batch
     worst = int(np.argmax(np.abs(tokens.gap) > UNRELATED_GAP))
     finding = batch.finding(
@@ -74,11 +74,14 @@ def find_temperature(batch: Batch) -> Outcome:
     found = [*_raw(batch), *_declared(batch)][:1]
     if found:
         return found, batch
-    judged = {temperature: samples for temperature, samples in groups.items() if len(flat(samples)) >= ENOUGH_TOKENS}
+    tokens = {temperature: batch.tokens_of(samples) for temperature, samples in groups.items()}
+    judged = {
+        temperature: samples for temperature, samples in groups.items() if len(tokens[temperature]) >= ENOUGH_TOKENS
+    }
     if not judged:
         return [few_tokens(len(batch.tokens), "temperature")], batch
     for temperature, samples in sorted(judged.items()):
-        result = fit(flat(samples))
+        result = fit(tokens[temperature])
         if _is_temperature(result, temperature):
             found.append(_temperature_finding(batch, samples, result, temperature))
     return found, batch
@@ -106,7 +109,7 @@ def _raw(batch: Batch) -> list[Item]:
         return []
     recorded = chosen[0].record.sampling.temperature
     told = chosen[0].told.temperature
-    tokens = flat(chosen)
+    tokens = batch.tokens_of(chosen)
     same = told == 1.0 if told is not None else False
     if told is None and len(tokens) >= ENOUGH_TOKENS:
         same = not _is_temperature(fit(tokens), recorded)
@@ -193,7 +196,7 @@ def _temperature_finding(batch: Batch, samples: list[Sample], result: Fit, recor
     told = f"the {side} side is at temperature 1, the {_OTHER.get(side)} side at the recorded {recorded:g}"
     if side == "both":
         told = f"the training temperature is {low:.3g} to {high:.3g} times the rollout's (recorded: {recorded:g})"
-    slope, tokens = result.slope, len(flat(samples))
+    slope, tokens = result.slope, len(batch.tokens_of(samples))
     return batch.finding(
         "temperature",
         side,
@@ -219,7 +222,7 @@ def find_penalty(batch: Batch) -> Outcome:
     found: list[Item] = []
     for penalised in (True, False):
         group = [sample for sample in drawn(batch) if sample.record.sampling.penalised == penalised]
-        tokens = flat(group)
+        tokens = batch.tokens_of(group)
         repeated = int(tokens.occurred.sum())
         if not group:
             continue
@@ -244,7 +247,7 @@ def find_penalty(batch: Batch) -> Outcome:
 
 
 def _penalty_finding(batch: Batch, group: list[Sample], effect: Effect) -> Finding:
-    tokens, sampling = flat(group), group[0].record.sampling
+    tokens, sampling = batch.tokens_of(group), group[0].record.sampling
     off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     set_to = [f"{name} {value:g}" for name in off if (value := getattr(sampling, name)) != off[name]]
     recorded = f"the request had {', '.join(set_to)}" if set_to else "although the record has no penalty"

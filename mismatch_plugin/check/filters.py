@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, flat
+from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, Tokens
 from mismatch_plugin.check.distribution import drawn, few_tokens
 from mismatch_plugin.check.findings import Finding, Item
 from mismatch_plugin.check.level import ENOUGH_TOKENS
@@ -41,14 +41,14 @@ def find_truncation(batch: Batch) -> Outcome:
         group = [
             sample for sample in rest if (sample.record.sampling.filtered, after_filters(sample)) == (filtered, told)
         ]
-        tokens = flat(group)
+        tokens = batch.tokens_of(group)
         # Log-probs after the filters are the behaviour policy's; whether the trainer replays the filters must be seen.
         kind: Kind | None = "recorded" if filtered and not told else None
         numbers: Support | None = None
         if not group:
             continue
         if len(tokens) >= ENOUGH_TOKENS:
-            seen, numbers = _renormalised(group)
+            seen, numbers = _renormalised(tokens)
             kind = seen or kind
         elif kind is None and batch.has_training:
             found.append(few_tokens(len(tokens), "truncation"))
@@ -92,8 +92,7 @@ def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[It
     return [_finding(batch, plain, "not_replayed", numbers)], replayed
 
 
-def _renormalised(group: list[Sample]) -> tuple[Kind | None, Support]:
-    tokens = flat(group)
+def _renormalised(tokens: Tokens) -> tuple[Kind | None, Support]:
     quarters = fit(tokens).quarters
     candidates: tuple[tuple[Kind, Floats, bool], ...] = (
         ("renormalised", tokens.gap, max(quarters) < 0),
@@ -129,7 +128,7 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
             f"average."
         )
     else:
-        tokens = flat(group)
+        tokens = batch.tokens_of(group)
         ours, other = ("rollout", "training") if kind == "renormalised" else ("training", "rollout")
         evidence = (
             f"{ours.capitalize()} log-probs are systematically above the {other} ones, by {abs(tokens.gap.mean()):.3g} "

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Bools, Floats, Sample, Tokens, flat
+from mismatch_plugin.check.batch import Batch, Bools, Floats, Tokens
 from mismatch_plugin.check.distance import CLIP
 
 CERTAIN = 0.05
@@ -24,10 +24,10 @@ class Scaled(NamedTuple):
     informative: Bools
 
 
-def scaled(samples: list[Sample] | tuple[Sample, ...], typical: float | None = None) -> Scaled:
+def scaled(batch: Batch, typical: float | None = None) -> Scaled:
     """ordinary: the mean |gap| of the tokens in the same tenth by rollout log-prob; its quantile `typical` if given,
     then new tokens and those that occurred before apart (a penalty moves one kind only)."""
-    tokens = flat(samples)
+    tokens = batch.tokens
     size = np.minimum(np.abs(tokens.gap), CLIP)
     depth = -tokens.rollout
     ordinary = np.zeros(len(size))

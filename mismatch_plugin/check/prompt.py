@@ -18,13 +18,15 @@ MIN_EACH, MIN_SAMPLES = 3, 6
 """Telling tokens of either kind in a sample; samples that have them."""
 SOFT = 0.05
 """Added to both sides of a ratio, in units of the ordinary gap: samples where both are tiny tell nothing."""
-DECAY, CLEAR_DECAY, PART_DECAY, STANDARD_ERRORS = 1.25, 1.4, 2.0, 4.5
-"""Early over late gap. Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a
-system prompt 1.31 to 1.5, BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9."""
+DECAY, CLEAR_DECAY, STANDARD_ERRORS, OF_SOME = 1.25, 1.4, 4.5, 3.5
+"""Early over late gap, and by how many standard errors: of all samples, of some that are far apart next to the others.
+
+Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a system prompt 1.31 to 1.5,
+BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9."""
 SMALLEST = 0.02
 """Nats. A prompt that moves the first tokens by less is no one's problem."""
-PARTS = (1.0, 0.25, 0.1)
-"""Of the samples, by the size of their gap: a wrong template may concern some only."""
+JUMP = 0.7
+"""Between the logs of two samples' relative gaps, neighbours in size: what lies above are samples of another kind."""
 
 
 class _Decay(NamedTuple):
@@ -41,17 +43,18 @@ class _Decay(NamedTuple):
 def find_wrong_prompt(batch: Batch) -> Outcome:
     """Paired within samples. Its tokens are compared with what is usual in the batch at their log-prob, since first
     tokens are often less certain than later ones. The batch stays as it is."""
-    measured = scaled(batch.samples)
-    for part in PARTS:
-        found = _decay(measured, batch.samples, part)
-        if found is None:
-            break
-        if found.ratio > (DECAY if part == 1.0 else PART_DECAY) and found.deviations > STANDARD_ERRORS:
-            return ([_finding(batch, found)] if found.early > SMALLEST else []), batch
+    relative, level = _relative(scaled(batch), batch.samples)
+    judged = np.flatnonzero(np.isfinite(relative).all(0))
+    for chosen, needed in ((judged, STANDARD_ERRORS), (_outlying(judged, relative), OF_SOME)):
+        found = _decay(chosen, relative, level)
+        if found and found.ratio > DECAY and found.deviations > needed and found.early > SMALLEST:
+            return [_finding(batch, found)], batch
     return [], batch
 
 
-def _decay(measured: Scaled, samples: tuple[Sample, ...], part: float) -> _Decay | None:
+def _relative(measured: Scaled, samples: tuple[Sample, ...]) -> tuple[Floats, Floats]:
+    """[2, N] of early and late tokens: log of the gap in units of what is ordinary, NaN where there are too few; and
+    the mean gap in nats."""
     told = measured.informative
     tokens, size, ordinary = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
     length = np.array([sample.tokens for sample in samples])[tokens.sample]
@@ -62,18 +65,26 @@ def _decay(measured: Scaled, samples: tuple[Sample, ...], part: float) -> _Decay
         return np.stack([np.bincount(tokens.sample[at], values[at], len(samples)) for at in (early, late)])
 
     counts, gaps, usual = sums(np.ones(len(size))), sums(size), sums(ordinary)
-    judged = np.flatnonzero((counts >= MIN_EACH).all(0) & (usual > 0).all(0))
-    relative = np.log(gaps[:, judged] / usual[:, judged] + SOFT)
-    # By early and late together, so that the choice itself favours neither.
-    chosen = np.argsort(-relative.sum(0), kind="stable")[: math.ceil(part * len(judged))]
+    enough = (counts >= MIN_EACH) & (usual > 0)
+    relative = np.log(np.divide(gaps, usual, where=enough, out=np.full(gaps.shape, np.nan)) + SOFT)
+    return relative, gaps / np.maximum(counts, 1)
+
+
+def _outlying(judged: Ints, relative: Floats) -> Ints:
+    """Samples above the largest jump in size: a wrong template may concern some only. By early and late together, so
+    that the choice favours neither."""
+    order = judged[np.argsort(relative[:, judged].mean(0), kind="stable")]
+    jumps = np.diff(relative[:, order].mean(0))
+    return order[int(np.argmax(jumps)) + 1 :] if len(jumps) and jumps.max() > JUMP else order[:0]
+
+
+def _decay(chosen: Ints, relative: Floats, level: Floats) -> _Decay | None:
     if len(chosen) < MIN_SAMPLES:
         return None
     change = relative[0, chosen] - relative[1, chosen]
     error = float(change.std(ddof=1)) / math.sqrt(len(chosen))
-    level = gaps[:, judged[chosen]].sum(1) / counts[:, judged[chosen]].sum(1)
-    return _Decay(
-        np.sort(judged[chosen]), math.exp(change.mean()), float(change.mean()) / max(error, 1e-12), *level.tolist()
-    )
+    early, late = level[:, chosen].mean(1).tolist()
+    return _Decay(np.sort(chosen), math.exp(change.mean()), float(change.mean()) / max(error, 1e-12), early, late)
 
 
 def _finding(batch: Batch, found: _Decay) -> Finding:

@@ -18,8 +18,9 @@ from mismatch_plugin.check.identity import IDS_FIX
 from mismatch_plugin.check.pairing import LAGS
 from mismatch_plugin.check.profile import scaled
 
-FAR, TIMES = 0.3, 8.0
-"""A token is far off by so many nats at least, and so many times what is usual at its log-prob."""
+FAR, TIMES, QUANTILE = 0.3, 16.0, 0.25
+"""A token is far off by so many nats at least, and so many times the lower quartile of |gap| at its log-prob
+(half the median of normal noise): half of all tokens may be far."""
 INSIDE, ELSEWHERE = 0.5, 0.03
 """Share of far tokens in such a stretch, and outside it at least: MoE routers flip for one token in a hundred or so."""
 NEAR_VERSION = 3
@@ -62,7 +63,7 @@ def find_retokenised(batch: Batch) -> Outcome:
     Its score: Σ log(INSIDE/q) over far tokens + Σ log((1 − INSIDE)/(1 − q)) over the others, q the far tokens' share
     in an ordinary sample. The largest sum of consecutive tokens is found in one pass (Kadane).
     """
-    measured = scaled(batch.samples, typical=0.5)
+    measured = scaled(batch, typical=QUANTILE)
     told = measured.informative
     tokens, size = measured.tokens.where(told), measured.size[told]
     far = size > np.maximum(FAR, TIMES * measured.ordinary[told])
@@ -149,7 +150,7 @@ def _finding(batch: Batch, found: list[Stretch]) -> Finding:
     lags = [lag for lag in map(_moved_on, found) if lag is not None]
     ending = sum(item.to_the_end for item in found)
     until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
-    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} position on, as where one token became two" * bool(lags)
+    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} on, as where one token became two" if lags else ""
     return batch.finding(
         "retokenised",
         "both",

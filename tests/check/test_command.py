@@ -93,7 +93,7 @@ def test_json_is_the_result_and_nothing_else(tmp_path: Path):
     assert parsed.status == "faults" and [item.fault for item in parsed.findings] == ["sign"]
     finding = json.loads(result.stdout)["findings"][0]
     counted = {"samples", "of_samples", "tokens", "of_tokens"}
-    told = {"fault", "side", "evidence", "statistics", "first", "fix", "confidence", "accepted"}
+    told = {"fault", "side", "evidence", "statistics", "first", "fix", "confidence", "severity", "accepted"}
     assert set(finding) == counted | told
     assert finding["first"]["position"] == 0 and finding["first"]["training"] > 0
 
@@ -114,6 +114,17 @@ def test_records_alone_and_accepted_faults():
     assert _run(mixed, "--records-only").exit_code == 1
     accepted = _run(mixed, "--records-only", "--accept", "mixed_versions")
     assert accepted.exit_code == 0 and "Accepted: mixed_versions" in accepted.output
+
+
+def test_too_few_tokens_are_not_decided(tmp_path: Path):
+    lines = (FOLDER / f"{CLEAN}.jsonl").read_text().splitlines()[:2]
+    records, path = tmp_path / "records.jsonl", _training_file(tmp_path)
+    records.write_text("\n".join(lines))
+    path.write_text("\n".join(path.read_text().splitlines()[:2]))
+    few = _run(records, path)
+    assert few.exit_code == 3 and few.output.splitlines()[-1].startswith("Not decided in 2 samples")
+    assert "Exit status" in _run("--help").output and "3 not" in _run("--help").output
+    assert _run(records, "--records-only").exit_code == 0
 
 
 def test_a_training_side_left_out_by_mistake_is_no_pass(tmp_path: Path):

@@ -218,6 +218,26 @@ def test_logs_of_another_base(base: float, side: str):
     assert np.abs(fixed.tokens.gap).max() < 1e-12
 
 
+def _unlikely_at(temperature: float, noise: float, tokens: int = 300) -> list[list[float]]:
+    """[rollout, training] of tokens that are all unlikely next to one likely one, log p = −log(1 + e^x): where such
+    tokens alone are told, a temperature is nearly proportional."""
+    generator = np.random.default_rng(5)
+    x = generator.uniform(3.0, 9.0, tokens)
+    rollout, train = -np.log1p(np.exp(x)), -np.log1p(np.exp(x / temperature))
+    return [rollout.tolist(), (train * (1 + generator.normal(0, noise, tokens))).tolist()]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02])
+@pytest.mark.parametrize("temperature", [0.72, 0.67, 1.39, 1.5])
+def test_temperatures_near_the_log_of_a_base_are_no_base(temperature: float, noise: float):
+    """ln 2 = .693: factors of 1.39 or 1.49 in place of 1.443."""
+    rollout, train = _unlikely_at(temperature, noise)
+    assert found(find_scale(batch_of([rollout], [train]))[0]) == []
+    as_base_2 = [value / math.log(2) for value in rollout]
+    noisy = [two * b / a for two, a, b in zip(as_base_2, *_unlikely_at(1.0, noise), strict=True)]
+    assert [item.fault for item in found(find_scale(batch_of([rollout], [noisy]))[0])] == ["log_base"]
+
+
 # What is none of it: (detector, rollout, training)
 
 _GENERATOR = np.random.default_rng(0)
@@ -256,9 +276,18 @@ def test_an_accepted_fault_is_reported_but_does_not_count():
     batch = batch_of([[-1.01, -1.2, -0.3]], [[-1.01, -1.2, -0.3]], records={"weight_versions": spans})
     assert check_batch(batch).status == "faults"
     result = check_batch(batch, accept=["mixed_versions"])
-    assert result.status == "clean"
+    assert result.status == "undecided"  # three tokens
     assert [item.accepted for item in result.findings] == [True]
     assert "Accepted: mixed_versions" in result.verdict and "Not decided" in result.verdict
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(99, "undecided"), (100, "clean")])
+def test_too_few_tokens_decide_nothing(tokens: int, status: str):
+    values = wave(tokens, 0)
+    result = check_batch(batch_of([values], [[value + 0.001 for value in values]]))
+    assert result.status == status and ("100 are needed" in result.verdict) == (status == "undecided")
+    assert check_batch(batch_of([values], None)).status == "clean"  # without a training side that is meant
+    assert check_batch(batch_of([values], [[None] * tokens])).status == "faults"
 
 
 def test_two_faults_at_once_are_both_named():

@@ -48,6 +48,35 @@ def test_a_temperature_that_the_training_side_tells():
     assert [item.fault for item in found(find_temperature(batch)[0])] == ["temperature"]
 
 
+@pytest.mark.parametrize(("trainer_at", "side"), [(0.7, "rollout"), (1.0, "both")])
+@pytest.mark.parametrize("told", [True, False])
+def test_raw_log_probs_of_tokens_drawn_at_a_temperature(trainer_at: float, side: str, told: bool):
+    """Two equally likely logits below one: q of temperature .7 is p to the power 1/.7, normalised."""
+    raw = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
+    sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
+    drawn = np.random.default_rng(0).choice(4, 400, p=np.exp(raw / 0.7) / np.exp(raw / 0.7).sum())
+    records = {"sampling": SamplingParameters(temperature=0.7), "log_probs_of": "raw"}
+    training = [{"temperature": trainer_at}] if told else None
+    batch = batch_of([raw[drawn].tolist()], [sharp[drawn].tolist()], records=records, training=training)
+    (finding,) = found(find_temperature(batch)[0])
+    assert (finding.fault, finding.side, finding.confidence) == ("temperature", side, "certain")
+    assert "processed_logprobs" in finding.fix and ("Divide the trainer" in finding.fix) == (side == "both")
+    at_one = {**records, "sampling": SamplingParameters(temperature=1.0)}
+    same = batch_of([raw[drawn].tolist()], [raw[drawn].tolist()], records=at_one)
+    assert found(find_temperature(same)[0]) == []
+
+
+def test_log_probs_after_filters_need_a_trainer_that_replays_them():
+    full = np.log([p for p in _P if p > 0.2])  # top-k 2 keeps 3/4 of the mass
+    cut = (full - math.log(0.75)).tolist()
+    records = {"sampling": SamplingParameters(top_k=2), "log_probs_of": "filtered"}
+    (finding,) = found(find_truncation(batch_of([cut], [full.tolist()], records=records))[0])
+    assert (finding.side, finding.confidence) == ("rollout", "certain") and "does not replay" in finding.evidence
+    assert found(find_truncation(batch_of([cut], [cut], records=records))[0]) == []  # it does
+    items, _ = find_truncation(batch_of([cut[:50]], [cut[:50]], records=records))
+    assert [item.faults for item in items if isinstance(item, Undecided)] == [("truncation",)]
+
+
 def test_few_tokens_tell_no_temperature_filter_or_penalty():
     batch = batch_of([np.log(_P[:64]).tolist()], [np.log(_P[:64]).tolist()])
     detectors = {"temperature": find_temperature, "penalty": find_penalty, "truncation": find_truncation}
