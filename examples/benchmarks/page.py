@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import re
 from datetime import datetime, timezone
-from importlib.resources import files
 from pathlib import Path
 
 import mismatch_plugin
 from examples.benchmarks.results import load
 from examples.benchmarks.tables import findings, tables
 from mismatch_plugin.files import write_whole
-from mismatch_plugin.report.page import TEMPLATE as REPORT
-from mismatch_plugin.report.page import numeric_columns
 
 TEMPLATE = "bench.html.j2"
 
@@ -24,35 +19,23 @@ def build_page(folder: Path) -> Path:
     Raises ImportError where matplotlib or jinja2 is missing, naming the extra.
     """
     try:
-        from jinja2 import Environment, StrictUndefined
-
         from examples.benchmarks.pictures import pictures
         from mismatch_plugin.report.plots import save
+        from mismatch_plugin.report.templates import environment
     except ImportError as error:
         raise ImportError(f"{error}: a page needs the extra: pip install 'mismatch-plugin[lab]'") from error
     sections = load(folder)
     drawn = {section.name: pictures(section) for section in sections}
     for made in drawn.values():
         save(made, folder / "plots")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"base64": lambda png: base64.b64encode(png).decode("ascii"), "numeric": numeric_columns}
-    template = environment.from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
+    template = environment().from_string(Path(__file__).with_name(TEMPLATE).read_text("utf-8"))
     html = template.render(
         sections=sections,
         tables={section.name: tables(section) for section in sections},
         findings={section.name: findings(section) for section in sections},
         pictures=drawn,
-        style=_style(),
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         version=mismatch_plugin.__version__,
     )
     write_whole(folder / "bench.html", html)
     return folder / "bench.html"
-
-
-def _style() -> str:
-    """The style sheet of the comparison's report: the two pages look alike."""
-    source = files("mismatch_plugin.report").joinpath(REPORT).read_text("utf-8")
-    found = re.search(r"<style>(.*?)</style>", source, re.DOTALL)
-    assert found is not None
-    return found[1]

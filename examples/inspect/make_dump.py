@@ -32,7 +32,7 @@ from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
 
-PROMPTS, SAMPLES, PART = 32, 8, 64
+PROMPTS, SAMPLES, PART = 16, 8, 64
 """Prompts of a step, responses to each, and responses of a micro-batch of the trainer."""
 LENGTHS = (64, 512)
 """Shortest and longest response; the lab's answers have 7 tokens, so the model goes on behind them."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from itertools import pairwise
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -111,13 +112,27 @@ class Tokens:
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
 
+class Between(Protocol):
+    """Models between the weights that the run began with and the present ones (`layers.Mix`).
+
+    parts: ways to divide the tensors that differ: name of a part → its parameters.
+    """
+
+    parts: tuple[dict[str, tuple[str, ...]], ...]
+
+    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
+        """[n] with these parameters from the start and all others from now."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class Batch:
     """N samples in the order of the records file, and what else the detectors may know.
 
     eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
     float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
-    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits.
+    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
+    both checkpoints.
     """
 
     samples: tuple[Sample, ...]
@@ -126,6 +141,7 @@ class Batch:
     max_staleness: int = DEFAULT_MAX_STALENESS
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
+    between: Between | None = None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -198,13 +214,16 @@ def trained(samples: Sequence[Sample]) -> int:
 
 def flat(samples: Sequence[Sample]) -> Tokens:
     """The usable tokens of these samples, one after the other."""
-    parts = [(sample, np.flatnonzero(sample.usable)) for sample in samples]
-    columns = [
-        (sample.rollout[at], sample.training[at], np.full(len(at), sample.index), at, sample.occurred[at])
-        for sample, at in parts
-    ]
-    empty = tuple(np.zeros(0, dtype=kind) for kind in (float, float, int, int, bool))
-    return Tokens(*(np.concatenate(column) for column in zip(empty, *columns, strict=True)))
+    samples = [sample for sample in samples if sample.usable.any()]
+    ends = np.cumsum([0, *(int(sample.usable.sum()) for sample in samples)])
+    rollout, training = np.empty(ends[-1]), np.empty(ends[-1])
+    index, position = np.empty(ends[-1], dtype=np.int64), np.empty(ends[-1], dtype=np.int64)
+    occurred = np.empty(ends[-1], dtype=bool)
+    for sample, (start, end) in zip(samples, pairwise(ends), strict=True):  # no parts to be joined: half the memory
+        at, here = np.flatnonzero(sample.usable), slice(start, end)
+        rollout[here], training[here] = sample.rollout[at], sample.training[at]
+        index[here], position[here], occurred[here] = sample.index, at, sample.occurred[at]
+    return Tokens(rollout, training, index, position, occurred)
 
 
 def make_batch(

@@ -12,9 +12,15 @@ FAULTS_FOUND, CANNOT_CHECK, NOT_DECIDED = 1, 2, 3
 
 
 def check(
-    records: Annotated[Path, typer.Argument(metavar="RECORDS", help="Rollout records, .jsonl or .parquet.")],
+    records: Annotated[
+        Path, typer.Argument(metavar="RECORDS", help="Rollout records, or a trainer's own dump, or a folder of dumps.")
+    ],
     training: Annotated[
-        Path | None, typer.Argument(metavar="TRAINING", help="The training side's log-probs, .jsonl, as told above.")
+        Path | None,
+        typer.Argument(metavar="TRAINING", help="The training side's log-probs, as told above or a trainer's dump."),
+    ] = None,
+    format: Annotated[
+        str | None, typer.Option("--format", metavar="NAME", help="Format of RECORDS, if it is not recognised.")
     ] = None,
     checkpoint: Annotated[
         Path | None,
@@ -56,7 +62,9 @@ def check(
     mixed and stale weights, lost digits. Ordinary mismatch (other kernels,
     bf16, quantised or slightly stale weights) is no fault; its size is printed.
 
-    RECORDS has one JSON object a line (or a row of Parquet), at least:
+    RECORDS is a dump of slime, miles, verl, NeMo-RL, TRL or vLLM (.pt, .npz,
+    .parquet, .json, .jsonl; docs/rollouts.md lists them; one that holds both
+    sides needs no TRAINING), or has one JSON object a line (or a row of Parquet), at least:
 
     {"prompt_ids":[1,5],"response_ids":[7,2],"rollout_log_probs":[-1.2,-0.3]}
 
@@ -98,6 +106,7 @@ def check(
             eos_ids=eos_id or (),
             records_only=records_only,
             accept=accept or (),
+            format=format,
         )
     except InputError as error:
         if as_json:

@@ -79,3 +79,20 @@ def compare(own: Distances, other: Distances) -> Comparison:
     a, b = own.values[:shared][valid], other.values[:shared][valid]
     error = float((a - b).std(ddof=1)) / math.sqrt(count)
     return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), count)
+
+
+CERTAIN = 0.02
+"""Tokens whose probability is nearer to 1 tell nothing of the logits."""
+
+
+def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
+    """[n] T (ours − theirs) / (1 − p), p the smaller of the two probabilities; NaN where it tells nothing.
+
+    To first order a change of the logits moves log p by (1 − p) of it over T, so that this measures the change itself:
+    the tokens of sure and of unsure responses are then equally far apart.
+    """
+    temperature = sample.record.sampling.log_prob_temperature
+    with np.errstate(invalid="ignore", over="ignore"):
+        left = -np.expm1(np.minimum(ours, theirs))
+        chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)
+        return np.where(chosen, temperature * np.clip(ours - theirs, -CLIP, CLIP) / np.where(chosen, left, 1.0), np.nan)

@@ -9,23 +9,24 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult, Finding
-from mismatch_plugin.check.level import mismatch
+from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.run import check_batch
-from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, rescore
+from mismatch_plugin.check.servers import compare_servers, workers_of
+from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, TrainingSide
 from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.address import shown
-from mismatch_plugin.rollout.files import iter_records
-from mismatch_plugin.rollout.responses import Response
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.rollout.responses import Dump
 
 
 class Inputs(NamedTuple):
     """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
-    which no detector of the batch can see."""
+    which no detector of the batch can see. source, format: what was read, and as what."""
 
     batch: Batch
     notes: tuple[str, ...]
     findings: tuple[Finding, ...] = ()
+    source: str = ""
+    format: str = "records"
 
 
 def check_files(records_path: Path, training_path: Path | None = None, **sources: Any) -> CheckResult:
@@ -34,15 +35,19 @@ def check_files(records_path: Path, training_path: Path | None = None, **sources
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
     accept = sources.pop("accept", ())
-    unknown = sorted({*accept} - {*FAULTS})
-    if unknown:
+    refuse_unknown_faults(accept)
+    inputs = read_inputs(records_path, training_path, **sources)
+    return check_batch(inputs.batch, accept=accept, notes=inputs.notes, found=inputs.findings)
+
+
+def refuse_unknown_faults(accept: Sequence[str]) -> None:
+    """Raise InputError where one of the faults to accept is none."""
+    if unknown := sorted({*accept} - {*FAULTS}):
         raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
-    batch, notes, findings = read_inputs(records_path, training_path, **sources)
-    return check_batch(batch, accept=accept, notes=notes, found=findings)
 
 
 def read_inputs(
-    records_path: Path,
+    records: Path | Dump,
     training_path: Path | None = None,
     *,
     checkpoint: Path | None = None,
@@ -52,64 +57,68 @@ def read_inputs(
     max_staleness: int = DEFAULT_MAX_STALENESS,
     eos_ids: Sequence[int] = (),
     records_only: bool = False,
+    needs_training: bool = True,
+    format: str | None = None,
 ) -> Inputs:
-    """The training side is the file, else the checkpoint, else the first server.
+    """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
 
-    reference_checkpoint: the weights that the run began with. urls: servers or routers. records_only: there is no
-    training side, and that is meant.
+    records: a file, a folder, or a dump that was read. reference_checkpoint: the weights that the run began with. urls:
+    servers or routers. records_only: no training side, and that is meant. needs_training: an error without one. format:
+    of the records, a name of `rollout.dumps.registry.FORMATS`.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
     if urls and training_path is not None and checkpoint is None:
         raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
     given: dict[str, Any] = {"TRAINING": training_path, "--checkpoint": checkpoint, "--url": urls[0] if urls else None}
-    source = next((name for name in ADAPTERS if given[name] is not None), None)
-    if records_only == (source is not None):
+    source = next((name for name, value in given.items() if value is not None), None)
+    if records_only and source is not None:
+        raise InputError("--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url.")
+    named = "the running servers" if isinstance(records, Dump) else str(records)
+    dump = records if isinstance(records, Dump) else _dump(records, format, training_path)
+    responses = dump.responses
+    if source is None and dump.scored is None and needs_training and not records_only:
         raise InputError(
-            "--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url."
-            if records_only
-            else "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
+            "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
         )
-    records = _records(records_path)
+    workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     model = None if checkpoint is None else Checkpoint(checkpoint)
-    given["--checkpoint"] = model
-    side = None if source is None else ADAPTERS[source](given[source], records)
-    notes = [f"{len(records)} records of {records_path}", *(side.notes if side else [])]
-    if model is not None:
-        notes += [note for url in urls for note in _server_against(model, url, records)]
-    first = None
-    if reference_checkpoint is not None:
-        first = [sample.log_probs for sample in Checkpoint(reference_checkpoint).scored(records)]
+    given |= {"--checkpoint": model, "--url": next(iter(workers), None)}
+    side = None
+    if source is not None and source != "TRAINING":
+        side = ADAPTERS[source](given[source], responses)
+    elif dump.scored is not None and not records_only:
+        side = TrainingSide(list(dump.scored), [f"training side: {training_path or named}"])
+    notes = [f"{len(responses)} records of {named}", *dump.notes, *(side.notes if side else [])]
+    start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
+    mix = None if model is None or start is None else Mix(model, start)
+    first = None if start is None else [sample.log_probs for sample in start.scored(responses)]
+    if start is not None:
         notes.append(f"weights that the run began with: {reference_checkpoint}")
+    findings: list[Finding] = []
+    if workers and (model is not None or len(workers) > 1):
+        more, findings = compare_servers(workers, responses, model, start)
+        notes += more
     known = [*eos_ids, *(model.eos_ids if model else [])]
-    batch = make_batch(records, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
+    batch = make_batch(responses, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
     if not any(sample.mask.any() for sample in batch):
         raise InputError("every loss mask is 0: there is no trained token to check.")
     batch = replace(batch, max_staleness=max_staleness)
     if model is not None:
         own = source == "--checkpoint"
-        batch = replace(batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own)
-    return Inputs(batch, tuple(notes))
+        batch = replace(
+            batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own, between=mix
+        )
+    return Inputs(batch, tuple(notes), tuple(findings), named, dump.format)
 
 
-def _records(path: Path) -> list[Response]:
+def _dump(path: Path, format: str | None, training: Path | None) -> Dump:
     try:
-        records = [Response.of(record) for record in iter_records(path)]
+        dump = read_dump(path, format, training)
+    except InputError:
+        raise
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot read the records: {error}") from None
-    if not any(len(record.response_ids) for record in records):
+    if not any(len(record.response_ids) for record in dump.responses):
         raise InputError(f"{path} holds no response: there is nothing to check.")
-    return records
-
-
-def _server_against(model: Checkpoint, url: str, records: Sequence[Response]) -> list[str]:
-    """Does the server hold the checkpoint's weights now? Both at temperature 1, where no sampling setting matters."""
-    scored, risks = rescore(url, records, model.vocab)
-    neutral = [
-        replace(record, sampling=SamplingParameters(), behaviour_log_probs=None, rollout_log_probs=other.log_probs)
-        for record, other in zip(records, scored, strict=True)
-    ]
-    level = mismatch(make_batch(neutral, model.scored(neutral)))
-    if level is None:
-        return [*risks, f"the server at {shown(url)} rescored, but no token can be compared with the checkpoint"]
-    return [*risks, f"the server at {shown(url)}, rescoring at temperature 1, against the checkpoint: {level}"]
+    return dump

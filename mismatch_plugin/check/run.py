@@ -16,12 +16,14 @@ from mismatch_plugin.check.identity import find_ids
 from mismatch_plugin.check.lengths import find_lengths
 from mismatch_plugin.check.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
 from mismatch_plugin.check.numbers import find_fills, find_numbers
+from mismatch_plugin.check.populations import find_split, find_stale_server
 from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.prompt import find_wrong_prompt
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.size import find_size
 from mismatch_plugin.check.tokenisation import find_retokenised
 from mismatch_plugin.check.versions import find_versions
+from mismatch_plugin.check.weights import find_not_updated
 
 
 class Detector(NamedTuple):
@@ -40,14 +42,13 @@ class Detector(NamedTuple):
     unless: tuple[FaultName, ...] = ()
 
 
-_OF_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
-_OF_WEIGHTS: tuple[FaultName, ...] = (
-    "staleness",
-    "weights_not_updated",
-    "weights_partly_updated",
-    "stale_server",
-    "server_differs",
-)
+_OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
+_OTHER_TEXT: tuple[FaultName, ...] = (
+    "unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server",
+)  # fmt: skip
+_OLD_WEIGHTS: tuple[FaultName, ...] = (
+    "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs",
+)  # fmt: skip
 
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
@@ -70,6 +71,11 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_penalty, ("penalty",), unless=("wrong_prompt",)),
         Detector(find_truncation, alone=True),
     ),
+    (  # Other weights: one server's, or all of them.
+        Detector(find_stale_server, ("stale_server",)),
+        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=_OTHER_TEXT),
+        Detector(find_split, unless=(*_OTHER_TEXT, "weights_not_updated", "weights_partly_updated")),
+    ),
     (
         Detector(find_precision, alone=True, as_given=True),
         Detector(find_versions, ("staleness",), alone=True),
@@ -78,7 +84,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(
             find_size,
             ("moe_routing", "quantised", "far_apart"),
-            unless=("prompt_ids", "retokenised", *_OF_DISTRIBUTION, *_OF_WEIGHTS),
+            unless=("prompt_ids", "retokenised", *_OTHER_DISTRIBUTION, *_OLD_WEIGHTS),
         ),
     ),
 )

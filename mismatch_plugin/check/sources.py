@@ -1,4 +1,4 @@
-"""Where the training side's log-probs come from: a file, a checkpoint, or the server itself. One adapter each."""
+"""Where the training side's log-probs come from: a checkpoint, or the server itself. One adapter each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.training import InputError, match, read_training
+from mismatch_plugin.check.training import InputError
 from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats
 
@@ -103,24 +103,8 @@ def rescore(url: str, records: Sequence[Response], vocab_size: int | None = None
 class TrainingSide(NamedTuple):
     """samples: one a record, in their order. notes: where they come from, and what a reader must know of it."""
 
-    samples: list[Scored]
+    samples: Sequence[Scored]
     notes: list[str]
-
-
-def from_file(path: Path, records: Sequence[Response]) -> TrainingSide:
-    """TRAINING. Its masks must fit its log-probs."""
-    lines = read_training(path)
-    samples = match(records, lines)
-    for index, sample in enumerate(samples):
-        mask, values = sample.loss_mask, len(sample.train_log_probs)
-        if mask is not None and (len(mask) != values or not {0, 1}.issuperset(mask)):
-            raise InputError(
-                f"the training side's loss_mask of sample {index} has {len(mask)} entries for {values} log-probs, or "
-                f"others than 0 and 1: give one for each."
-            )
-    more = len(lines) - len(records)
-    notes = [f"{more} of its lines belong to no record and were not looked at"] if more > 0 else []
-    return TrainingSide([sample.scored() for sample in samples], [f"training side: {path}", *notes])
 
 
 def from_checkpoint(model: Checkpoint, records: Sequence[Response]) -> TrainingSide:
@@ -143,8 +127,7 @@ def from_server(url: str, records: Sequence[Response]) -> TrainingSide:
 
 
 ADAPTERS: dict[str, Callable[[Any, Sequence[Response]], TrainingSide]] = {
-    "TRAINING": from_file,
     "--checkpoint": from_checkpoint,
     "--url": from_server,
 }
-"""By the argument that names the source. The first that is given is the training side."""
+"""By the argument that names the source. The first that is given is the training side, where there is no TRAINING."""

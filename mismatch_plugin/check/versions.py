@@ -60,6 +60,9 @@ def _mixed(batch: Batch) -> list[Item]:
         return []
     most = counts.most_common(5)
     inside = [sample for sample, versions in of_samples if len(versions) > 1]
+    steps = {(sample.told.weight_version, *versions) for sample, versions in of_samples if versions}
+    if not inside and len({trainer for trainer, *_ in steps}) == len(steps):
+        return []  # batches of several steps, each with a training side of its own
     if inside:
         versions = inside[0].record.version_of_token
         position = next(at for at in range(1, len(versions)) if versions[at] != versions[at - 1])

@@ -6,13 +6,14 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.units import UNITS
+from mismatch_plugin.inspect.packing import pieces
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.rollout.responses import Floats
 
@@ -29,11 +30,12 @@ STATISTICS = (
 _SMALLEST = 1e-6
 _FINENESS = 1e-3
 _ROUNDING = 1e-12
+_SLACK = 1e-9
+"""1 − 0.99 is a little less than 0.01."""
+_NOTHING = np.zeros(0)
 
 
-def bounds_for(
-    packed: PackedSequences, shares: Sequence[float] = SHARES
-) -> dict[str, dict[str, tuple[float, float]]]:
+def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dict[str, dict[str, tuple[float, float]]]:
     """Level or criterion → wished share kept ("99%", "99.9%") → (lower, upper).
 
     Of a level (token, sequence, geometric) the bounds are on its ratio ρ: at most ⌊n (1 − share) / 2⌋ of its n units
@@ -47,45 +49,53 @@ def bounds_for(
         raise ValueError(f"shares {list(shares)} must be above 0 and at most 1: 0.99 keeps 99 %.")
     if packed.old_log_probs is None or packed.rollout_log_probs is None:
         raise ValueError("bounds need old_log_probs and rollout_log_probs: the packed batch lacks one of them.")
-    tokens = select_tokens(packed.old_log_probs.detach(), packed)
-    trained = packed.loss_mask
-    sums = {"log_ratio": segment_sum(tokens.log_ratio, packed.offsets), "tokens": segment_sum(trained, packed.offsets)}
-    has = sums["tokens"] > 0
     found: dict[str, dict[str, tuple[float, float]]] = {}
+    names = {share: f"{share * 100:g}%" for share in shares}
     for level in LEVELS:
-        units = UNITS[level]
-        values = units.aggregate(tokens.log_ratio, sums)[trained if units.per_token else has].double().numpy()
-        found[level] = {f"{share * 100:g}%": _two_sided(values, share) for share in shares}
-    for aggregate, statistic in STATISTICS:
-        values = _compared(aggregate, statistic, tokens, packed, sums)
-        found[f"{aggregate}_{statistic}"] = {f"{share * 100:g}%": (0.0, _above(values, share)) for share in shares}
+        values = np.concatenate([_NOTHING, *(_ratios(level, piece) for _, piece in pieces(packed))])
+        found[level] = {name: _two_sided(values, share) for share, name in names.items()}
+    for criterion in STATISTICS:
+        values = np.concatenate([_NOTHING, *(_compared(*criterion, piece) for _, piece in pieces(packed))])
+        found["_".join(criterion)] = {name: (0.0, _above(values, share)) for share, name in names.items()}
     return found
 
 
-def _compared(
-    aggregate: str, statistic: str, tokens: Tokens, packed: PackedSequences, sums: dict[str, torch.Tensor]
-) -> Floats:
+def _ratios(level: str, packed: PackedSequences) -> Floats:
+    """log ρ of every unit with a token."""
+    tokens, counts_N = _selected(packed)
+    units, chosen = UNITS[level], counts_N > 0
+    if units.per_token:
+        return tokens.log_ratio[packed.loss_mask].double().numpy()
+    sums = {"log_ratio": segment_sum(tokens.log_ratio, packed.offsets), "tokens": counts_N}
+    return units.aggregate(tokens.log_ratio, sums)[chosen].numpy()
+
+
+def _compared(aggregate: str, statistic: str, packed: PackedSequences) -> Floats:
     """What a criterion compares, of every unit with a token."""
+    tokens, counts_N = _selected(packed)
     values = token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout)
     if aggregate == "token":
         return values[packed.loss_mask].double().numpy()
     if aggregate == "sequence_max":
         values = segment_max(values, packed.offsets)
     else:
-        values = segment_sum(values, packed.offsets) / sums["tokens"].clamp(min=1)
-    return values[sums["tokens"] > 0].double().numpy()
+        values = segment_sum(values, packed.offsets) / counts_N.clamp(min=1)
+    return values[counts_N > 0].double().numpy()
 
 
-def _beyond(units: int, share: float) -> int:
-    """Units that may be lost; 1 − share is rounding away from a decimal number."""
-    return int(units * (1.0 - share) + 1e-9)
+def _selected(packed: PackedSequences) -> tuple[Tokens, Tensor]:
+    """(the log-probs, [N] response tokens)."""
+    assert packed.old_log_probs is not None
+    return select_tokens(packed.old_log_probs.detach(), packed), segment_sum(packed.loss_mask, packed.offsets)
 
 
 def _two_sided(values: Floats, share: float) -> tuple[float, float]:
     if not len(values):
         return 1.0, 1.0
-    lost = int(len(values) * (1.0 - share) / 2 + 1e-9)
-    low, high = np.partition(values, (lost, len(values) - 1 - lost))[[lost, len(values) - 1 - lost]].tolist()
+    lost = int(len(values) * (1.0 - share) / 2 + _SLACK)
+    places = [lost, len(values) - 1 - lost]
+    values.partition(places)
+    low, high = values[places].tolist()
     return _outward(min(low, -_SMALLEST), -1), _outward(max(high, _SMALLEST), 1)
 
 
@@ -101,7 +111,8 @@ def _outward(log_ratio: float, sign: int) -> float:
 def _above(values: Floats, share: float) -> float:
     if not len(values):
         return _SMALLEST
-    kept = len(values) - 1 - _beyond(len(values), share)
-    value = max(float(np.partition(values, kept)[kept]), _SMALLEST**2) * (1.0 + _ROUNDING)
+    kept = len(values) - 1 - int(len(values) * (1.0 - share) + _SLACK)
+    values.partition(kept)
+    value = max(float(values[kept]), _SMALLEST**2) * (1.0 + _ROUNDING)
     digits = -math.floor(math.log10(_FINENESS * value))
     return round(math.ceil(value * 10.0**digits) / 10.0**digits, max(digits, 0))

@@ -25,7 +25,7 @@ ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
 MAX_TURNS = 8
 MAX_NAMES = 24
 MAX_STALENESS = 8
-UNKNOWN = -(2**62)
+UNKNOWN = -(2**31)
 """Staleness of a token whose version, or whose trainer's version, has no number."""
 
 
@@ -56,10 +56,11 @@ def breakdowns(batch: Batch, packed: PackedSequences) -> dict[str, tuple[Group, 
             total[0] += np.bincount(codes, minlength=size)
             for row, column in enumerate(columns, start=1):
                 total[row] += np.bincount(codes, weights=column.numpy(), minlength=size)
-    return {
-        item.name: tuple(_group(label, *row) for label, row in zip(item.labels, total.T.tolist(), strict=True) if row[0])
-        for item, total in zip(found, totals, strict=True)
-    }
+    groups = {}
+    for item, total in zip(found, totals, strict=True):
+        rows = zip(item.labels, total.T.tolist(), strict=True)
+        groups[item.name] = tuple(_group(label, *row) for label, row in rows if row[0])
+    return groups
 
 
 def _group(name: str, tokens: float, absolute: float, kl: float, k3_kl: float, ratio: float, squared: float) -> Group:
@@ -85,7 +86,7 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
     turns = [_turns(sample)[place] for sample, place in zip(samples, places, strict=True)]
     if any(turn.max(initial=0) > 0 for turn in turns):
         labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
-        yield Breakdown("turn", labels, np.minimum(np.concatenate(turns), MAX_TURNS))
+        yield Breakdown("turn", labels, np.concatenate(turns))
     if any(sample.record.weight_versions for sample in samples):
         yield _by_version(samples, places)
     steps = staleness(samples, places)
@@ -106,7 +107,7 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
         yield Breakdown("advantage", ("negative", "zero", "positive"), sign)
 
 
-def _bucket(values: Ints | Floats, edges: Sequence[float]) -> Ints:
+def _bucket(values: Ints | Floats, edges: Sequence[float] | Floats) -> Ints:
     """How many edges are ≤ the value."""
     return np.searchsorted(np.asarray(edges), values, side="right").astype(np.int8)
 
@@ -123,9 +124,9 @@ def _between(edges: Sequence[float]) -> tuple[str, ...]:
 
 
 def _turns(sample: Sample) -> Ints:
-    """[n] which run of tokens that train a token is in, from 0."""
+    """[n] which run of tokens that train a token is in, from 0, at most MAX_TURNS."""
     begins = np.diff(sample.mask.astype(np.int8), prepend=0) == 1
-    return np.maximum(np.cumsum(begins) - 1, 0)
+    return np.clip(np.cumsum(begins) - 1, 0, MAX_TURNS).astype(np.int8)
 
 
 def _by_version(samples: Sequence[Sample], places: Sequence[Ints]) -> Breakdown:
@@ -152,5 +153,8 @@ def staleness(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints:
     for sample, place in zip(samples, places, strict=True):
         trainer = None if sample.told.weight_version is None else version_number(sample.told.weight_version)
         numbers = numbered_versions(sample)[place]
-        parts.append(np.where(numbers < 0, UNKNOWN, UNKNOWN if trainer is None else trainer - numbers))
+        steps = np.full(len(place), UNKNOWN, dtype=np.int32)
+        if trainer is not None:
+            steps[numbers >= 0] = np.clip(trainer - numbers[numbers >= 0], UNKNOWN + 1, 2**31 - 1)
+        parts.append(steps)
     return np.concatenate(parts)

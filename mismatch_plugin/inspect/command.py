@@ -8,9 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.inspect.hosts import HOSTS
-
 CANNOT_READ = 2
+HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as inspect.flags has them
 
 
 def inspect(
@@ -32,7 +31,8 @@ def inspect(
         Path | None, typer.Option(help="Folder of the trainer's current weights (transformers): scores in float32.")
     ] = None,
     reference_checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of the weights that the run began with: tells updates that never arrived.")
+        Path | None,
+        typer.Option(help="Folder of the weights that the run began with, to see whether updates arrived."),
     ] = None,
     format: Annotated[str | None, typer.Option(help="The dump's format, where it is not recognised.")] = None,
     config: Annotated[
@@ -47,9 +47,13 @@ def inspect(
     weight_version: Annotated[str | None, typer.Option(help="Version of the training side's weights.")] = None,
     max_staleness: Annotated[int, typer.Option(min=0, help="Steps that rollout weights may be behind.")] = 1,
     eos_id: Annotated[list[int] | None, typer.Option(help="Id that ends a response. Repeatable.")] = None,
-    accept: Annotated[list[str] | None, typer.Option(metavar="FAULT", help="A fault that is meant. Repeatable.")] = None,
+    accept: Annotated[
+        list[str] | None, typer.Option(metavar="FAULT", help="A fault that is meant. Repeatable.")
+    ] = None,
     gate: Annotated[bool, typer.Option("--gate", help="Fail (exit status 1) where k3 is above the bar.")] = False,
-    gate_kl: Annotated[float | None, typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.")] = None,
+    gate_kl: Annotated[
+        float | None, typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.")
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Without PATH: responses of each server.")] = 64,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Without PATH: tokens of a response.")] = 128,
     temperature: Annotated[float, typer.Option(help="Without PATH: of the sampling.")] = 1.0,
@@ -57,10 +61,18 @@ def inspect(
         Path | None, typer.Option(help="Without PATH: a JSON list of token ids, or a text, a line.")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.html and pictures. Default: PATH_inspect, for a run PATH/plots.")
+        Path | None,
+        typer.Option(
+            "--out", "--pictures", help="Folder for page and pictures. Default: PATH_inspect; of a run PATH/plots."
+        ),
     ] = None,
-    no_report: Annotated[bool, typer.Option("--no-report", help="Write neither page nor pictures.")] = False,
+    no_report: Annotated[
+        bool, typer.Option("--no-report", "--no-pictures", help="Write neither page nor pictures.")
+    ] = False,
     run: Annotated[str | None, typer.Option(help="Which run, where metrics hold several: part of its name.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --follow.")] = 2.0,
+    follow_for: Annotated[float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
@@ -86,6 +98,12 @@ def inspect(
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:
             raise InputError(f"--out {out} and --no-report contradict each other: leave one out.")
+        if follow or follow_for is not None:
+            from mismatch_plugin.inspect.of_metrics import follow_metrics
+
+            if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
+                raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
+            follow_metrics(path, config, interval, follow_for)
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         if path is not None and kind_of(path) == "metrics":
@@ -111,6 +129,7 @@ def inspect(
             checkpoint=checkpoint,
             reference_checkpoint=reference_checkpoint,
             format=format,
+            needs_training=False,
             own=own_settings(config, preset, flags),
             weight_version=weight_version,
             max_staleness=max_staleness,

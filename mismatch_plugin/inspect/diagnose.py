@@ -5,15 +5,16 @@ from __future__ import annotations
 import shlex
 from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
-from mismatch_plugin.check.inputs import Inputs, read_inputs
+from mismatch_plugin.check.inputs import Inputs, read_inputs, refuse_unknown_faults
 from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
+from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.flags import add_arguments
@@ -24,13 +25,12 @@ from mismatch_plugin.inspect.histograms import histograms
 from mismatch_plugin.inspect.measure import measure
 from mismatch_plugin.inspect.normal import Hints, compare, normality
 from mismatch_plugin.inspect.packing import packed_of, subset
-from mismatch_plugin.inspect.predict import predict
+from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
 from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.words import controls_of
-
-CERTAINTY = ("certain", "likely", "possible")
+from mismatch_plugin.rollout.responses import Dump
 
 
 class Live(NamedTuple):
@@ -106,9 +106,17 @@ def diagnose(
     metrics, size = measure(batch, config, packed)
     predictions = predict(part, own)
     bounds = bounds_for(part)
-    figures = figures_of(packed, one_step=one_step, expensive_pass=expensive_pass)
+    figures = figures_of(packed, stale=_stale(batch), one_step=one_step, expensive_pass=expensive_pass)
     hints = hints or Hints(stale=figures.stale)
-    advice = recommend(figures, predictions, bounds, status=check.status, predict=lambda c: predict(part, c)[0])
+    advice = recommend(
+        figures,
+        predictions,
+        bounds,
+        status=check.status,
+        predict=lambda config: predict_one(part, config, "recommended"),
+    )
+    if advice is not None and all(item.setting != advice.setting for item in predictions):
+        predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
     answer = normality(level, hints)
     verdict = _verdict(check, answer.normal)
     return Diagnosis(
@@ -128,13 +136,26 @@ def diagnose(
     )
 
 
+def _stale(batch: Batch) -> float | None:
+    """The most steps that a sample's oldest version is behind its trainer's; None where the two are never both told."""
+    behind = [
+        trainer - min(own)
+        for sample in batch
+        if (trainer := version_number(sample.told.weight_version or "")) is not None
+        and (own := [n for span in sample.record.weight_versions if (n := version_number(span.version)) is not None])
+    ]
+    return float(max(0, *behind)) if behind else None
+
+
 def _ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that are not accepted first; in the order of detection, which is that of cause and effect."""
-    return sorted(findings, key=lambda item: item.accepted)
+    """Those that count first; in the order of detection, which is that of cause and effect."""
+    return sorted(findings, key=lambda item: not item.counts)
 
 
 def _cause(item: Finding) -> Cause:
-    return Cause(kind=item.fault, confidence=item.confidence, evidence=item.evidence, first=item.first, fix=item.fix)
+    severity = item.severity if item.counts else "note"  # an accepted fault explains, too
+    said = {"evidence": item.evidence, "first": item.first, "fix": item.fix}
+    return Cause(kind=item.fault, severity=severity, confidence=item.confidence, **said)
 
 
 def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
@@ -147,10 +168,54 @@ def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
 
 def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
     """One sentence."""
-    faults = [item for item in check.findings if not item.accepted]
+    faults = [item for item in check.findings if item.counts]
     figures = f"mean |Δ log p| {level.abs_mean:.3g}, k3 {level.k3_kl:.3g} nats a token over {level.tokens} tokens"
     if verdict == "fault":
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
         return f"Fault: {faults[0].fault}{more}; {figures}."
     said = {"undecided": "Not decided: too little can be compared", "large": "Large mismatch", "normal": "Normal"}
     return f"{said[verdict]}: {figures}."
+
+
+def _histograms(part: PackedSequences, predictions: Sequence[Prediction], own: MismatchConfig | None) -> Histograms:
+    """For the page's sliders, with the bounds of every predicted setting among the edges."""
+    assert part.old_log_probs is not None and part.rollout_log_probs is not None
+    given = [controls_of(item.settings) for item in predictions]
+    bounds = [bound for item in given if item for bound in (item.lower, item.upper) if bound]
+    log_ratio = (part.old_log_probs - part.rollout_log_probs).numpy()
+    advantages = None if part.advantages is None else part.advantages.numpy()
+    return histograms(log_ratio, part.sequence_index.numpy(), advantages, bounds)
+
+
+def diagnose_files(
+    path: Path | None,
+    training: Path | None = None,
+    *,
+    urls: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    live: Live | None = None,
+    own: MismatchConfig | None = None,
+    gate: bool = False,
+    gate_kl: float | None = None,
+    accept: Sequence[str] = (),
+    hints: Hints | None = None,
+    one_step: bool = False,
+    expensive_pass: bool = False,
+    **reading: Any,
+) -> Diagnosis:
+    """`read_inputs`, and the diagnosis of it. Without a path the servers are sampled, as `live` says.
+
+    reading: what else `read_inputs` takes. Raises InputError where something cannot be read or compared."""
+    refuse_unknown_faults(accept)
+    if path is not None:
+        source: Path | Dump = path
+    elif urls:
+        from mismatch_plugin.inspect.live import sample_live
+
+        model = None if checkpoint is None else Checkpoint(checkpoint)
+        source = sample_live(urls, model, **(live or Live())._asdict())
+    else:
+        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
+    inputs = read_inputs(source, training, urls=urls, checkpoint=checkpoint, **reading)
+    judged = {"accept": accept, "gate": gate, "gate_kl": gate_kl, "hints": hints}
+    return diagnose(inputs, own=own, one_step=one_step, expensive_pass=expensive_pass, **judged)

@@ -20,6 +20,8 @@ _COMMANDS: dict[str, str] = {
     "nemo_rl": "python -m mismatch_plugin.launch examples/run_grpo.py …",
 }
 """Host → the launch line before our flags, as docs/hosts.md has it."""
+_NORMALISED_ON_VERL = "algorithm.rollout_correction.rollout_is_batch_normalize=true"
+"""verl's own key, whose default contradicts our flag."""
 _RAY_OWNED = {
     "ppo.eps_clip_low": "--eps-clip",
     "ppo.eps_clip_high": "--eps-clip-high",
@@ -76,7 +78,9 @@ def flags_for(config: MismatchConfig, host: Host) -> str:
     if host not in _COMMANDS:
         raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(HOSTS)}.")
     allowed, notes = available(config, host)
-    return "\n".join([*(f"# {note}" for note in notes), f"{_COMMANDS[host]} {' '.join(shortest_flags(allowed))}"])
+    words = [_NORMALISED_ON_VERL] if host == "verl" and allowed.normalizes else []
+    command = " ".join([_COMMANDS[host], *words, *shortest_flags(allowed)])
+    return "\n".join([*(f"# {note}" for note in notes), command])
 
 
 def shortest_flags(config: MismatchConfig) -> list[str]:

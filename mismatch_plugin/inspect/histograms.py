@@ -14,7 +14,7 @@ from mismatch_plugin.limits import SAFETY_BOUND
 
 BINS = 2000
 DIGITS = 3
-"""Of ρ − 1 at an edge (of ρ itself below ½ and above 2), so that the bound that a slider shows is the one it was worked out for."""
+"""Of ρ − 1 at an edge (of ρ below ½ and above 2): a slider shows the very bound that its figures are for."""
 
 Floats = npt.NDArray[np.floating]
 Ints = npt.NDArray[np.integer]
@@ -41,7 +41,7 @@ def histograms(
     """Histograms of the levels token, sequence (Σ l) and geometric (Σ l / n).
 
     log_ratio_T: l of every response token, [T], nats, finite. sequence_T: [T], which response it is of, from 0, in any
-    order. advantage_T: [T] or None. bounds: ratios that become edges, such as those of the settings that the page shows.
+    order. advantage_T: [T] or None. bounds: ratios that become edges, as those of the settings shown.
     A unit on an edge counts as above it.
     """
     edges = bound_edges(bounds)
@@ -49,12 +49,12 @@ def histograms(
     tokens_N = np.bincount(sequence_T)
     there = tokens_N > 0
     counted = [tokens_N[there], *(_count(sequence_T, sign_T, sign, len(tokens_N))[there] for sign in (1, -1))]
-    sums_N = np.bincount(sequence_T, weights=log_ratio_T)[there]
+    sums_N = np.bincount(sequence_T, weights=log_ratio_T)[there].astype(np.float64)
     token_signs = [np.ones(len(log_ratio_T), np.int8), *(_is(sign_T, sign, len(log_ratio_T)) for sign in (1, -1))]
     levels = {
         "token": _level(edges, log_ratio_T, token_signs),
         "sequence": _level(edges, sums_N, counted),
-        "geometric": _level(edges, sums_N / counted[0], counted),
+        "geometric": _level(edges, sums_N / tokens_N[there], counted),
     }
     return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=sign_T is not None)
 

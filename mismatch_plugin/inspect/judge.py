@@ -28,8 +28,9 @@ CHECK_KL = 1e-2
 
 @dataclass(frozen=True)
 class Inspection:
-    """steps: how many. full: the full metrics, None where the run wrote none. warnings: of each kind the newest, with
-    the number of steps that gave it. data: how large the mismatch is. correction: what is left of it.
+    """steps: how many. full: the full metrics, None where the run wrote none. figures: the rows of both as numbers, by
+    header. warnings: of each kind the newest, with the number of steps that gave it. data: how large the mismatch is.
+    correction: what is left of it.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
     correction repairs it), and a mismatch that is large otherwise is not left uncorrected.
@@ -38,6 +39,7 @@ class Inspection:
     steps: int
     table: Table
     full: Table | None
+    figures: tuple[dict[str, str | float], ...]
     warnings: tuple[tuple[HealthWarning, int], ...]
     data: str
     correction: str
@@ -49,18 +51,47 @@ class Inspection:
         return f"data: {self.data}\ncorrection: {self.correction}"
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The steps that are judged. together: their metrics as of one batch, where their statistics were written."""
+
+    steps: Sequence[Mapping[str, float]]
+    together: Mapping[str, float]
+
+    def mean(self, name: str) -> float:
+        """As of one batch; else over the steps where the metric is finite; NaN where there is none."""
+        if math.isfinite(exact := self.together.get(PREFIX + name, math.nan)):
+            return exact
+        values = [value for step in self.steps if math.isfinite(value := step.get(PREFIX + name, math.nan))]
+        return sum(values) / len(values) if values else math.nan
+
+    @property
+    def header(self) -> str:
+        """Of the column that says it."""
+        return f"the last {len(self.steps)} together" if self.together else f"mean of the last {len(self.steps)}"
+
+
+def judged(steps: int) -> int:
+    """How many of a run's steps are judged: the last tenth, at least ten."""
+    return min(steps, max(10, steps // 10))
+
+
 def inspect_steps(
-    steps: Sequence[Mapping[str, float]], config: MismatchConfig, config_known: bool = True
+    steps: Sequence[Mapping[str, float]],
+    config: MismatchConfig,
+    config_known: bool = True,
+    together: Mapping[str, float] | None = None,
 ) -> Inspection:
-    """Judge a run by its last tenth (at least ten steps), so that a warm-up long past is no alarm.
+    """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm.
 
     config_known: False where `config` stands in for settings that nobody gave: then the correction is not judged.
+    together: metrics of the judged steps as of one batch, in the place of means over steps.
     Raises ValueError where no step holds a metric of ours.
     """
     steps = [step for step in steps if any(name.startswith(PREFIX) for name in step)]
     if not steps:
         raise ValueError(f"no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
-    recent = steps[-max(10, len(steps) // 10) :]
+    recent = steps[-judged(len(steps)) :]
     recent = [step for step in recent if step.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
     if not recent:
         raise ValueError("the newest steps hold no response token: is every loss mask 0?")
@@ -70,19 +101,22 @@ def inspect_steps(
         for warning in check_health(step, config):
             counts[warning.metric] += 1
             newest[warning.metric] = warning
-    table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", ROWS, steps, recent)
+    window = _Window(recent, together or {})
+    figures = _figures(ROWS, steps, window)
+    table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", figures)
     seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
     named = [name for start in _FULL for name in seen if name.startswith(start) and not _is_basic(name)]
     names = [*dict.fromkeys(named)]  # several families begin alike
-    full = _table("full metrics", names, steps, recent) if names else None
+    more = _figures(names, steps, window)
+    full = _table("full metrics", more) if names else None
     warnings = tuple((newest[name], count) for name, count in counts.most_common())
     about = {warning.about for warning, _ in warnings}
     shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
     corrected = config_known and _corrects(config)
     sound = not shifted and not about & ({"fault", "correction"} if corrected else {"fault", "correction", "data"})
-    data = _data_verdict(recent, warnings, shifted)
-    correction = _correction_verdict(recent, warnings, config if config_known else None)
-    return Inspection(len(steps), table, full, warnings, data, correction, sound)
+    data = _data_verdict(window, warnings, shifted)
+    correction = _correction_verdict(window, warnings, config if config_known else None)
+    return Inspection(len(steps), table, full, (*figures, *more), warnings, data, correction, sound)
 
 
 def _is_basic(name: str) -> bool:
@@ -94,22 +128,23 @@ def counted(steps: int) -> str:
     return f"{steps} step{'s' * (steps != 1)}"
 
 
-def _table(
-    title: str, names: Iterable[str], steps: Sequence[Mapping[str, float]], recent: Sequence[Mapping[str, float]]
-) -> Table:
-    rows = []
+def _figures(
+    names: Iterable[str], steps: Sequence[Mapping[str, float]], window: _Window
+) -> list[dict[str, str | float]]:
+    """A row for each metric that is finite at some step: header → its name, or a number."""
+    rows: list[dict[str, str | float]] = []
     for name in names:
         values = [step[PREFIX + name] for step in steps if PREFIX + name in step]
         if finite := [value for value in values if math.isfinite(value)]:
-            rows.append((name, *map(_cell, (values[-1], _mean(recent, name), min(finite), max(finite)))))
-    headers = ("metric", "last step", f"mean of the last {len(recent)}", "smallest", "largest")
-    return Table(title, headers, tuple(rows), code=frozenset({"metric"}))
+            row = {"last step": values[-1], window.header: window.mean(name)}
+            rows.append({"metric": name, **row, "smallest": min(finite), "largest": max(finite)})
+    return rows
 
 
-def _mean(steps: Sequence[Mapping[str, float]], name: str) -> float:
-    """Over the steps where the metric is finite; NaN where there is none."""
-    values = [value for step in steps if math.isfinite(value := step.get(PREFIX + name, math.nan))]
-    return sum(values) / len(values) if values else math.nan
+def _table(title: str, figures: Sequence[Mapping[str, str | float]]) -> Table:
+    headers = tuple(figures[0]) if figures else ("metric",)
+    rows = tuple(tuple(v if isinstance(v, str) else _cell(v) for v in row.values()) for row in figures)
+    return Table(title, headers, rows, code=frozenset({"metric"}))
 
 
 def _corrects(config: MismatchConfig) -> bool:
@@ -122,13 +157,11 @@ def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
-def _data_verdict(
-    recent: Sequence[Mapping[str, float]], warnings: Sequence[tuple[HealthWarning, int]], shifted: bool
-) -> str:
+def _data_verdict(window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool) -> str:
     """How large the mismatch is, whatever is done about it."""
-    kl = abs(_mean(recent, "kl"))
+    kl = abs(window.mean("kl"))
     figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
-    figure += f" over the last {counted(len(recent))}"
+    figure += f" over the last {counted(len(window.steps))}"
     if faults := _named(warnings, "fault"):
         return f"cannot be trusted: {faults}; {figure}."
     if found := _named(warnings, "data"):
@@ -144,7 +177,7 @@ def _data_verdict(
 
 
 def _correction_verdict(
-    recent: Sequence[Mapping[str, float]],
+    window: _Window,
     warnings: Sequence[tuple[HealthWarning, int]],
     config: MismatchConfig | None,
 ) -> str:
@@ -158,7 +191,7 @@ def _correction_verdict(
         of = "" if units_of(config).per_token else "seq_"
         size = {"effective sample size": f"rollout_is_weight_after_{of}eff_sample_size"}
         figures = {"mean weight": figures["mean weight"], **size, **figures}
-    means = {label: _mean(recent, name) for label, name in figures.items()}
+    means = {label: window.mean(name) for label, name in figures.items()}
     shown = ", ".join(f"{label} {value:.2g}" for label, value in means.items() if not math.isnan(value))
     if config is not None and found:
         return f"does not hold: {found}{f'; {shown}' if shown else ''}."

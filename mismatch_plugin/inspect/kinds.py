@@ -14,11 +14,10 @@ from mismatch_plugin.report.log import METRICS
 Kind = Literal["metrics", "dump"]
 _LOOKED_AT = 20
 """Lines of a JSONL file: a tracker's export may begin with steps that hold nothing of ours."""
-_SAMPLE_KEYS = {"response_ids", "rollout_log_probs", "prompt_ids", "tokens", "completion_ids", "response", "responses"}
 
 
 def kind_of(path: Path) -> Kind:
-    """By name, and for JSONL by what its first lines hold. What cannot be told is a dump, whose reader says what is wrong.
+    """By name, and for JSONL by what its first lines hold: samples, else steps of a tracker. Other files are dumps.
 
     Raises ValueError or OSError where the file cannot be read.
     """
@@ -28,23 +27,19 @@ def kind_of(path: Path) -> Kind:
         return "metrics"
     if path.suffix.lower() not in (".jsonl", ".json"):
         return "dump"
+    numbers = False
     for number, line in read_lines(path, errors="replace"):
-        if _SAMPLE_KEYS & (keys := _keys(line)):
-            return "dump"
-        if any(PREFIX in key for key in keys):
-            return "metrics"
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            nested = value.get("metrics")
+            if any(PREFIX in key for key in (*value, *(nested if isinstance(nested, dict) else ()))):
+                return "metrics"
+            if any(isinstance(entry, list) for entry in value.values()):
+                return "dump"
+            numbers |= any(isinstance(entry, int | float) for entry in value.values())
         if number >= _LOOKED_AT:
             break
-    return "dump"
-
-
-def _keys(line: str) -> set[str]:
-    """Of the object in a line, and of the metrics nested in it."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return set()
-    if not isinstance(value, dict):
-        return set()
-    nested = value.get("metrics")
-    return {*value, *(nested if isinstance(nested, dict) else ())}
+    return "metrics" if numbers else "dump"

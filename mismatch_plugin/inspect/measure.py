@@ -43,17 +43,17 @@ def measure(
         packed, _ = packed_of(batch)
     with no_notes():
         config = config.replace(metrics="full")
-    # In pieces of whole responses, whose statistics merge exactly: memory does not grow with the batch.
+    # In pieces of whole responses, whose statistics merge exactly: memory hardly grows with the batch.
     statistics = reduce(Statistics.merge, (correct(piece, config).statistics for _, piece in pieces(packed)))
-    gap = _gap(packed)
-    named = dict(zip(QUANTILES, np.quantile(gap, np.array(QUANTILES) / 100).tolist(), strict=True))
+    shares = np.array(QUANTILES) / 100
+    named = dict(zip(QUANTILES, np.quantile(_gap(packed), shares, overwrite_input=True).tolist(), strict=True))
     # The middle 99.8 % and a quarter more; the outer bins hold the tails.
     edge = max(1.25 * max(abs(named[0.1]), abs(named[99.9])), _SMALLEST)
     edges = np.linspace(-edge, edge, BINS + 1)
-    counts = np.histogram(np.clip(gap, -edge, edge), edges)[0]
+    counts = sum(np.histogram(np.clip(_gap(piece), -edge, edge), edges)[0] for _, piece in pieces(packed))
     size = Size(
         edges=tuple(edges.tolist()),
-        counts=tuple(counts.tolist()),
+        counts=tuple(np.asarray(counts).tolist()),
         quantiles={f"p{share:g}": value for share, value in named.items()},
         breakdowns=breakdowns(batch, packed),
         separated=separate(batch, rescored, packed),
@@ -87,46 +87,49 @@ def separate(
     """
     if packed is None:
         packed, _ = packed_of(batch)
-    table = {sample.index: sample for sample in batch}
-    samples = [table[index] for index in packed.sequence_ids if isinstance(index, int)]
-    assert packed.positions is not None and packed.rollout_log_probs is not None and packed.old_log_probs is not None
-    places = np.split(packed.positions.numpy(), np.cumsum(packed.lengths)[:-1])
-    found = _by_staleness(staleness(samples, places), _gap(packed))
-    if rescored is not None:
-        order = {sample.index: row for row, sample in enumerate(batch)}
-        middle = np.concatenate(
-            [rescored[order[sample.index]][place] for sample, place in zip(samples, places, strict=True)]
-        )
-        known = np.isfinite(middle)
-        sides = {"sampled": middle - packed.rollout_log_probs.numpy(), "trainer": packed.old_log_probs.numpy() - middle}
-        for name, gap in sides.items():
-            if known.any():
-                found |= {f"{name}_abs": float(np.abs(gap[known]).mean()), f"{name}_k3": float(_k3(gap[known]).mean())}
+    rows = {sample.index: row for row, sample in enumerate(batch)}
+    by_steps: dict[int, np.ndarray] = {}
+    one_pass = np.zeros((2, 3))
+    for _, piece in pieces(packed):
+        gap, order = _gap(piece), [rows[index] for index in piece.sequence_ids if isinstance(index, int)]
+        assert piece.positions is not None and piece.rollout_log_probs is not None
+        places = np.split(piece.positions.numpy(), np.cumsum(piece.lengths)[:-1])
+        steps = staleness([batch.samples[row] for row in order], places)
+        for kind in np.unique(steps[steps != UNKNOWN]).tolist():
+            by_steps[kind] = by_steps.get(kind, np.zeros(3)) + _sums(gap[steps == kind])
+        if rescored is not None:
+            middle = np.concatenate([rescored[row][place] for row, place in zip(order, places, strict=True)])
+            sampled = middle - piece.rollout_log_probs.numpy()
+            known = np.isfinite(middle)
+            one_pass += np.stack([_sums(sampled[known]), _sums((gap - sampled)[known])])
+    found = _by_staleness(by_steps)
+    for name, (count, absolute, k3_sum) in zip(("sampled", "trainer"), one_pass.tolist(), strict=True):
+        if count:
+            found |= {f"{name}_abs": absolute / count, f"{name}_k3": k3_sum / count}
     return found
 
 
-def _by_staleness(steps: np.ndarray, gap: Floats) -> dict[str, float]:
-    known = steps != UNKNOWN
-    if not known.any():
+def _sums(gap: Floats) -> np.ndarray:
+    """Tokens, Σ |Δ log p|, Σ k3."""
+    return np.array([len(gap), np.abs(gap).sum(), float(k3(torch.from_numpy(gap)).sum())])
+
+
+def _by_staleness(by_steps: dict[int, np.ndarray]) -> dict[str, float]:
+    if not by_steps:
         return {}
-    steps, gap = steps[known], gap[known]
-    values = _k3(gap)
-    fresh, whole = steps == 0, float(values.mean())
-    if fresh.any():
-        engine = float(values[fresh].mean())
-        found = {"engine_abs": float(np.abs(gap[fresh]).mean()), "engine_k3": engine}
-        if not fresh.all():
-            found |= {"stale_abs": float(np.abs(gap[~fresh]).mean()), "stale_k3": float(values[~fresh].mean())}
-        return found | {"staleness_k3": max(whole - engine, 0.0)}
-    kinds, which, counts = np.unique(steps, return_inverse=True, return_counts=True)
-    means = np.bincount(which, weights=values) / counts
-    many = counts >= _FEW
-    if many.sum() < 2:
+    count, _, k3_sum = np.sum([*by_steps.values()], axis=0)
+    whole = float(k3_sum / count)
+    if 0 in by_steps:
+        fresh = by_steps[0]
+        found = {"engine_abs": float(fresh[1] / fresh[0]), "engine_k3": float(fresh[2] / fresh[0])}
+        if len(by_steps) > 1:
+            stale = np.sum([values for kind, values in by_steps.items() if kind], axis=0)
+            found |= {"stale_abs": float(stale[1] / stale[0]), "stale_k3": float(stale[2] / stale[0])}
+        return found | {"staleness_k3": max(whole - found["engine_k3"], 0.0)}
+    points = {kind: values for kind, values in by_steps.items() if values[0] >= _FEW}
+    if len(points) < 2:
         return {}
-    slope, level = np.polyfit(kinds[many], means[many], 1, w=np.sqrt(counts[many]))
+    counts, _, sums = np.stack([*points.values()]).T
+    slope, level = np.polyfit([*points], sums / counts, 1, w=np.sqrt(counts))
     engine = min(max(float(level), 0.0), whole)
     return {"engine_k3": engine, "staleness_k3": whole - engine, "k3_per_step": float(slope)}
-
-
-def _k3(gap: Floats) -> Floats:
-    return k3(torch.from_numpy(gap)).numpy()

@@ -23,25 +23,26 @@ def inspect_metrics(
     """
     from mismatch_plugin.inspect.judge import counted, inspect_steps
     from mismatch_plugin.inspect.sources import read_source
+    from mismatch_plugin.inspect.trends import sentence, trend_of
     from mismatch_plugin.report.log import to_json
 
     if no_pictures and pictures is not None:
         raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
     try:
         source = read_source(path, run)
-        settings, where = _settings(source, config)
-        result = inspect_steps(list(source.rows), settings, config_known=where is not None)
+        settings, where = _settings(source.path, config)
+        result = inspect_steps(list(source.rows), settings, where is not None, _together(source, settings))
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None
+    trend = trend_of(source.numbers, source.rows, source.others)
     drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
     if as_json:
-        tables = [result.table] if result.full is None else [result.table, result.full]
-        rows = [dict(zip(table.headers, row, strict=True)) for table in tables for row in table.rows]
         warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
         body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
         body["warnings"], body["notes"] = warnings, list(source.notes)
         shown = {"source": str(source.path), "settings": where, "pictures": [str(picture) for picture in drawn]}
-        typer.echo(to_json({**body, **shown, "metrics": rows}, indent=2))
+        body["trend"] = None if trend is None else trend.to_json()
+        typer.echo(to_json({**body, **shown, "metrics": result.figures}, indent=2))
     else:
         for said in source.notes:
             typer.echo(f"note: {said}.")
@@ -54,12 +55,35 @@ def inspect_metrics(
         for warning, count in result.warnings:
             console.print(f"{warning} ({counted(count)})")
         console.print(result.verdict)
+        console.print(f"trend: {sentence(trend, result.steps)}")
         if note:
             typer.echo(note)  # a path stays whole
     raise typer.Exit(0 if result.sound else 1)
 
 
-def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str | None]:
+def follow_metrics(path: Path, config: Path | None, interval: float, seconds: float | None) -> None:
+    """Follow the report folder of a run that is being written, and end with the exit status of the last verdict."""
+    from rich.console import Console
+
+    from mismatch_plugin.inspect.follow import follow
+
+    def settings(file: Path) -> tuple[MismatchConfig, bool]:
+        found, where = _settings(file, config)
+        return found, where is not None
+
+    raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False), interval, seconds))
+
+
+def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None:
+    """The metrics of the judged steps as of one batch, where the run wrote their statistics."""
+    from mismatch_plugin.inspect.judge import judged
+    from mismatch_plugin.report.log import METRICS
+    from mismatch_plugin.report.state import merged_metrics
+
+    return merged_metrics(source.path, config, judged(len(source.rows))) if source.path.name == METRICS else None
+
+
+def _settings(path: Path, config: Path | None) -> tuple[MismatchConfig, str | None]:
     """The run's settings and the file that they come from; the defaults and None where there is none."""
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.config.documents import read_mapping
@@ -67,8 +91,8 @@ def _settings(source: Source, config: Path | None) -> tuple[MismatchConfig, str 
 
     if config is not None:
         return MismatchConfig.from_file(config), str(config)
-    if source.path.name == METRICS:  # an export may lie next to files of anything
-        written, described = source.path.with_name(SETTINGS), source.path.with_name("config.json")
+    if path.name == METRICS:  # an export may lie next to files of anything
+        written, described = path.with_name(SETTINGS), path.with_name("config.json")
         # Checked when the run began: a preset may hold what has no effect.
         if written.exists():
             return MismatchConfig.build(read_mapping(written)), str(written)

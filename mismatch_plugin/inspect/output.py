@@ -12,16 +12,22 @@ def write_report(diagnosis: Diagnosis, folder: Path, host: str) -> tuple[Path | 
 
     The verdict does not need them: a missing library or a folder that cannot be written is a sentence, no error.
     """
+    install, page = "pip install 'mismatch-plugin[lab]'", folder / "report.html"
     try:
         from mismatch_plugin.inspect.page import write_page
-        from mismatch_plugin.inspect.pictures import write_pictures
-    except ImportError as error:
-        return None, f"no page: {error}: pip install 'mismatch-plugin[lab]'"
-    try:
+
         folder.mkdir(parents=True, exist_ok=True)
-        page = folder / "report.html"
         write_page(diagnosis, page, host=host)
-        write_pictures(diagnosis, folder)
+    except ImportError as error:
+        return None, f"no page: {error}: {install}"
     except OSError as error:
         return None, f"no page: {folder} cannot be written ({error.strerror}); choose another with --out"
+    try:
+        from mismatch_plugin.inspect.pictures import write_pictures
+
+        write_pictures(diagnosis, folder)
+    except ImportError as error:
+        return page, f"no pictures: {error}: {install}"
+    except OSError as error:
+        return page, f"no pictures: {folder} cannot be written ({error.strerror})"
     return page, ""

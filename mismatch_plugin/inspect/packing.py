@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import KINDS, SOUND, classify
 from mismatch_plugin.rollout.responses import Bools, Floats, Ints
 
-MAX_TOKENS = 2_000_000
+MAX_TOKENS = 1_500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
 
@@ -63,8 +64,8 @@ def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
         counts = torch.bincount(codes, minlength=len(KINDS)).tolist()
         shown = ", ".join(f"{n} {kind}" for kind, n in zip(KINDS, counts, strict=True) if n and kind != "sound")
         notes.append(
-            f"{len(tokens) - counts[SOUND]} tokens have an invalid log-prob ({shown}): they are left out, where "
-            f"training stops at them unless --rollout-log-prob-policy says otherwise"
+            f"tokens with an invalid log-prob ({shown}) are left out, where training stops at them unless "
+            f"--rollout-log-prob-policy says otherwise"
         )
         tokens = tokens.where((codes == SOUND).numpy())
     if not len(tokens):
@@ -78,22 +79,22 @@ def _tensor(values: np.ndarray | None) -> Tensor | None:
 
 def _gathered(given: Sequence[Floats | None], samples: Sequence[Sample], places: Sequence[Ints]) -> Floats | None:
     """[T], or None where a token has no finite value."""
-    parts = []
+    found, start = np.empty(sum(map(len, places))), 0
     for values, sample, place in zip(given, samples, places, strict=True):
         if values is None or len(values) != sample.tokens or not np.isfinite(values[place]).all():
             return None
-        parts.append(values[place])
-    return np.concatenate(parts).astype(np.float64)
+        found[start : (start := start + len(place))] = values[place]
+    return found
 
 
 def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
-    parts = []
+    found, start = np.empty(sum(map(len, places)), dtype=np.int64), 0
     for sample, place in zip(samples, places, strict=True):
         numbers = numbered_versions(sample)[place]
         if not len(numbers) or numbers.min() < 0:
             return None
-        parts.append(numbers)
-    return np.concatenate(parts)
+        found[start : (start := start + len(place))] = numbers
+    return found
 
 
 def numbered_versions(sample: Sample) -> Ints:
@@ -134,7 +135,8 @@ def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
         groups[sample.record.group if named else sample.record.prompt_ids.tobytes()].append(sample)
     how = "within each group" if named else "within each prompt"
     if all(len(members) == 1 for members in groups.values()):
-        groups, how = {0: rewarded}, "over the batch, for no two responses share a group or prompt"
+        groups.clear()
+        groups[0], how = rewarded, "over the batch, for no two responses share a group or prompt"
     values: dict[int, float] = {}
     for members in groups.values():
         rewards = np.array([sample.record.reward for sample in members], dtype=np.float64)
@@ -177,7 +179,9 @@ def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[tuple[slic
 def _part(packed: PackedSequences, where_T: slice | Tensor, chosen_N: Bools) -> PackedSequences:
     at = np.flatnonzero(chosen_N)
     of_tokens = [item.name for item in fields(packed) if item.name != "rewards"]
-    values = {name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)}
+    values: dict[str, Any] = {
+        name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)
+    }
     if packed.rewards is not None:
         values["rewards"] = packed.rewards[torch.from_numpy(at)]
     lengths = tuple(packed.lengths[i] for i in at)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig, PPOClip
-from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import token_loss
@@ -49,7 +49,9 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     mean_weight, max_weight: of the kept tokens
     ess: (Σ w)² / (n Σ w²) over units
     variance: Σ_u (x_u − mean x)² / (Σ_u |x_u|)² with x = w A: the squared relative error of Σ w A for independent
-        units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf where nothing is left
+        units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf if nothing is left
+    noise: Σ_u x_u² / (Σ_u |x_u|)² divided by that of x = A: 1 is as noisy as no correction, at every level alike;
+        1 / ess where there are no advantages and units are tokens
     bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ that of the token for units that are tokens, else the product
     clipped: rollout_corr/pg_clipfrac: share where the clip of algorithm 1 is active before any step was taken
 
@@ -59,15 +61,25 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     Raises InvalidLogProbError, ValueError as `correct`.
     """
     packed, _ = subset(packed)
+    return predict_settings(packed, settings_for(packed, own))
+
+
+def predict_settings(packed: PackedSequences, settings: Iterable[Setting]) -> list[Prediction]:
+    """As `predict`, of these settings and on all of the tokens."""
     data = _Data(packed)
-    return [_prediction(setting, data) for setting in settings_for(packed, own)]
+    return [_prediction(setting, data) for setting in settings]
+
+
+def predict_one(packed: PackedSequences, config: MismatchConfig, name: str) -> Prediction:
+    """`predict` for one setting alone."""
+    return _prediction(Setting(name, config.model_dump(mode="json", exclude_unset=True), config), _Data(packed))
 
 
 def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> Iterator[Setting]:
     """The user's own, every preset, and every algorithm × level × mode × bounds: two constants of the level, and what
     keeps 99 % of these data. Without weights the bounds are those of a ratio criterion."""
     if own is not None:
-        yield Setting(OWN, own.model_dump(mode="json", exclude_unset=True), own)
+        yield setting_of(OWN, own)
     with no_notes():
         for preset in PRESETS:
             yield Setting(preset.name, {"preset": preset.name}, MismatchConfig.build(preset.settings()))
@@ -82,7 +94,14 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
         aggregate, statistic = "sequence_mean", "k3"
         criterion = {"aggregate": aggregate, "statistic": statistic}
         upper = measured[f"{aggregate}_{statistic}"][share][1]
-        yield from _rejections(f"reject {aggregate} {statistic} above {upper:g} (keeps {share})", criterion, None, upper)
+        yield from _rejections(
+            f"reject {aggregate} {statistic} above {upper:g} (keeps {share})", criterion, None, upper
+        )
+
+
+def setting_of(name: str, config: MismatchConfig) -> Setting:
+    """A configuration as a setting to be predicted."""
+    return Setting(name, config.model_dump(mode="json", exclude_unset=True), config)
 
 
 def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Setting]:
@@ -111,11 +130,18 @@ def _setting(algorithm: int, name: str, settings: dict[str, Any]) -> Setting:
 
 @dataclass(frozen=True)
 class _Reference:
-    """Of Σ ρ A over units: the sum, the sum of absolute values; how many units there are."""
+    """total, absolute: Σ ρ A and Σ |ρ A| over units. noise: Σ A² / (Σ |A|)². units: how many there are."""
 
     total: float
     absolute: float
+    noise: float
     units: float
+
+    @classmethod
+    def of(cls, ratio_U: Tensor, advantages_U: Tensor, units: float) -> _Reference:
+        """From what is one a unit."""
+        values = ratio_U * advantages_U
+        return cls(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), units)
 
 
 class _Data:
@@ -130,7 +156,15 @@ class _Data:
         self.plain = correct(self.packed, MismatchConfig(metrics="off"))
         self.tokens_N = self.plain.tokens_N
         self.known: dict[str, dict[str, Any]] = {}
+        self._last: tuple[str, Correction] | None = None
         self._clips: dict[PPOClip, tuple[Tensor, float]] = {}
+
+    def corrected(self, key: str, config: MismatchConfig) -> Correction:
+        """`correct`, or what it gave last where the key is that of the last one."""
+        if self._last is None or self._last[0] != key:
+            self._last = None  # its memory is free before the next one needs as much
+            self._last = key, correct(self.packed, config)
+        return self._last[1]
 
     @cached_property
     def signs(self) -> dict[str, Tensor]:
@@ -152,15 +186,15 @@ class _Data:
 
     @cached_property
     def _of_tokens(self) -> _Reference:
-        values = bounded_exp(self.plain.tokens.log_ratio).mul_(self.advantages_T)
-        return _Reference(float(values.sum()), float(values.abs().sum()), float(self.tokens_N.sum()))
+        ratio = bounded_exp(self.plain.tokens.log_ratio)
+        return _Reference.of(ratio, self.advantages_T, float(self.tokens_N.sum()))
 
     @cached_property
     def _of_sequences(self) -> _Reference:
         sums = {"log_ratio": segment_sum(self.plain.tokens.log_ratio, self.packed.offsets), "tokens": self.tokens_N}
         product = bounded_exp(UNITS["sequence"].aggregate(self.plain.tokens.log_ratio, sums))
-        values = product * segment_sum(self.advantages_T, self.packed.offsets)
-        return _Reference(float(values.sum()), float(values.abs().sum()), float((self.tokens_N > 0).sum()))
+        advantages = segment_sum(self.advantages_T, self.packed.offsets)
+        return _Reference.of(product, advantages, float((self.tokens_N > 0).sum()))
 
     def clip(self, ppo: PPOClip) -> tuple[Tensor, float]:
         """Of bypass PPO in its first step: ([T] what multiplies A ∇ log π_θ, share of tokens where the clip is active).
@@ -183,16 +217,18 @@ class _Data:
 
 def _prediction(setting: Setting, data: _Data) -> Prediction:
     config = setting.config
-    # Algorithms 2 and 3 share weights and decisions in the first step.
-    parts = {"tis", "rs", "use_tis", "rollout_log_prob_policy"} | ({"ppo"} if config.algorithm == 1 else set())
-    key = f"{config.algorithm == 1} {config.model_dump(include=parts)}"
+    # In the first step algorithms 0 and 1, and 2 and 3, share weights and decisions; the clip of 1 is its own.
+    decides = {"tis", "rs", "use_tis", "rollout_log_prob_policy"}
+    shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
+    key = f"{shared} {config.ppo}" if config.algorithm == 1 else shared
     if key not in data.known:
         with no_notes():
             applied = config.replace(metrics="basic", dry_run=False)
-        data.known[key] = _figures(applied, data)
+        data.known[key] = _figures(applied, data.corrected(shared, applied), data)
     return Prediction(
         setting=setting.name,
         settings=setting.settings,
+        own=setting.name == OWN,
         algorithm=config.algorithm,
         second_pass=not config.use_rollout_log_probs,
         **data.known[key],
@@ -200,8 +236,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
 
 
 @torch.no_grad()
-def _figures(config: MismatchConfig, data: _Data) -> dict[str, Any]:
-    correction = correct(data.packed, config)
+def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
     metrics = correction.statistics.metrics()
     found: dict[str, Any] = {"kept": metrics[f"{PREFIX}accepted_token_fraction"]}
     keep = correction.keep
@@ -243,9 +278,17 @@ def _errors(weights_T: Tensor, data: _Data, per_token: bool) -> dict[str, float]
     if not per_token:
         values = segment_sum(values, data.packed.offsets)
     of = data.reference(per_token)
-    total, absolute = float(values.sum()), float(values.abs().sum())
-    squares = max(float(values.dot(values)) - total**2 / max(of.units, 1.0), 0.0)
+    total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
     return {
-        "variance": squares / absolute**2 if absolute else math.inf,
+        # Σ (x − mean)² = Σ x² − (Σ x)² / n
+        "variance": max(noise - (total / absolute) ** 2 / of.units, 0.0) if absolute else math.inf,
+        "noise": noise / of.noise if absolute else math.inf,
         "bias": abs(total - of.total) / of.absolute if of.absolute else 0.0,
     }
+
+
+def _noise(values_U: Tensor) -> float:
+    """Σ x² / (Σ |x|)²: 1 / n where all are of one size; inf where all are 0."""
+    absolute = float(values_U.abs().sum())
+    shares = values_U / absolute  # before it is squared: a square may be 0
+    return float(shares.dot(shares)) if absolute else math.inf

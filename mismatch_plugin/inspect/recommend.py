@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from mismatch_plugin.check.findings import Status
 from mismatch_plugin.config import MismatchConfig, preset
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.inspect.flags import HOSTS, flags_for, preset_of
@@ -82,17 +84,23 @@ def _predicted(
     predictions: Sequence[Prediction],
     predict: Callable[[MismatchConfig], Prediction] | None,
 ) -> Prediction | None:
-    for prediction in predictions:
-        with no_notes():
-            if MismatchConfig.build(prediction.settings) == config:
-                return prediction
-    return None if predict is None else predict(config)
+    found = next((prediction for prediction in predictions if _config(prediction.settings) == config), None)
+    return predict(config) if found is None and predict is not None else found
+
+
+def _config(settings: Mapping[str, Any]) -> MismatchConfig:
+    """Of settings as a file for --mismatch-config has them."""
+    base = find_preset(settings["preset"]).settings() if "preset" in settings else {}
+    with no_notes():
+        return MismatchConfig.build(merge(base, {name: value for name, value in settings.items() if name != "preset"}))
 
 
 def _rounded(lower: float, upper: float) -> tuple[float, float]:
     """Bounds as one types them: outwards, to a hundredth of their distance from 1."""
 
     def outwards(bound: float, up: bool) -> float:
+        if math.isinf(bound):
+            return bound
         distance = abs(bound - 1.0) or 1e-6
         digits = max(0, 2 - math.floor(math.log10(distance)))
         unit = 10.0**digits
@@ -138,8 +146,8 @@ def _figures(figures: Figures, rule: Rule) -> str:
 def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | None) -> tuple[str, ...]:
     """What to look at in the first ten steps, with the values to expect."""
     lines = [
-        f"{PREFIX}k3_kl near {figures.k3_kl:.2g}; above {GROWN * figures.k3_kl:.2g} something has changed (weights that did "
-        f"not arrive, a filter, a temperature)"
+        f"{PREFIX}k3_kl near {figures.k3_kl:.2g}; above {GROWN * figures.k3_kl:.2g} something has changed "
+        f"(weights that did not arrive, a filter, a temperature)"
     ]
     if prediction is None:
         return tuple(lines)

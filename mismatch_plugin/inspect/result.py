@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mismatch_plugin.check.findings import CheckResult, Confidence, Place
+from mismatch_plugin.check.findings import CheckResult, Confidence, Place, Severity
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
 Figure = Literal["mean |Δ log p|", "k3", "KL"]
@@ -19,9 +19,10 @@ class _Model(BaseModel):
 
 
 class Cause(_Model):
-    """One finding of `check`. kind: its name. first: where it is seen first."""
+    """One finding of `check`. kind: its name. severity: a note is no fault. first: where it is seen first."""
 
     kind: str
+    severity: Severity = "fault"
     confidence: Confidence
     evidence: str
     first: Place | None
@@ -35,9 +36,9 @@ class Prediction(_Model):
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
     unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
-    variance: Σ (w A − mean)² / (Σ |w A|)² over units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip
-    is active before any step. second_pass: a forward pass for π_old is needed. own: of the
-    user's own settings.
+    variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
+    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip is active before
+    any step. second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
     setting: str
@@ -52,6 +53,7 @@ class Prediction(_Model):
     ess: float
     variance: float
     bias: float
+    noise: float = 1.0
     unit: str = "token"
     clipped: float = 0.0
     second_pass: bool
@@ -120,9 +122,9 @@ class Size(_Model):
 class LevelHistogram(_Model):
     """The units of one level in the bins that any unit falls into, column by column.
 
-    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how many.
-    tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and Σ ρ² over
-    units. by_token: Σ ρ over their tokens. ρ within e^±20.
+    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how
+    many. tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and
+    Σ ρ² over units. by_token: Σ ρ over their tokens. ρ within e^±20.
     """
 
     bins: tuple[int, ...]

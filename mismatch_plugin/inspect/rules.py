@@ -34,7 +34,8 @@ class Figures:
     k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
     mean_length, max_length: trained tokens a response.
     tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise has none.
-    drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one.
+    drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one; each
+    token's limited to six medians of |l|, so that single tokens are no drift.
     stale: weight versions that the oldest tokens are behind.
     one_step: one optimizer step a rollout batch. expensive_pass: the user would save the second forward pass.
     """
@@ -55,10 +56,13 @@ class Figures:
         return self.k3_kl * self.max_length
 
 
-def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pass: bool = False) -> Figures:
+def figures_of(
+    packed: PackedSequences, *, stale: float | None = None, one_step: bool = False, expensive_pass: bool = False
+) -> Figures:
     """The figures of a batch with rollout log-probs and π_old (`old_log_probs`).
 
-    Staleness needs `weight_versions`: newest minus oldest. Raises: ValueError where no token trains.
+    stale: how many steps the oldest tokens are behind; None: newest minus oldest of `weight_versions`.
+    Raises: ValueError where no token trains.
     """
     packed = packed.prepared()
     assert packed.rollout_log_probs is not None
@@ -71,11 +75,15 @@ def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pas
     far = (size > math.log(2.0)) & (size > 10 * size.median())
     count = len(packed.lengths)
     lengths = torch.zeros(count, dtype=torch.float64).index_add_(0, packed.sequence_index[mask], torch.ones_like(ratio))
-    sums = torch.zeros(count, dtype=torch.float64).index_add_(0, packed.sequence_index[mask], log_ratio)
+    limit = float(6 * size.median())
+    sums = torch.zeros(count, dtype=torch.float64)
+    sums.index_add_(0, packed.sequence_index[mask], log_ratio.clamp(-limit, limit))
     sums, lengths = sums[lengths > 0], lengths[lengths > 0]
     shift = (sums / lengths - (sums / lengths).median()) * lengths.sqrt()
     deviation = 1.4826 * shift.abs().median()
     versions = packed.weight_versions
+    if stale is None:
+        stale = 0.0 if versions is None else float(versions[mask].max() - versions[mask].min())
     return Figures(
         k3_kl=float((torch.expm1(log_ratio) - log_ratio).mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
@@ -83,7 +91,7 @@ def figures_of(packed: PackedSequences, *, one_step: bool = False, expensive_pas
         max_length=float(lengths.max()),
         tail=float(far.double().mean()),
         drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
-        stale=0.0 if versions is None else float(versions[mask].max() - versions[mask].min()),
+        stale=stale,
         one_step=one_step,
         expensive_pass=expensive_pass,
     )
@@ -131,8 +139,19 @@ class Rule:
 
 RULES = (
     Rule(
+        name="drifting",
+        run="a few responses that drift as a whole",
+        preset="geo_rs_token_tis",
+        reason="a response that is off in all its tokens is dropped, by bounds from your own data; the others have "
+        "token weights",
+        also=lambda figures: 0.002 <= figures.drifting <= 0.05,
+        kl=(0.0, STRONG_KL),
+        bounds="geometric",
+        data_bounds=True,
+    ),
+    Rule(
         name="experts",
-        run="a few tokens far away from all others (a mixture of experts whose router chooses otherwise)",
+        run="single tokens far away from all others (as a mixture of experts gives whose router chooses otherwise)",
         preset="token_icepop",
         reason="single tokens are off by orders of magnitude: their weight is 0, all others keep theirs. Replay the "
         "routing if the host can",
@@ -148,17 +167,6 @@ RULES = (
         "weights; meanwhile token weights bound the gradient and reject nothing",
         also=lambda figures: figures.k3_kl >= STRONG_KL or figures.ess < SMALL_ESS,
         keeps=1.0,
-    ),
-    Rule(
-        name="drifting",
-        run="a few responses that drift as a whole",
-        preset="geo_rs_token_tis",
-        reason="a response that is off in all its tokens is dropped, by bounds from your own data; the others have token "
-        "weights",
-        also=lambda figures: 0.002 <= figures.drifting <= 0.05,
-        kl=(0.0, STRONG_KL),
-        bounds="geometric",
-        data_bounds=True,
     ),
     Rule(
         name="one step",

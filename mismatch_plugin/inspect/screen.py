@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mismatch_plugin.inspect.result import Diagnosis
 from mismatch_plugin.inspect.words import (
     chosen_predictions,
+    count,
+    gate_words,
     headline,
     host_names,
     is_it_normal,
-    nats,
     published,
     size_rows,
-    span,
 )
 from mismatch_plugin.report.table import NOTHING, compact
 
@@ -28,7 +28,7 @@ SMALLEST, LARGEST = 24, 35
 """Lines of a terminal that are used: one is left for the prompt."""
 STYLES = {"fault": "bold red", "large": "bold yellow", "normal": "bold green", "undecided": "bold cyan"}
 _ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=", "‖": "||", "±": "+-", "·": "*", "²": "^2",
-          "Δ": "delta ", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum ", "→": "->", "’": "'", "“": '"',
+          "Δ": "d", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum", "→": "->", "’": "'", "“": '"',
           "”": '"'}  # fmt: skip
 
 
@@ -47,26 +47,37 @@ class _Line:
 class _Screen:
     width: int
     most: int
+    unicode: bool
     lines: list[_Line] = field(default_factory=list)
+
+    @property
+    def cut(self) -> str:
+        """Where something was cut off."""
+        return "…" if self.unicode else "..."
 
     def say(self, text: str, rank: int = 0, most: int = 3, style: str = "", indent: str = "") -> None:
         """Words, on at most so many lines; what is cut ends in an ellipsis."""
         wrapped = textwrap.wrap(
-            text, self.width, initial_indent=indent, subsequent_indent=2 * indent, max_lines=min(most, self.most),
-            placeholder=" …", break_on_hyphens=False,
+            _printable(" ".join(text.split()), self.unicode), self.width, initial_indent=indent,
+            subsequent_indent=2 * indent, max_lines=min(most, self.most), placeholder=" " + self.cut,
+            break_on_hyphens=False,
         )  # fmt: skip
         self.lines += [_Line(line, rank, style) for line in wrapped]
 
     def table(self, rows: Iterable[tuple[str, ...]], rank: int, marks: tuple[str, ...] = ()) -> None:
         """Columns; all but the first to the right, and as much of the first as there is room for."""
-        cells = [tuple(row) for row in rows]
+        cells = [tuple(_printable(cell, self.unicode) for cell in row) for row in rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         widths[0] = min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths))
         for number, row in enumerate(cells):
-            first = row[0] if len(row[0]) <= widths[0] else row[0][: widths[0] - 1] + "…"
             rest = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
             style = "bold" if not number or (marks and marks[number - 1] == ">") else ""
+            first = self.shortened(row[0], widths[0])
             self.lines.append(_Line(f"  {first:<{widths[0]}}{rest}".rstrip(), rank + (number > 3), style))
+
+    def shortened(self, text: str, width: int) -> str:
+        """As much of it as there is room for, and then an ellipsis."""
+        return text if len(text) <= width else text[: width - len(self.cut)] + self.cut
 
     def fitted(self, height: int) -> list[_Line]:
         """At most so many lines: those of the highest rank go, from the end."""
@@ -86,18 +97,19 @@ def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report:
     from rich.text import Text
 
     unicode = console.encoding.lower().replace("-", "").startswith("utf")
-    for line in _lines(diagnosis, console.width, min(max(console.height, SMALLEST), LARGEST) - 1, host, report):
+    height = min(max(console.height, SMALLEST), LARGEST) - 1
+    for line in _lines(diagnosis, _Screen(console.width, 9, unicode), height, host, report):
         text = _printable(line.text, unicode)
-        if not line.whole and cell_len(text) > console.width:  # "rho" is longer than "ρ", and some letters are wide
+        if not line.whole and cell_len(text) > console.width:  # some letters are two wide
             text = set_cell_size(text, console.width - 3) + "..."
         console.print(Text(text, style=line.style), soft_wrap=True)
 
 
-def _lines(diagnosis: Diagnosis, width: int, height: int, host: str, report: Path | None) -> list[_Line]:
+def _lines(diagnosis: Diagnosis, empty: _Screen, height: int, host: str, report: Path | None) -> list[_Line]:
     """What fits: where it does not otherwise, sentences are cut to two lines, or to one."""
-    screen = _Screen(width, 9)
+    screen = empty
     for most in (9, 2, 1):
-        screen = _Screen(width, most)
+        screen = replace(empty, most=most, lines=[])
         _verdict(screen, diagnosis)
         _cause(screen, diagnosis)
         _size(screen, diagnosis)
@@ -122,9 +134,9 @@ def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:
     screen.say(f"{verdict.upper()}: {sentence}", style=STYLES[diagnosis.verdict], most=2)
     screen.say(is_it_normal(diagnosis))
     if (gate := diagnosis.gate) is not None:
-        said = "passed" if gate.passed else "FAILED"
-        screen.say(f"Gate {said}: k3 {nats(gate.value)} against {nats(gate.bar)} ({gate.source}).", most=2)
-    counted = f"{diagnosis.samples} samples, {diagnosis.tokens} tokens"
+        said, figures = gate_words(gate)
+        screen.say(f"Gate {said.upper()}: {figures}.", most=1)
+    counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
     screen.say(f"Of {diagnosis.source} ({diagnosis.format}): {counted}.", rank=6, most=1)
 
 
@@ -147,10 +159,9 @@ def _size(screen: _Screen, diagnosis: Diagnosis) -> None:
     if not rows:
         return
     screen.lines.append(_Line(rank=9))
-    known = {figure: f"{span(item)}: {item.pair}" for figure, item in published(diagnosis).items()}
+    known = published(diagnosis)
     room = max(12, screen.width - 42)
-    found = [known.get(title, "") for title, *_ in rows]
-    ranges = [text if len(text) <= room else text[: room - 1] + "…" for text in found]
+    ranges = [screen.shortened(known.get(title, ""), room) for title, *_ in rows]
     table = [(title, f"{value} {unit}".strip(), text) for (title, value, unit), text in zip(rows, ranges, strict=True)]
     screen.table([("size", "measured", "published" if known else ""), *table], rank=2)
 

@@ -27,13 +27,14 @@ _ACCEPTED = "a metrics.jsonl, a CSV or JSONL export of W&B, TensorBoard events, 
 class Source:
     """rows: of each step the metrics that begin with `rollout_corr/`. numbers: the steps. path: what was read.
 
-    notes: what its reader must know.
+    notes: what its reader must know. others: of each step the numbers that are not ours, of the host or the tracker.
     """
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
+    others: tuple[dict[str, float], ...] = ()
 
 
 def read_source(path: str | Path, run: str | None = None) -> Source:
@@ -52,14 +53,15 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         raise ValueError(f"{path} is not text: {error}. Give {_ACCEPTED}.") from None
     rows = read.rows
     names = _names(path, rows, None if read.chosen else run)
-    found, numbers = [], []
+    found, numbers, others = [], [], []
     steps = _step_name(rows, names)
     for index, row in enumerate(rows, start=1):
         ours = {names[name]: value for name, value in row.items() if name in names}
         if ours:
             found.append(ours)
             numbers.append(row[steps] if steps else float(index))
-    return Source(tuple(found), tuple(numbers), path, read.notes)
+            others.append({name: value for name, value in row.items() if PREFIX not in name and name != steps})
+    return Source(tuple(found), tuple(numbers), path, read.notes, tuple(others))
 
 
 def _resolve(path: Path) -> Path:

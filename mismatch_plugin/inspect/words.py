@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
-from mismatch_plugin.inspect.result import Comparable, Diagnosis, Prediction, Verdict
-from mismatch_plugin.report.table import NOTHING, Table, compact
+from mismatch_plugin.inspect.result import Diagnosis, Gate, Prediction, Verdict
 
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
@@ -30,7 +31,7 @@ HOSTS = {
 ALTERNATIVES = 3
 
 _FIGURES = (
-    ("KL(rollout ‖ train), k1", "kl", "nat/token"),
+    ("KL, k1", "kl", "nat/token"),
     ("KL, k3", "k3_kl", "nat/token"),
     ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
     ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
@@ -54,7 +55,7 @@ class Controls:
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(the verdict in two words, the rest of the sentence)."""
     rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
-    return VERDICTS[diagnosis.verdict], rest[:1].upper() + rest[1:]
+    return VERDICTS[diagnosis.verdict], rest
 
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
@@ -65,6 +66,11 @@ def host_names(flags: dict[str, str]) -> dict[str, str]:
 def nats(value: float) -> str:
     """A figure in at most three digits."""
     return f"{value:.3g}"
+
+
+def count(number: int) -> str:
+    """`43 002`."""
+    return f"{number:,}".replace(",", " ")
 
 
 def share(value: float) -> str:
@@ -78,30 +84,34 @@ def share(value: float) -> str:
 
 
 def is_it_normal(diagnosis: Diagnosis) -> str:
-    """The answer to "is this normal?", from the first published range, which is the nearest kind of pair."""
-    if not diagnosis.normal:
-        return "Is this normal? Unknown: no range is published for this kind of pair."
-    first = diagnosis.normal[0]
-    figures = f"{first.figure} {nats(first.value)} nats a token; published for {first.pair}: {span(first)}"
-    if diagnosis.verdict == "undecided":
-        return f"Is this normal? Not decided. So far {figures}."
-    if first.where == "above":
-        times = f", of which this is {first.value / first.high:.2g} times the upper end" if first.high > 0 else ""
-        return f"Is this normal? No: {figures}{times}."
-    answer = "By its size yes, but see the fault" if diagnosis.verdict == "fault" else "Yes"
-    return f"Is this normal? {answer}: {figures}{' (this is below it)' if first.where == 'below' else ''}."
+    """The answer to "is this normal?"."""
+    said = diagnosis.normality or "unknown, since there is nothing to compare."
+    before = {"fault": "By its size ", "undecided": "Not decided; so far "}.get(diagnosis.verdict, "")
+    for start, answer in (("normal, ", "yes, "), ("not normal for ", "no: for ")):
+        said = answer + said.removeprefix(start) if said.startswith(start) else said
+    return f"Is this normal? {before}{said if before else said[:1].upper() + said[1:]}"
 
 
-def published(diagnosis: Diagnosis) -> dict[str, Comparable]:
-    """Figure of `size_rows` → its published range, of the nearest kind of pair alone."""
-    titles = {"k3": "KL, k3", "kl": "KL(rollout ‖ train), k1"}
-    of = [item for item in diagnosis.normal if item.pair == diagnosis.normal[0].pair]
-    return {titles.get(item.figure, item.figure): item for item in of}
+def published(diagnosis: Diagnosis) -> dict[str, str]:
+    """Figure of `size_rows` → the range published for the nearest kind of pair, with its name."""
+    titles = {"k3": "KL, k3", "KL": "KL, k3"}
+    found: dict[str, tuple[float, float]] = {}
+    for item in diagnosis.normal:
+        if item.pair == diagnosis.normal[0].pair:
+            low, high = found.get(title := titles.get(item.figure, item.figure), (item.low, item.high))
+            found[title] = min(low, item.low), max(high, item.high)
+    return {title: f"{span(*ends)}: {diagnosis.normal[0].pair}" for title, ends in found.items()}
 
 
-def span(item: Comparable) -> str:
+def span(low: float, high: float) -> str:
     """`0.005 to 0.006`."""
-    return nats(item.low) if item.low == item.high else f"{nats(item.low)} to {nats(item.high)}"
+    return nats(low) if low == high else f"{nats(low)} to {nats(high)}"
+
+
+def gate_words(gate: Gate) -> tuple[str, str]:
+    """(whether it passed, the figures)."""
+    said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
+    return said, f"k3 {nats(gate.value)} nats a token against a bar of {nats(gate.bar)} ({gate.source})"
 
 
 def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
@@ -142,38 +152,13 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
     return [*marked, *(("", item) for item in [*first, *rest][:ALTERNATIVES])]
 
 
-def predictions_table(diagnosis: Diagnosis) -> Table:
-    """All predictions, the marked ones first."""
-    marks = {id(item): mark for mark, item in chosen_predictions(diagnosis)}
-    rows = sorted(diagnosis.predictions, key=lambda item: not marks.get(id(item)))
-    headers = ("setting", "", "kept", "kept, A > 0", "kept, A < 0", "kept by length", "ESS", "mean weight",
-               "largest weight", "variance", "bias", "second pass")  # fmt: skip
-    return Table(
-        "Predictions",
-        headers,
-        tuple(
-            (
-                item.setting,
-                marks.get(id(item), ""),
-                share(item.kept),
-                NOTHING if item.kept_positive is None else share(item.kept_positive),
-                NOTHING if item.kept_negative is None else share(item.kept_negative),
-                " / ".join(map(share, item.kept_by_length)) or NOTHING,
-                share(item.ess),
-                *map(compact, (item.mean_weight, item.max_weight, item.variance, item.bias)),
-                "yes" if item.second_pass else "no",
-            )
-            for item in rows
-        ),
-    )
-
-
-def controls_of(settings: dict[str, object]) -> Controls | None:
+def controls_of(settings: Mapping[str, object]) -> Controls | None:
     """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
+    given = dict(settings)
+    name = given.pop("preset", None)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            config = MismatchConfig.build(settings)
+        with no_notes():
+            config = MismatchConfig.build(merge(find_preset(str(name)).settings() if name else {}, given))
     except ValueError:
         return None
     bounds = acting_bounds(config)

@@ -5,19 +5,26 @@ Hosts call it where `report_dir` is set; `mismatch-plugin inspect DIR` reads it.
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import math
 import os
+import queue
 import re
+import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, SupportsFloat
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import check_health
+from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.files import read_lines, read_text, write_whole
+from mismatch_plugin.report.state import STATE, State, state_of
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -67,11 +74,14 @@ def _settings(config: MismatchConfig) -> str:
     return to_json(config.model_dump(mode="json"), indent=2) + "\n"
 
 
-def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
+def write_step(
+    folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float], state: State | None = None
+) -> None:
     """Append a step; one process of a run calls it. The first call writes the settings, too.
 
     metrics: numbers by name. Without `step` among them the step is one more than the last in the file, from 1. A run
     that goes on with the same settings appends.
+    state: `state_of(statistics)`, from which `inspect` forms the figures of several steps.
     Raises ValueError where the folder holds steps of other settings (`report_dir` may differ: the same folder has
     several names) or a metric is not a number; OSError where the folder cannot be written.
     """
@@ -80,42 +90,115 @@ def write_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str,
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS).exists():
         write_whole(folder / SETTINGS, _settings(config))
-    with (folder / METRICS).open("ab+") as lines:
+    with (folder / METRICS).open("ab+", buffering=0) as lines:  # a line is one write: no reader sees half of it
+        cut = b""
         if lines.tell():  # appending: at the end
             lines.seek(-1, os.SEEK_END)
-            if lines.read() != b"\n":
-                lines.write(b"\n")  # a kill cut the last line
+            cut = b"" if lines.read() == b"\n" else b"\n"  # a kill cut the last line
         if "step" not in metrics:
-            lines.flush()
-            metrics = {"step": _last_step(lines) + 1, **metrics}
-        lines.write((_line(metrics) + "\n").encode())
+            with (folder / METRICS).open("rb") as written:
+                metrics = {"step": _last_step(written) + 1, **metrics}
+        lines.write(cut + (_line(metrics if state is None else {**metrics, STATE: state}) + "\n").encode())
 
 
-def log_step(folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float]) -> None:
+def log_step(
+    folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float], state: State | None = None
+) -> None:
     """`write_step` for a hook, which never stops training: what cannot be written is a warning, once a folder.
 
+    A thread writes; it is waited for at most `WAIT_S`, and not at all while an older step waits for a disk that hangs.
     A host asks `refuse_other_settings` before it trains.
     """
-    try:
-        write_step(folder, config, metrics)
-    except (OSError, ValueError) as error:
-        if str(folder) not in _warned:
-            _warned.add(str(folder))
-            logger.warning("metrics are not written, training goes on (said once for %s): %s", folder, error)
+    _WRITER.write((Path(folder), config, dict(metrics), state))
 
 
-def report_step(config: MismatchConfig, step: int, metrics: Mapping[str, float], writes: bool = True) -> None:
+def report_step(
+    config: MismatchConfig,
+    step: int,
+    metrics: Mapping[str, float],
+    statistics: Statistics | None = None,
+    writes: bool = True,
+) -> None:
     """What follows an optimizer step on one rank of a host: the health check's warnings, and the report folder's line.
 
-    writes: whether this process writes files; asked by hosts with several replicas.
+    statistics: those of the whole step, where the host has them. writes: whether this process writes files; asked by
+    hosts with several replicas.
     """
     for warning in check_health(metrics, config):
         logger.warning("step %d: %s", step, warning)
     if config.report_dir is not None and writes:
-        log_step(config.report_dir, config, {"step": step, **metrics})
+        log_step(config.report_dir, config, {"step": step, **metrics}, statistics and state_of(statistics))
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a host's metrics, ours under the names that begin with `rollout_corr/`; the rest is left out."""
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        _, prefix, rest = str(name).rpartition(PREFIX)
+        if isinstance(value, SupportsFloat) and not isinstance(value, bool) and getattr(value, "ndim", 0) == 0:
+            found[prefix + rest if prefix else str(name)] = float(value)
+    return found
 
 
 _warned: set[str] = set()
+
+
+def _write_or_warn(folder: Path, *rest: Any) -> None:
+    try:
+        write_step(folder, *rest)
+    except (OSError, ValueError) as error:
+        _warn(folder, error)
+
+
+def _warn(folder: Path, reason: object) -> None:
+    if str(folder) not in _warned:
+        _warned.add(str(folder))
+        logger.warning("metrics are not written, training goes on (said once for %s): %s", folder, reason)
+
+
+class _Writer:
+    """A thread of this process that writes steps in order."""
+
+    def __init__(self) -> None:
+        self._process = -1
+
+    def write(self, step: tuple[Path, MismatchConfig, dict[str, float], State | None]) -> None:
+        """Hand a step over. Where `KEPT` steps wait already it is dropped, with a warning."""
+        if self._process != os.getpid():  # at first, and after a fork, which takes no thread along
+            self._process, self._steps = os.getpid(), queue.Queue[Any](KEPT)
+            threading.Thread(target=self._run, args=(self._steps,), name="mismatch_plugin metrics", daemon=True).start()
+            atexit.register(self._end, self._steps)
+        waits, written = self._steps.unfinished_tasks > 0, threading.Event()
+        try:
+            self._steps.put_nowait((written, step))
+        except queue.Full:
+            _warn(step[0], f"its disk hangs, and {KEPT} steps wait for it; later ones are lost.")
+            return
+        if not waits:
+            written.wait(WAIT_S)
+
+    @staticmethod
+    def _run(steps: queue.Queue[Any]) -> None:
+        while True:
+            written, step = steps.get()
+            _write_or_warn(*step)
+            steps.task_done()
+            written.set()
+
+    @staticmethod
+    def _end(steps: queue.Queue[Any]) -> None:
+        end = time.monotonic() + END_S
+        while steps.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.05)
+
+
+WAIT_S = 1.0
+"""Seconds that a step waits for its line to be written."""
+END_S = 10.0
+"""Seconds that the end of a process waits for what is not written yet."""
+KEPT = 1000
+"""Steps that wait for a disk that hangs."""
+_WRITER = _Writer()
 
 
 def _line(metrics: Mapping[str, Any]) -> str:
@@ -170,14 +253,14 @@ def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
         raise ValueError(f"{path} is not there: give a metrics.jsonl, or the folder that --mismatch-report-dir named.")
     try:
         for number, line in read_lines(path):
-            if line.strip() and (step := _numbers(path, number, line)) is not None:
+            if line.strip() and (step := numbers_of_line(path, number, line)) is not None:
                 yield step
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is no metrics.jsonl: {error}.") from None
 
 
-def _numbers(path: Path, number: int, line: str) -> dict[str, float] | None:
-    """The numbers of one line, None for one that a kill cut."""
+def numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | None:
+    """The numbers of one line, None for one that a kill cut. Raises ValueError with file, line and reason."""
     try:
         step = json.loads(line)
         if not isinstance(step, dict):

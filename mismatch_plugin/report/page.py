@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import math
-import re
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,8 +41,7 @@ from mismatch_plugin.report.table import NOTHING, Table
 if TYPE_CHECKING:
     from mismatch_plugin.report.plots import Picture
 
-TEMPLATE = "report.html.j2"
-_NUMBER = re.compile(r"[<+−]? ?[\d.]+(e-\d+)?( ± [\d.]+)?( to [+−]?[\d.]+)?( %)?( [▲▼])?")
+TEMPLATE = "report/report.html.j2"
 _MEASURES = {"exact": "exact match", "reward": "reward"}
 
 
@@ -73,10 +69,9 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     ImportError where matplotlib or jinja2 is missing, naming the extra.
     """
     try:
-        from jinja2 import Environment, StrictUndefined
-
         from mismatch_plugin.report import plots
         from mismatch_plugin.report.overview import overview
+        from mismatch_plugin.report.templates import environment
     except ImportError as error:
         raise ImportError(f"{error}: a report needs the extra: pip install 'mismatch-plugin[lab]'") from error
     folder = read_run_folder(run_folder)
@@ -89,38 +84,28 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
     plots.save([first] if first else [], folder.root / "plots")
     for part in parts:
         plots.save([*part.pictures, *part.guide, *part.quantiles, *part.times], folder.root / "plots")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"base64": _base64, "numeric": numeric_columns}
-    template = environment.from_string(files("mismatch_plugin.report").joinpath(TEMPLATE).read_text(encoding="utf-8"))
-    html = template.render(
-        folder=folder,
-        parts=parts,
-        title=str(folder.info.get("title", "Comparison of mismatch corrections")),
-        judged=any(folder.has(folder.source(name)) for name in _MEASURES),
-        timed=any(part.seconds.rows for part in parts),
-        intro=_introduction(folder),
-        first=first,
-        overview=final_table(summaries),
-        exact_tables=cached_tables(folder.root) if exact else [],
-        settings_tables=settings_tables(folder),
-        skipped=_skipped(folder, parts),
-        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-        version=mismatch_plugin.__version__,
+    html = (
+        environment()
+        .get_template(TEMPLATE)
+        .render(
+            folder=folder,
+            parts=parts,
+            title=str(folder.info.get("title", "Comparison of mismatch corrections")),
+            judged=any(folder.has(folder.source(name)) for name in _MEASURES),
+            timed=any(part.seconds.rows for part in parts),
+            intro=_introduction(folder),
+            first=first,
+            overview=final_table(summaries),
+            exact_tables=cached_tables(folder.root) if exact else [],
+            settings_tables=settings_tables(folder),
+            skipped=_skipped(folder, parts),
+            made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+            version=mismatch_plugin.__version__,
+        )
     )
     page = folder.root / "report.html"
     write_whole(page, html)
     return page
-
-
-def numeric_columns(table: Table) -> list[bool]:
-    """For each column: whether its cells are numbers, to be set to the right. The first names the row."""
-    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.headers)
-    numeric = [all(cell == NOTHING or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
-    return [False, *numeric[1:]]
-
-
-def _base64(data: bytes) -> str:
-    return base64.b64encode(data).decode("ascii")
 
 
 def _introduction(folder: RunFolder) -> list[str]:

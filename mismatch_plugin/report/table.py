@@ -15,6 +15,8 @@ NOTHING = "–"
 NARROW = 5
 """A table of at most so many columns has room on a terminal for names that are not broken."""
 
+_NUMBER = re.compile(r"[<+−]? ?[\d.]+(e-\d+)?( ± [\d.]+)?( to [+−]?[\d.]+)?( %)?( [▲▼])?")
+
 
 @dataclass(frozen=True)
 class Table:
@@ -101,6 +103,13 @@ class Table:
         if header not in self.code or cell == NOTHING:
             return cell
         return ", ".join(f"`{part}`" for part in cell.split(", ") if part)
+
+
+def numeric_columns(table: Table) -> list[bool]:
+    """For each column: whether its cells are numbers, to be set to the right. The first names the row."""
+    columns = list(zip(*table.rows, strict=True)) or [()] * len(table.headers)
+    numeric = [all(cell == NOTHING or _NUMBER.fullmatch(cell) for cell in column) for column in columns]
+    return [False, *numeric[1:]]
 
 
 def compact(value: float) -> str:

@@ -124,7 +124,7 @@ def _write_parquet(path: Path, records: Iterable[RolloutRecord]) -> int:
     schema = pa.schema([*_column(pa, RolloutRecord)])
     schema = schema.set(schema.get_field_index("loss_mask"), pa.field("loss_mask", pa.list_(pa.int8())))
     count, rows = 0, []
-    with parquet.ParquetWriter(path, schema) as writer:
+    with parquet.ParquetWriter(path, schema, write_page_checksum=True) as writer:
         for record in records:
             rows.append(_row(record))
             count += 1
@@ -148,7 +148,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
     pa, parquet = _pyarrow()
     refuse_special(path)
     try:
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             groups = (file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
             if (largest := max(groups, default=0)) > MAX_ROW_GROUP:
                 raise ValueError(
@@ -156,7 +156,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
                     f"write it in smaller ones."
                 )
             yield file
-    except pa.ArrowException as error:
+    except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is no Parquet file: {error}.") from None
 
 

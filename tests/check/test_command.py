@@ -262,7 +262,8 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
         (GOOD_RECORD, None, "training.jsonl"),
         ("", GOOD_LINE, "no response"),
         ("{nonsense", GOOD_LINE, "records.jsonl"),
-        (GOOD_RECORD.replace("prompt_ids", "prompts"), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
+        (GOOD_RECORD.replace("{", '{"mask": [1], '), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
+        (GOOD_RECORD.replace("response_ids", "replies"), GOOD_LINE, "no token ids of the responses. It has prompt_ids"),
         (GOOD_RECORD, "{nonsense", "line 1"),
         (GOOD_RECORD, '{"log_probs": [-1.0]}', "log_probs"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, "low"]}', "train_log_probs.1"),
@@ -319,4 +320,21 @@ def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:
     more = _training_file(tmp_path, index=lambda index, line: index)
     more.write_text(more.read_text() + json.dumps({"index": 10_000, "train_log_probs": [-1.0]}) + "\n")
     result = _run(records, more)
-    assert result.exit_code == 0 and "1 of its lines belong to no record" in result.output
+    assert result.exit_code == 0 and "1 of its samples belong to no record" in result.output
+
+
+def test_a_trainers_dump_is_checked_with_the_side_that_it_holds(tmp_path: Path):
+    """One file with both sides; without the training side it is not enough; another format can be told."""
+    ids = torch.arange(64)[None].repeat(8, 1) + torch.arange(8)[:, None]
+    log_probs = -torch.rand(8, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 0.1
+    sides = {"responses": ids, "rollout_log_probs": log_probs, "old_log_probs": log_probs + 1e-3 * torch.randn(8, 64)}
+    torch.save({**sides, "response_mask": torch.ones(8, 64)}, tmp_path / "both.pt")
+    result = _run(tmp_path / "both.pt")
+    assert result.exit_code == 0, result.output
+    assert f"training side: {tmp_path / 'both.pt'}" in result.output.replace("\n", "")
+    torch.save({name: sides[name] for name in ("responses", "rollout_log_probs")}, tmp_path / "one.pt")
+    result = _run(tmp_path / "one.pt")
+    assert result.exit_code == 2 and "there is no training side" in result.output
+    assert _run(tmp_path / "one.pt", tmp_path / "both.pt").exit_code == 0
+    result = _run(tmp_path / "both.pt", "--format", "slime")
+    assert result.exit_code == 2 and "holds no list of samples" in " ".join(result.output.split())

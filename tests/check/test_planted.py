@@ -13,6 +13,7 @@ import pytest
 
 from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult
+from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.report.table import Table
@@ -25,6 +26,9 @@ from tests.fixtures.sglang_check.policies import (
     sample_locally,
     score,
     training,
+)
+from tests.fixtures.sglang_check.policies import (
+    checkpoint as checkpoint_of,
 )
 
 
@@ -65,9 +69,19 @@ TRAINERS = (
 CLEAN_BATCHES = 200
 
 
-def _check(records: Sequence[RolloutRecord], samples: Sequence[TrainingSample], checkpoint: str = "") -> CheckResult:
-    """checkpoint: the form of the model whose whole distributions are looked at, and whose log-probs `samples` are."""
-    batch = make_batch(records, samples, eos_ids=[EOS])
+def _check(
+    records: Sequence[RolloutRecord],
+    samples: Sequence[TrainingSample],
+    checkpoint: str = "",
+    start: str = "",
+    now: str = "",
+) -> CheckResult:
+    """checkpoint: the form of the model whose whole distributions are looked at, and whose log-probs `samples` are.
+    start, now: forms of the weights that the run began with, and of the present ones, without whole distributions."""
+    reference = [np.array(one.train_log_probs, float) for one in score(start, records)] if start else None
+    batch = make_batch(records, samples, eos_ids=[EOS], reference=reference)
+    if now:
+        batch = replace(batch, between=Mix(checkpoint_of(now), checkpoint_of(start)), from_checkpoint=True)
     if checkpoint:
         batch = replace(batch, logits=lambda s: logits_of(checkpoint, [s.record])[0], from_checkpoint=True)
     return check_batch(batch)
@@ -90,9 +104,11 @@ def _found(result: CheckResult) -> Found:
 def planted() -> dict[Run, Found]:
     found = {}
     for index, strength, base in RUNS:
-        plant = CASES[index].mild if strength == "mild" else CASES[index].strong
+        case, strong = CASES[index], strength == "strong"
+        plant = case.strong if strong else case.mild
         records, samples = plant(list(recorded(base.records)), list(training(base.trainer, base.records)))
-        found[index, strength, base] = _found(_check(records, samples))
+        start, now = (form.format(case.sizes[strong]) for form in (case.start, case.now))
+        found[index, strength, base] = _found(_check(records, samples, start=start, now=now))
     return found
 
 
@@ -110,7 +126,9 @@ def clean() -> list[Found]:
         chosen = generator.permutation(len(pool))[:size]
         version = str(1 + seed % 4 // 2)  # the weights are up to date, or one step old
         samples = [other[at].model_copy(update={"weight_version": version}) for at in chosen]
-        found.append(_found(_check([pool[at] for at in chosen], samples)))
+        ranks = [{"server": f"http://{'ab'[seed % 2]}:1", "dp_rank": int(generator.integers(4))} for _ in chosen]
+        named = [pool[at].model_copy(update=rank if seed % 3 else {}) for at, rank in zip(chosen, ranks, strict=True)]
+        found.append(_found(_check(named, samples, start="drift-0.08-9" if seed % 5 == 0 else "")))
     return found
 
 

@@ -12,6 +12,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.check.findings import CheckResult, Mismatch, Place
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.inspect.histograms import histograms
+from mismatch_plugin.inspect.predict import predict_one
 from mismatch_plugin.inspect.result import (
     Cause,
     Comparable,
@@ -80,35 +81,10 @@ def packed(of: dict[str, Any]) -> mp.PackedSequences:
     )
 
 
-def prediction(name: str, settings: dict[str, Any], batch: mp.PackedSequences, **more: Any) -> Prediction:
-    """What the core makes of the batch; variance and bias are not under test here."""
+def prediction(name: str, settings: dict[str, Any], batch: mp.PackedSequences) -> Prediction:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = MismatchConfig.build(settings)
-    correction = mp.correct(batch, config)
-    metrics = {name.removeprefix("rollout_corr/"): v for name, v in correction.statistics.metrics().items()}
-    unit = "seq_" if config.weighted and config.tis.level != "token" else ""
-    assert batch.advantages is not None
-    signs = [correction.keep[batch.advantages * sign > 0] for sign in (1, -1)]
-    kept = [float(part.mean()) if len(part) else None for part in signs]
-    applied = correction.weights * correction.keep
-    token_ess = float(applied.sum() ** 2 / (len(applied) * applied.square().sum()).clamp(min=1e-30))
-    return Prediction(
-        setting=name,
-        settings=settings,
-        algorithm=config.algorithm,
-        kept=float(correction.keep.mean()),
-        kept_positive=kept[0],
-        kept_negative=kept[1],
-        kept_by_length=(0.99, 0.98, 0.97),
-        mean_weight=float(applied.sum() / correction.keep.sum().clamp(min=1)),
-        max_weight=float(correction.weights.max()),
-        ess=metrics.get(f"rollout_is_weight_after_{unit}eff_sample_size", token_ess),
-        variance=0.013,
-        bias=0.11 if config.algorithm < 2 else 0.021,
-        second_pass=config.algorithm in (0, 2),
-        **more,
-    )
+        return predict_one(batch, MismatchConfig.build(settings), name).model_copy(update={"settings": settings})
 
 
 def breakdown(of: dict[str, Any], bucket: np.ndarray, names: list[str]) -> tuple[Group, ...]:
@@ -132,7 +108,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     mean, k3, tokens = float(np.abs(gap).mean()), float((ratio - 1 - gap).mean()), len(gap)
     position = np.concatenate([np.arange(n) for n in of["lengths"]])
     probability = np.exp(of["rollout"])
-    edges = np.linspace(*np.quantile(gap, [0.001, 0.999]), 41)
+    edges = np.linspace(np.quantile(gap, 0.001), np.quantile(gap, 0.999), 41)
     counts = np.histogram(np.clip(gap, edges[0], edges[-1]), edges)[0]
     size = Size(
         edges=tuple(edges.tolist()),
@@ -171,11 +147,11 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
         ),
     }  # fmt: skip
     normal = (
-        Comparable(pair="dense, bf16 engine, bf16 trainer", figure="mean |Δ log p|", low=0.005, high=0.02, value=mean,
+        Comparable(pair="dense bf16", what="a 4B model", figure="mean |Δ log p|", low=0.005, high=0.02, value=mean,
                    where="inside" if mean <= 0.02 else "above", source="facts of 2026, a dashboard of engine pairs"),
-        Comparable(pair="MoE 30B-A3B, bf16", figure="mean |Δ log p|", low=0.14, high=0.34, value=mean,
+        Comparable(pair="MoE bf16", what="30B-A3B", figure="mean |Δ log p|", low=0.14, high=0.34, value=mean,
                    where="below" if mean < 0.14 else "inside" if mean < 0.34 else "above", source="the same"),
-        Comparable(pair="fp8 weights", figure="k3", low=3.7e-4, high=8.7e-3, value=k3,
+        Comparable(pair="fp8, both sides alike", what="35B-A3B", figure="k3", low=3.7e-4, high=8.7e-3, value=k3,
                    where="below" if k3 < 3.7e-4 else "inside" if k3 < 8.7e-3 else "above", source="xtuner #2044"),
     )  # fmt: skip
     headlines = {
@@ -207,7 +183,14 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
         "metrics": metrics,
         "size": size,
         "normal": normal,
-        "predictions": tuple(prediction(n, s, batch, own=i == 1) for i, (n, s) in enumerate(settings)) if full else (),
+        "normality": f"normal, as published for dense bf16: mean |Δ log p| {mean:.2g} (published 0.005 to 0.02)."
+        if mean < 0.02
+        else f"not normal for dense bf16, {mean / 0.02:.2g} times the largest published: mean |Δ log p| {mean:.2g}.",
+        "predictions": tuple(
+            prediction(n, s, batch).model_copy(update={"own": i == 1}) for i, (n, s) in enumerate(settings)
+        )
+        if full
+        else (),
         "bounds": {"token": {"99%": (0.9, 1.1), "99.9%": (0.7, 1.4)}, "sequence": {"99%": (0.5, 2.1)}} if full else {},
         "recommendation": advice if full else None,
         "gate": Gate(value=k3, bar=0.01, passed=k3 < 0.01, source="published bf16 gaps"),

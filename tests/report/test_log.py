@@ -6,10 +6,14 @@ import json
 import logging
 import multiprocessing
 import os
+import threading
+import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -151,3 +155,57 @@ def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
     run = found.runs["cluster", "0", 0]
     assert run.steps.tolist() == [1, 2, 3] and run.column("rollout_corr/kl").tolist() == [0.1, 0.2, 0.3]
     assert [sentence for sentence in found.missing if "run.json" not in sentence] == []
+
+
+def test_a_disk_that_hangs_does_not_hold_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    hangs, real = threading.Event(), log.write_step
+
+    def write(*step: Any) -> None:
+        hangs.wait(60)
+        real(*step)
+
+    monkeypatch.setattr(log, "write_step", write)
+    monkeypatch.setattr(log, "_WRITER", log._Writer())
+    monkeypatch.setattr(log, "_warned", set())
+    monkeypatch.setattr(log, "WAIT_S", 0.2)
+    monkeypatch.setattr(log, "KEPT", 5)
+    begun = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        for step in range(20):
+            log_step(tmp_path, CONFIG, {"step": step, "rollout_corr/kl": 0.1})
+    assert time.monotonic() - begun < 5.0
+    (record,) = caplog.records
+    assert "its disk hangs, and 5 steps wait for it" in record.message
+    hangs.set()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "metrics.jsonl").exists() or len(numbers(tmp_path)) < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert numbers(tmp_path) == [0, 1, 2, 3, 4, 5]  # in order
+
+
+def _log(folder: Path) -> None:
+    log_step(folder, CONFIG, {"rollout_corr/kl": 0.1})
+
+
+def test_a_forked_process_writes_with_a_thread_of_its_own(tmp_path: Path) -> None:
+    _log(tmp_path)
+    child = multiprocessing.get_context("fork").Process(target=_log, args=(tmp_path,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0 and numbers(tmp_path) == [1, 2]
+
+
+def test_numbers_of_a_host_are_ours_by_name_and_its_own() -> None:
+    given = {
+        "actor/rollout_corr/kl": np.float64(0.5),
+        "actor/grad_norm": torch.tensor(2.0),
+        "lengths": np.ones(3),
+        "run": "a",
+        "done": True,
+        "none": None,
+        "steps": 7,
+    }
+    assert log.numbers_in(given) == {"rollout_corr/kl": 0.5, "actor/grad_norm": 2.0, "steps": 7.0}

@@ -17,6 +17,7 @@ import pytest
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, write_checkpoint
 from mismatch_plugin.rollout.server import CpuServer, ServerDtype, start_cpu_server
+from tests.sglang.world import World, make_world
 
 DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
 
@@ -47,6 +48,19 @@ def float32_server(servers: dict[ServerDtype, CpuServer]) -> CpuServer:
 @pytest.fixture(scope="session")
 def bfloat16_server(servers: dict[ServerDtype, CpuServer]) -> CpuServer:
     return servers["bfloat16"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the cases and, under `checkpoints`, of their weights."""
+    return tmp_path_factory.mktemp("cases")
+
+
+@pytest.fixture(scope="session")
+def world(folder: Path) -> Iterator[World]:
+    """Two servers more, in bfloat16, with a model that was trained on text."""
+    with ExitStack() as stack:
+        yield make_world(folder / "checkpoints", stack)
 
 
 @pytest.hookimpl(wrapper=True)

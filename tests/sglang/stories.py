@@ -1,6 +1,6 @@
-"""A small language model that behaves like a large one: trained on short sums told as stories, in under a minute.
+"""A small language model that behaves like a large one: trained on short sums told as stories, in a minute.
 
-Most of its tokens are nearly certain and some are forks (median log-prob about -0.3, the rarest below -10); what comes
+Most of its tokens are nearly certain and some are forks (median log-prob about -0.6, the rarest below -12); what comes
 next depends on the question, most at the beginning of the answer. The tokenizer is a real BPE: text has one usual
 form as ids, and samples often are another one.
 """
@@ -139,6 +139,16 @@ def make_tokenizer() -> Any:
     return tokenizer
 
 
+def split_token(tokenizer: Any, token: int) -> list[int]:
+    """Two ids that together are the same text; empty where there are none."""
+    text = tokenizer.id_to_token(token)
+    for cut in range(1, len(text)):
+        two = [tokenizer.token_to_id(part) for part in (text[:cut], text[cut:])]
+        if token > PAD and None not in two:
+            return two
+    return []
+
+
 def stream(tokenizer: Any, count: int, seed: int) -> torch.Tensor:
     """All texts one after the other, each between <bos> and <eos>."""
     ids: list[int] = []
@@ -171,6 +181,7 @@ def train(
 
 
 def make_model(tokenizer: Any, steps: int = 150) -> Any:
+    """LlamaForCausalLM in float32, the same for the same versions of torch and tokenizers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

@@ -29,6 +29,7 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import BORROWED, Backend, Entropy, checked_backend, vocab_parallel_log_probs
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, refuse_other_settings
+from mismatch_plugin.report.state import state_of
 
 
 class MegatronLoss:
@@ -234,7 +235,7 @@ class MegatronLoss:
             return {}
         metrics = self.finished.metrics()
         if self.config.report_dir is not None and self.groups.is_first_of_stage:
-            log_step(self.config.report_dir, self.config, metrics)
+            log_step(self.config.report_dir, self.config, metrics, state_of(self.finished))
         return metrics
 
 

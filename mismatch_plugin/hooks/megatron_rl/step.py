@@ -57,7 +57,7 @@ class StepEnd(MegatronLoss):
             self.step = Step(self.config, self.groups)
         outcome = super().finalize_model_grads(model, *args, **kwargs)
         if self.finished is not None and self.config.metrics != "off":
-            log_metrics(self.finished.metrics(), self.config, self.args, first=_is_first(self.groups))
+            log_metrics(self.finished, self.config, self.args, first=_is_first(self.groups))
         return outcome
 
 
@@ -67,11 +67,12 @@ def data_groups() -> ParallelGroups:
     return ParallelGroups(tp=groups.tp, dp=groups.dp, dp_cp=groups.dp, pp=groups.pp)
 
 
-def log_metrics(metrics: dict[str, float], config: MismatchConfig, args: Any, first: bool) -> None:
-    """Give metrics to Megatron's TensorBoard and W&B writers where this rank has one.
+def log_metrics(statistics: Statistics, config: MismatchConfig, args: Any, first: bool) -> None:
+    """Give a step's metrics to Megatron's TensorBoard and W&B writers where this rank has one.
 
     first: this rank logs the health check's warnings, and appends to the report folder where one is set.
     """
+    metrics = statistics.metrics()
     training = import_module("megatron.training")
     step = int(getattr(args, "curr_iteration", 0))
     board, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
@@ -81,7 +82,7 @@ def log_metrics(metrics: dict[str, float], config: MismatchConfig, args: Any, fi
     if wandb:
         wandb.log(metrics, step)
     if first:
-        report_step(config, step, metrics)
+        report_step(config, step, metrics, statistics)
 
 
 def _is_first(groups: ParallelGroups) -> bool:

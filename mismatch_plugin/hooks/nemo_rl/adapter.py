@@ -19,12 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.report.log import numbers_in, refuse_other_settings, report_step
 
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
@@ -159,10 +162,16 @@ def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., t
     def wrapped(master_config: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         if loss_settings(master_config).get("mismatch") is None:
             return setup(master_config, *args, **kwargs)
-        lines = describe(settings(master_config), master_config)  # a mistake shows before the cluster starts
+        config = settings(master_config)
+        lines = describe(config, master_config)  # a mistake shows before the cluster starts
+        if config.report_dir is not None:
+            refuse_other_settings(config.report_dir, config)
         lines.append(version_line("nemo-rl"))
         print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
-        return replace_loss(setup(master_config, *args, **kwargs), master_config)
+        made = replace_loss(setup(master_config, *args, **kwargs), master_config)
+        if config.report_dir is not None:
+            write_steps(made, config)
+        return made
 
     setattr(wrapped, _WRAPPED, setup)
     return wrapped
@@ -178,6 +187,27 @@ def replace_loss(made: tuple[Any, ...], master_config: Any) -> tuple[Any, ...]:
     fused = bool(getattr(made[places[0]], "use_fused_linear_logprobs", False))
     loss = MismatchLoss(master_config, use_fused_linear_logprobs=fused)
     return (*made[: places[0]], loss, *made[places[0] + 1 :])
+
+
+def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
+    """Make the logger of what `setup` returned write each step that it logs to the report folder, on this process.
+
+    Next to ours a line has the other numbers that NeMo-RL logs of a step (reward, gradient norm, lengths …).
+    Raises ValueError where there is not exactly one logger.
+    """
+    loggers: list[Any] = [item for item in made if callable(getattr(item, "log_metrics", None))]
+    if len(loggers) != 1:
+        raise ValueError(f"NeMo-RL's setup returned {len(loggers)} loggers, not one: leave report_dir out.")
+    own = loggers[0].log_metrics
+
+    @wraps(own)
+    def log_metrics(metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        own(metrics, step, *args, **kwargs)
+        numbers = numbers_in(metrics)
+        if any(name.startswith(PREFIX) for name in numbers):  # those of a training step
+            report_step(config, int(step), numbers)
+
+    loggers[0].log_metrics = log_metrics
 
 
 def install() -> None:

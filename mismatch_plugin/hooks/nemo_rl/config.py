@@ -25,7 +25,6 @@ _OWNED_BY_NEMO_RL = {
     "aggregation": "set loss_fn.token_level_loss",
     "length_norm": "NeMo-RL has no such norm",
     "log_prob_backend": "NeMo-RL computes log-probs itself",
-    "report_dir": "metrics go to NeMo-RL's logger",
 }
 
 

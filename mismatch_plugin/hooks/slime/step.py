@@ -161,7 +161,7 @@ class StepRun:
         self.metrics = {} if finished is None else finished.metrics()
         if self.metrics and groups.is_first_of_stage:
             self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})
-            report_step(config, number, self.metrics, writes=self.writes(args))
+            report_step(config, number, self.metrics, finished, self.writes(args))
         return outcome
 
 

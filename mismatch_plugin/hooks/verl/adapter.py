@@ -25,7 +25,9 @@ from torch import Tensor
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
 from mismatch_plugin.hooks.verl.loss import verl_token_loss
+from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
 from mismatch_plugin.hooks.version import version_line
+from mismatch_plugin.report.log import refuse_other_settings
 
 _CORE = "verl.trainer.ppo.core_algos"
 _WRAPPED = "mismatch_plugin_wraps"
@@ -74,10 +76,10 @@ def _batch_info(given: Mapping[str, Any], mask: Tensor) -> dict[str, Any]:
 
 
 def register() -> None:
-    """Register the loss and wrap the three functions of verl through which a configuration is read. Idempotent.
+    """Register the loss and wrap what of verl reads a configuration or logs a step. Idempotent.
 
-    Wrapped: the loss `bypass_mode`, `compute_rollout_correction_and_add_to_batch` and `validate_config`; each calls
-    verl's own unless the configuration asks for this package.
+    Wrapped: the loss `bypass_mode`, `compute_rollout_correction_and_add_to_batch`, `validate_config` and `Tracking`;
+    each does what verl's own does unless the configuration asks for this package.
     Raises: ImportError or AttributeError where verl has moved one of them.
     """
     core_algos: Any = import_module(_CORE)
@@ -91,6 +93,7 @@ def register() -> None:
     helper.compute_rollout_correction_and_add_to_batch = _once(own_driver, _rollout_correction)
     validate = _once(config_module.validate_config, _validate_config)
     config_module.validate_config = utils.validate_config = validate
+    wrap_tracking(import_module("verl.utils.tracking").Tracking)
 
 
 def _once(own: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
@@ -111,12 +114,15 @@ def _bypass_mode(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _rollout_correction(own: Callable[..., Any], batch: Any, rollout_corr_config: Any) -> tuple[Any, dict[str, float]]:
     if not has_block(rollout_corr_config):
         return own(batch, rollout_corr_config)
-    return correct_rollout_batch(batch, settings(rollout_corr_config))
+    config = settings(rollout_corr_config)
+    return correct_rollout_batch(batch, config, STEP.keep if config.report_dir is not None else None)
 
 
 def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs: Any) -> Any:
     chosen = check_tree(config)
     if chosen is not None:
+        if chosen.report_dir is not None:
+            refuse_other_settings(chosen.report_dir, chosen)
         lines = [*describe(chosen, config), version_line("verl")]
         print("\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in lines)]), flush=True)
     return own(config, *args, **kwargs)

@@ -32,7 +32,6 @@ _OWNED_BY_VERL = {
     "aggregation": f"set {ACTOR}.loss_agg_mode",
     "length_norm": f"set {ACTOR}.loss_scale_factor",
     "log_prob_backend": "set actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)",
-    "report_dir": "set trainer.logger, which receives the metrics",
 }
 
 

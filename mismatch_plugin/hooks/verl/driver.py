@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,17 +10,20 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
+from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 
 
-def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict[str, float]]:
+def correct_rollout_batch(
+    batch: Any, config: MismatchConfig, keep: Callable[[Statistics], None] | None = None
+) -> tuple[Any, dict[str, float]]:
     """(the batch with weights and mask, metrics): what verl's compute_rollout_correction_and_add_to_batch returns.
 
     batch.batch holds old_log_probs, rollout_log_probs and response_mask, [B, S]. Denominator `original` leaves
     response_mask as it is and gives rejected tokens the weight 0; otherwise they leave response_mask, and so verl's
     count of tokens too. rollout_is_weights [B, S] is added where there are weights or the mask stays.
     Where everything is rejected the mask stays and all weights are 0: a zero loss instead of a division by 0
-    (`rollout_corr/all_rejected` is 1).
+    (`rollout_corr/all_rejected` is 1). keep: is given the batch's statistics.
     Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
     left are read there). Collectives: none.
     Raises: ValueError for shapes that differ or a mask that is not 0 and 1; InvalidLogProbError naming row, position
@@ -31,6 +34,8 @@ def correct_rollout_batch(batch: Any, config: MismatchConfig) -> tuple[Any, dict
     packed, places_T = pack_trained(data)
     correction = correct(packed, config)
     metrics = correction.statistics.metrics()  # raises before anything is written
+    if keep is not None:
+        keep(correction.statistics)
 
     def padded(values_T: Tensor) -> Tensor:
         return values_T.new_zeros(mask.numel()).index_copy_(0, places_T, values_T).view(mask.shape)

@@ -17,13 +17,13 @@ class Part:
     """Both sides of some samples: `responses`, `scored`, or both, one each a sample.
 
     sample_ids, indexes: of `scored`, what a sample of a file of its own is matched by; empty: by order.
-    index: (step, place in the rollout). missing: why there are no responses, in a dump of the training side alone.
+    An index is the place in the rollout, or (step, place). missing: why a dump of the training side has no responses.
     """
 
     responses: list[Response] = field(default_factory=list)
     scored: list[Scored] | None = None
     sample_ids: list[str | None] = field(default_factory=list)
-    indexes: list[tuple[int | None, int] | None] = field(default_factory=list)
+    indexes: list[int | tuple[int, int] | None] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     missing: str = ""
 

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.rollout.dumps.generic import GENERIC
+from mismatch_plugin.rollout.dumps.miles import MILES_TRAIN
+from mismatch_plugin.rollout.dumps.nemo_rl import NEMO_RL
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
 from mismatch_plugin.rollout.dumps.records import RECORDS, TRAINING
 from mismatch_plugin.rollout.dumps.slime import SLIME
 from mismatch_plugin.rollout.dumps.source import READ, Source, open_source
 from mismatch_plugin.rollout.dumps.training import partners
+from mismatch_plugin.rollout.dumps.trl import TRL
+from mismatch_plugin.rollout.dumps.verl import VERL
+from mismatch_plugin.rollout.dumps.vllm import VLLM
 from mismatch_plugin.rollout.records import LogProbsOf
 from mismatch_plugin.rollout.responses import Dump, Response, Scored
 
-FORMATS: dict[str, Format] = {item.name: item for item in (RECORDS, TRAINING, SLIME)}
+FORMATS: dict[str, Format] = {
+    item.name: item for item in (RECORDS, TRAINING, SLIME, MILES_TRAIN, VERL, NEMO_RL, TRL, VLLM, GENERIC)
+}
 """By the name that --format takes. The first that recognises a file reads it."""
 _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 
@@ -54,7 +63,7 @@ def read_dump(
         raise ValueError(f"{training} holds no log-probs of the training side.")
     scored = _matched(part.responses, other)
     if (more := len(other.scored) - len(scored)) > 0:
-        notes.append(f"{more} samples of {training} belong to no response and were not looked at")
+        notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
     return Dump(part.responses, scored, name, tuple(dict.fromkeys([*notes, *other.notes])))
 
 
@@ -74,14 +83,30 @@ def _read(path: Path, format: str | None, options: Options) -> tuple[str, Part]:
                     f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format."
                 )
             found = chosen
-            yield file, chosen.read(source, options)
+            with _named(file, chosen):
+                piece = chosen.read(source, options)
+            yield file, piece
 
     pieces = parts()
     first = next(pieces)
     assert found is not None
-    part = found.join(chain([first], pieces))
+    with _named(path, found):
+        part = found.join(chain([first], pieces))
     part.notes = [*notes, *part.notes]
     return found.name, part
+
+
+@contextmanager
+def _named(path: Path, item: Format) -> Iterator[None]:
+    """Content of another shape than a format's can fail anywhere in its adapter: said with the file's name."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{path} is not as {item.holds}: {type(error).__name__}: {str(error)[:200]}.") from error
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _recognised(source: Source) -> Format:
@@ -118,11 +143,11 @@ def _matched(responses: Sequence[Response], side: Part) -> list[Scored]:
     assert side.scored is not None
     places: dict[int | None, int] = {}
     indexes = []
-    with_steps = any(index is not None and index[0] is not None for index in side.indexes)
+    with_steps = any(isinstance(index, tuple) for index in side.indexes)
     for response in responses:
         step = response.step if with_steps else None
-        indexes.append((step, places.setdefault(step, 0)))
-        places[step] += 1
+        place = places[step] = places.get(step, -1) + 1
+        indexes.append(place if step is None else (step, place))
     wanted = {"sample_id": [response.sample_id for response in responses], "index": indexes}
     told = {"sample_id": side.sample_ids, "index": side.indexes}
     return [side.scored[at] for at in partners(wanted, told, len(responses), len(side.scored))]

@@ -1,4 +1,4 @@
-"""Rows of any dump under one set of names: which column is what, where a response begins and ends, and its arrays.
+"""Rows of any dump as responses, and as the training side where they hold one.
 
 Two layouts: responses alone (`response_ids`; lists per response token) and whole sequences (`sequence`; lists per
 token of the prompt too, or of the response only, by their length). Rows may be padded on the right.
@@ -7,67 +7,22 @@ token of the prompt too, or of the response only, by their length). Rows may be 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
 from mismatch_plugin.rollout.dumps import values
+from mismatch_plugin.rollout.dumps.extents import of_response, of_sequence
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Options, Part
 from mismatch_plugin.rollout.dumps.source import Row
 from mismatch_plugin.rollout.dumps.tensors import plain
 from mismatch_plugin.rollout.records import FinishReason, LogProbsOf, WeightSpan
-from mismatch_plugin.rollout.responses import Bools, Floats, Ints, Response, Scored
+from mismatch_plugin.rollout.responses import Bools, Floats, Response, Scored
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
-NAMES: dict[str, tuple[str, ...]] = {
-    "response_ids": ("response_ids", "responses", "completion_ids", "response_token_ids", "output_ids"),
-    "sequence": ("input_ids", "tokens", "token_ids", "sequences"),
-    "prompt_ids": ("prompt_ids", "prompts", "prompt_token_ids"),
-    "prompt_mask": ("prompt_mask",),
-    "attention_mask": ("attention_mask",),
-    "loss_mask": (
-        "loss_mask",
-        "loss_masks",
-        "response_mask",
-        "completion_mask",
-        "token_loss_mask",
-        "token_mask",
-        "action_mask",
-    ),
-    "sample_mask": ("sample_mask", "sample_loss_mask", "loss_multiplier"),
-    "remove_sample": ("remove_sample",),
-    "response_length": ("response_length", "response_lengths", "completion_length", "completion_lengths"),
-    "prompt_length": ("prompt_length", "prompt_lengths"),
-    "total_length": ("total_length", "total_lengths", "input_lengths", "input_length"),
-    "rollout_log_probs": (
-        "rollout_log_probs",
-        "rollout_logprobs",
-        "sampling_per_token_logps",
-        "generation_logprobs",
-        "inference_logprobs",
-        "sampling_logprobs",
-    ),
-    "log_probs": (
-        "old_log_probs",
-        "train_log_probs",
-        "old_per_token_logps",
-        "prev_logprobs",
-        "old_logprobs",
-        "log_probs",
-    ),
-    "advantages": ("advantages", "advantage"),
-    "entropy": ("entropy", "entropys", "entropies"),
-    "reward": ("reward", "rewards", "score", "scores", "token_level_scores", "rm_scores"),
-    "group": ("group_index", "group", "group_id", "uid"),
-    "sample_id": ("sample_id", "index", "sample_index", "sample_indices", "idx"),
-    "weight_versions": ("weight_versions", "weight_version"),
-    "temperature": ("temperature",),
-    "finish_reason": ("finish_reason", "status"),
-    "step": ("step", "global_step", "rollout_id"),
-}
-"""What a column is → its spellings; where a dump has several, the first."""
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
     "length": "length",
@@ -77,79 +32,7 @@ _FINISH: dict[str, FinishReason] = {
     "aborted": "abort",
 }
 _NO_TEMPERATURE = "the dump tells no sampling temperature or filter: temperature 1 without filters is assumed"
-
-
-def understood() -> str:
-    """The names, for messages."""
-    return "; ".join(f"{name}: {', '.join(spellings)}" for name, spellings in NAMES.items())
-
-
-class Columns:
-    """Which name of a dump is what. Raises ValueError, with the names found and understood, where ids, boundaries or
-    log-probs are missing. ignored: names that are nothing known, or a second spelling."""
-
-    def __init__(self, keys: Sequence[str], place: str, *, leave: Sequence[str] = ()) -> None:
-        self.found = {
-            what: name
-            for what, spellings in NAMES.items()
-            if what not in leave and (name := next((name for name in spellings if name in keys), None))
-        }
-        self.ignored = sorted({*keys} - {*self.found.values()})
-        lacking = None
-        if not {"response_ids", "sequence"} & {*self.found}:
-            lacking = "token ids of the responses"
-        elif not {"rollout_log_probs", "log_probs"} & {*self.found}:
-            lacking = "log-probs"
-        elif "response_ids" not in self.found and not {"response_length", "prompt_length", "loss_mask"} & {*self.found}:
-            lacking = "what tells a response from its prompt (response_length, prompt_length or loss_mask)"
-        if lacking:
-            raise ValueError(
-                f"{place} holds no {lacking}. It has {', '.join(map(str, keys)) or 'nothing'}. Understood are "
-                f"{understood()}."
-            )
-
-    def __contains__(self, what: str) -> bool:
-        return what in self.found
-
-
-def rows_of(content: Mapping[str, Any], columns: Columns, path: object) -> Iterator[Row]:
-    """The rows of a dict of columns: tensors or arrays [B, ...] or lists of B. A single value holds for every row.
-
-    Raises ValueError where columns, or the widths of padded ones, do not fit together.
-    """
-    read = {what: plain(content[name]) for what, name in columns.found.items()}
-    many = {what: value for what, value in read.items() if _is_many(value)}
-    names = columns.found
-    first = "response_ids" if "response_ids" in many else "sequence"
-    if first not in many:
-        raise ValueError(f"{path}: {names.get(first, first)} is a {type(read.get(first)).__name__}: give [B, n].")
-    total = len(many[first])
-    for what, value in many.items():
-        if len(value) != total:
-            raise ValueError(f"{path}: {names[what]} has {len(value)} rows, {names[first]} {total}.")
-    widths = {what: value.shape[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2}
-    if width := widths.get(first):
-        prompt = widths.get("prompt_ids", 0)
-        fits = {width, width + prompt} if first == "response_ids" else {width, width - 1}
-        for what in ("loss_mask", "rollout_log_probs", "log_probs", "advantages", "entropy"):
-            allowed = fits if what == "loss_mask" or first == "sequence" else {width}
-            if widths.get(what, width) not in allowed:
-                raise ValueError(
-                    f"{path}: {names[what]} is [{total}, {widths[what]}], {names[first]} [{total}, {width}]: their "
-                    f"tokens cannot be matched."
-                )
-    for at in range(total):
-        row = {names[what]: value[at] if what in many else value for what, value in read.items()}
-        yield f"{path}, sample {at}", row
-        for value in many.values():
-            if isinstance(value, list):
-                value[at] = None  # lists are larger than the arrays made of them
-
-
-def _is_many(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value.ndim > 0
-    return isinstance(value, (list, tuple))
+_LABELS = ("sample_id", "group", "step")
 
 
 class RowReader:
@@ -161,10 +44,10 @@ class RowReader:
         options: Options,
         *,
         log_probs_of: LogProbsOf = "tempered",
-        padded: bool = False,
+        padded: Collection[str] = (),
         step: int | None = None,
     ) -> None:
-        self.columns, self.padded, self.step = columns, padded, step
+        self.columns, self.padded, self.step = columns, {*padded}, step
         self.log_probs_of: LogProbsOf = options.log_probs_of or log_probs_of
         self.temperature = options.temperature
         self.sampling: dict[float, SamplingParameters] = {}
@@ -203,8 +86,12 @@ class RowReader:
         def called(what: str) -> str:
             return f"{place}: {self.columns.found[what]}"
 
-        extent = _responses if get("response_ids") is not None else _sequences
-        prompt, response, cut = extent(get, called, place, self)
+        if late := self.columns.absent & row.keys():
+            raise ValueError(
+                f"{place} has {min(late)}, which the first sample lacks: give every sample the same names."
+            )
+        extent = of_response if get("response_ids") is not None else of_sequence
+        prompt, response, cut = extent(get, called, place, self.padded, lambda note: self.counts.update([note]))
         length = len(response)
 
         def per_token(what: str) -> tuple[Floats, Bools | None]:
@@ -227,10 +114,13 @@ class RowReader:
             return found
 
         trained = np.ones(length, dtype=bool)
-        if get("loss_mask") is not None:
-            trained = cut(values.mask(get("loss_mask"), called("loss_mask")))
-            if len(trained) != length:
-                raise ValueError(f"{called('loss_mask')} has {len(trained)} entries, the response {length} tokens.")
+        for what in ("loss_mask", "turn_mask"):
+            if get(what) is None:
+                continue
+            own = cut(values.mask(get(what), called(what)))
+            if len(own) != length:
+                raise ValueError(f"{called(what)} has {len(own)} entries, the response {length} tokens.")
+            trained = trained & own
         if get("remove_sample") or (
             get("sample_mask") is not None and not values.number(get("sample_mask"), called("sample_mask"))
         ):
@@ -291,7 +181,11 @@ class RowReader:
         """One version: of the whole response. As many as turns: one a turn. Else it is not told which is whose."""
         if told is None or not len(trained):
             return ()
-        versions = [str(version) for version in (told if isinstance(told, (list, tuple)) else [values.scalar(told)])]
+        versions = list(told) if isinstance(told, (list, tuple)) else [values.scalar(told)]
+        if not all(isinstance(version, (str, int)) for version in versions):
+            self.counts[f"{self.columns.found['weight_versions']} is not read: give text or a number"] += 1
+            return ()
+        versions = [str(version) for version in versions]
         if len({*versions}) == 1:
             return (WeightSpan(version=versions[0], start=0, end=len(trained)),)
         edges = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
@@ -301,101 +195,3 @@ class RowReader:
         if versions:
             self.counts["{count} samples have several weight versions and it is not told which token is whose"] += 1
         return ()
-
-
-_LABELS = ("sample_id", "group", "step")
-_Cut = Callable[[Any], Any]
-_Get = Callable[[str], Any]
-_Called = Callable[[str], str]
-
-
-def _responses(get: _Get, called: _Called, place: str, reader: RowReader) -> tuple[Ints, Ints, _Cut]:
-    """(prompt ids, response ids, what cuts a row to the response) where responses have a column of their own."""
-    raw = values.vector(get("response_ids"), called("response_ids"), "q")
-    width, prompt = len(raw), np.zeros(0, dtype=np.int32)
-    told, rows = get("prompt_ids"), get("attention_mask")
-    before = 0 if told is None else values.size(told)
-    attention = None if rows is None else values.mask(rows, called("attention_mask"))
-    if attention is not None and len(attention) not in (width, before + width):
-        raise ValueError(
-            f"{called('attention_mask')} has {len(attention)} entries, prompt and response {before} and {width}."
-        )
-    if told is not None:
-        raw_prompt = values.vector(told, called("prompt_ids"), "q")
-        keep = None if get("prompt_mask") is None else values.mask(get("prompt_mask"), called("prompt_mask"))
-        if keep is None and attention is not None and len(attention) == before + width:
-            keep = attention[:before]
-        if keep is not None and len(keep) != before:
-            raise ValueError(f"{called('prompt_mask')} has {len(keep)} entries, the prompt {before}.")
-        if keep is None and reader.padded:
-            reader.counts["prompt ids are left out: no mask tells them from their padding"] += 1
-        else:
-            prompt = values.ids(raw_prompt if keep is None else raw_prompt[keep], called("prompt_ids"))
-    mask = get("loss_mask")
-    whole = mask is not None and before and values.size(mask) == before + width
-    if get("response_length") is not None:
-        length = values.count(get("response_length"), called("response_length"))
-    elif attention is not None:
-        length = int(attention[-width:].sum()) if width else 0
-        if not attention[len(attention) - width :][:length].all():
-            raise ValueError(f"{called('attention_mask')} has a 0 inside the response: padding belongs at its end.")
-    elif mask is not None and reader.padded:
-        ones = np.flatnonzero(values.mask(mask, called("loss_mask"))[before if whole else 0 :])
-        length = int(ones[-1]) + 1 if len(ones) else 0
-    else:
-        length = width
-    if length > width:
-        raise ValueError(f"{called('response_ids')} has {width} tokens, its response_length is {length}.")
-
-    def cut(value: Any) -> Any:
-        if whole and len(value) == before + width:
-            value = value[before:]
-        return value[:length] if len(value) == width else value
-
-    return prompt, values.ids(raw[:length], called("response_ids")), cut
-
-
-def _sequences(get: _Get, called: _Called, place: str, reader: RowReader) -> tuple[Ints, Ints, _Cut]:
-    """The same where prompt and response are one row."""
-    if get("sequence") is None:
-        raise ValueError(f"{place} has no token ids.")
-    raw = values.vector(get("sequence"), called("sequence"), "q")
-    width, start, end = len(raw), 0, len(raw)
-    told, rows = get("loss_mask"), get("attention_mask")
-    mask = None if told is None else values.mask(told, called("loss_mask"))
-    if rows is not None:
-        ones = np.flatnonzero(values.mask(rows, called("attention_mask")))
-        start, end = (int(ones[0]), int(ones[-1]) + 1) if len(ones) else (0, 0)
-        if end - start != len(ones) or values.size(rows) != width:
-            raise ValueError(f"{called('attention_mask')} has a 0 inside the sequence, or another length than {width}.")
-    elif get("total_length") is not None:
-        end = values.count(get("total_length"), called("total_length"))
-    elif mask is not None and reader.padded and len(mask) == width:
-        end = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-    if get("response_length") is not None:
-        begin = end - values.count(get("response_length"), called("response_length"))
-    elif get("prompt_length") is not None:
-        begin = start + values.count(get("prompt_length"), called("prompt_length"))
-    elif mask is None:
-        raise ValueError(f"{place} has no loss_mask: nothing tells its response from its prompt.")
-    elif len(mask) == width:
-        trained = np.flatnonzero(mask[start:end])
-        begin = start + int(trained[0]) if len(trained) else end
-    else:
-        begin = end - len(mask)
-    if not start <= begin <= end <= width:
-        raise ValueError(
-            f"{place}: the response is told to be tokens {begin} to {end} of a sequence of {width}: lengths that "
-            f"contradict each other."
-        )
-
-    def cut(value: Any) -> Any:
-        if len(value) == end - begin:
-            return value
-        if len(value) == width:
-            return value[begin:end]
-        if len(value) == width - 1 and begin:  # log-probs of tokens 1 to width − 1, as logits[:-1] give them
-            return value[begin - 1 : end - 1]
-        return value
-
-    return values.ids(raw[start:begin], called("sequence")), values.ids(raw[begin:end], called("sequence")), cut

@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mismatch_plugin.rollout.dumps import values
+from mismatch_plugin.rollout.dumps.names import Columns
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
-from mismatch_plugin.rollout.dumps.rows import Columns, RowReader
+from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
 
 
@@ -37,9 +38,8 @@ def _read(source: Source, options: Options) -> Part:
     reader = RowReader(columns, options, step=step if isinstance(step, int) else None)
     part = reader.part(_rows(source, samples))
     if part.scored is not None:
-        part.indexes = [
-            None if place is None else (reader.step, values.count(place, "rollout_position")) for place in places
-        ]
+        counts = [None if place is None else values.count(place, "rollout_position") for place in places]
+        part.indexes = [place if place is None or reader.step is None else (reader.step, place) for place in counts]
     if "rollout_top_p_token_ids" in keys:
         part.notes.append("top-p was on in sampling: the ids it kept are not read")
     return part

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from mismatch_plugin.files import read_lines, read_text, refuse_special
-from mismatch_plugin.rollout.dumps.tensors import open_npz, open_torch, refuse_pickle, zip_names
+from mismatch_plugin.rollout.dumps.tensors import DataProto, open_npz, open_torch, refuse_pickle, zip_names
 from mismatch_plugin.rollout.files import open_parquet
 
 Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
@@ -36,6 +37,8 @@ class Source:
             yield from _json_rows(self.path)
         elif self.kind == "parquet":
             yield from _parquet_rows(self.path)
+        elif self.kind == "json" and isinstance(self.content, Mapping):
+            yield str(self.path), self.content
         elif isinstance(self.content, list):
             for number, row in enumerate(self.content):
                 if not isinstance(row, Mapping):
@@ -54,15 +57,15 @@ def open_source(path: Path) -> Source:
             head = stream.read(64)
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    if not head:
-        raise ValueError(f"{path} is empty.")
+    if not head.strip() and path.stat().st_size == len(head):
+        raise ValueError(f"{path} is empty: it holds no response and no sample.")
     if head.startswith(b"PK"):
         if any(name.endswith("data.pkl") for name in zip_names(path)):
             return _of_objects(path, "torch", open_torch(path))
         content = open_npz(path)
         return Source(path, "npz", tuple(content), content)
     if head.startswith(b"PAR1"):
-        with open_parquet(path) as file:
+        with _parquet(path) as file:
             return Source(path, "parquet", tuple(file.schema_arrow.names))
     if head.lstrip()[:1] in (b"{", b"["):
         return _json(path)
@@ -72,6 +75,8 @@ def open_source(path: Path) -> Source:
 
 def _of_objects(path: Path, kind: Kind, content: Any) -> Source:
     """Of one loaded object: a dict, or a list of dicts."""
+    if isinstance(content, DataProto):
+        return Source(path, kind, ("batch", "non_tensor_batch", "meta_info"), content)
     first = content[0] if isinstance(content, list) and content else content
     if not isinstance(first, Mapping):
         what = "an empty list" if first == [] else f"a {type(content).__name__}"
@@ -126,8 +131,18 @@ def _json_rows(path: Path) -> Iterator[Row]:
         yield place, row
 
 
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """The open file; what pyarrow says of damaged pages names it."""
+    try:
+        with open_parquet(path) as file:
+            yield file
+    except OSError as error:
+        raise ValueError(f"{path} is cut or damaged: {error}.") from None
+
+
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    with open_parquet(path) as file:
+    with _parquet(path) as file:
         number = 0
         for batch in file.iter_batches(batch_size=_BATCH):
             columns = {name: _column(batch.column(at)) for at, name in enumerate(batch.schema.names)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import math
 import pickle
 import re
 import zipfile
@@ -20,6 +22,10 @@ MAX_PICKLE = 1024 * MIB
 MAX_ARRAY = 4096 * MIB
 """Bytes of one tensor or array once it is unpacked."""
 _KINDS = "biuf"
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.float32, torch.bfloat16)
+}
 _INSTEAD = (
     "Save numbers, text and tensors only, for example torch.save({name: tensor, ...}, path) or "
     "numpy.savez(path, name=array, ...)."
@@ -49,27 +55,42 @@ def open_torch(path: Path) -> Any:
 
     Raises ValueError where the file is cut, damaged, larger inside than outside, or holds what would run code.
     """
-    _check_torch_zip(path)
+    _check_torch_zip(path, path.stat().st_size, path)
+    return _load(path, str(path), mmap=True)
+
+
+def inner_torch(path: Path, data: bytes) -> Any:
+    """What torch.save wrote into these bytes of a file."""
+    _check_torch_zip(io.BytesIO(data), len(data), path)
+    return _load(path, io.BytesIO(data), mmap=False)
+
+
+def _load(path: Path, file: Any, mmap: bool) -> Any:
     try:
         with torch.serialization.safe_globals([*_SAFE]):
-            return torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # bytes made up by others can fail in any way; none of them is a fault of ours
         refused = isinstance(error, pickle.UnpicklingError)
         if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
             raise ValueError(
                 f"{path} holds {named[1]}, which is code, not data: nothing was loaded. {_INSTEAD}"
             ) from None
+        if refused and "NJT" in str(error):
+            raise ValueError(
+                f"{path} holds nested (jagged) tensors: save lists instead, torch.save({{name: list(value.unbind()) if "
+                f"value.is_nested else value for name, value in data.items()}}, path)."
+            ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
 
 
-def _check_torch_zip(path: Path) -> None:
+def _check_torch_zip(file: Any, size: int, path: Path) -> None:
     """torch never compresses: what is inside can be no larger than the file, and each checksum must hold."""
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
             inside = sum(member.file_size for member in members)
-            if inside > path.stat().st_size or any(member.compress_type for member in members):
+            if inside > size or any(member.compress_type for member in members):
                 raise ValueError(f"{path} is no file of torch.save: {inside / MIB:.0f} MiB are packed into it.")
             objects = max((member.file_size for member in members if member.filename.endswith("data.pkl")), default=0)
             if objects > MAX_PICKLE:
@@ -169,6 +190,36 @@ class _Name:
     """numpy.ndarray where a pickle names the class."""
 
 
+class DataProto:
+    """verl.protocol.DataProto: `state` is (bytes of its batch, non-tensor batch, meta information)."""
+
+    def __init__(self, *_: Any) -> None:
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _tensordict(_: Any, state: Any) -> Any:
+    """tensordict.TensorDict, as the dict that it holds."""
+    found = state.get("_tensordict") if isinstance(state, dict) else None
+    if not isinstance(found, dict):
+        raise ValueError("a TensorDict without tensors")
+    return found
+
+
+def _consolidated(metadata: Any, storage: Any) -> dict[str, torch.Tensor]:
+    """A consolidated TensorDict: its tensors lie one behind the other in the bytes of `storage`."""
+    found = {}
+    for name, (kind, shape, start, stop, _) in metadata["leaves"].items():
+        dtype = _DTYPES[kind]
+        size = math.prod(shape)
+        if not isinstance(name, str) or name.startswith("<NJT"):
+            raise pickle.UnpicklingError("NJT")
+        found[name] = storage[start:stop].view(dtype)[:size].view(tuple(shape))
+    return found
+
+
 class _Inert:
     """An object of a trainer's own class: kept as nothing."""
 
@@ -197,6 +248,10 @@ _SAFE = (
     (_DType, "numpy.dtype"),
     (_Name, "numpy.ndarray"),
     (_latin1, "_codecs.encode"),
+    (DataProto, "verl.protocol.DataProto"),
+    (_tensordict, "tensordict._reductions._make_td"),
+    (_consolidated, "tensordict._reductions._rebuild_tensordict_files_consolidated"),
+    (_Name, "tensordict._td.TensorDict"),
     # Of a sample that trains a LoRA adapter; nothing of it is needed.
     (_Inert, "miles.utils.types.AdapterRef"),
     (_Inert, "miles.utils.types.RewardSpec"),
@@ -204,5 +259,7 @@ _SAFE = (
 
 
 def plain(value: Any) -> Any:
-    """A pickled numpy array as the array; anything else as it is."""
+    """A pickled numpy array as the array, a nested tensor as a list of tensors; anything else as it is."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return list(value.unbind())
     return value.value if isinstance(value, _Array) else value

@@ -62,9 +62,7 @@ def mask(value: Any, what: str) -> Bools:
     if found.dtype.kind != "b":
         wrong = np.flatnonzero((found != 0) & (found != 1))
         if len(wrong):
-            raise ValueError(
-                f"{what} holds {found[wrong[0]]:g} at position {wrong[0]}: 1 where a token trains, else 0."
-            )
+            raise ValueError(f"{what}, position {wrong[0]} is {found[wrong[0]]:g}: 1 where a token trains, else 0.")
     return found.astype(bool)
 
 
@@ -92,12 +90,6 @@ def scalar(value: Any) -> Any:
     if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
         return value.reshape(()).item()
     return value
-
-
-def size(value: Any) -> int:
-    """The number of entries of one row."""
-    value = plain(value)
-    return value.shape[0] if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim else len(value)
 
 
 def _fits(item: Any, kind: str) -> bool:

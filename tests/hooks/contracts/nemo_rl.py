@@ -45,6 +45,10 @@ LOSS_SETTINGS = (
 # Attributes of a loss that NeMo-RL asks for by name.
 ATTRIBUTES = {"use_fused_linear_logprobs": PREPARATION, "reference_policy_kl_penalty": PREPARATION}
 SETUP_FIRST = "master_config"
+# The logger that setup returns, and what it is called with for a training step, in grpo_train and async_grpo_train.
+LOGGER = "nemo_rl/utils/logger.py"
+LOG_METRICS = ("self", "metrics", "step")
+STEP_LOGS = ("logger.log_metrics(metrics, total_steps + 1, prefix=", "logger.log_metrics(metrics, step + 1, prefix=")
 # Metrics of a loss that GRPO's log reads without asking.
 READ_METRICS = ("token_mult_prob_error",)
 
@@ -88,6 +92,15 @@ def drift(root: Path) -> list[str]:
     setup = _only(root, GRPO, ["setup"])[0]
     if setup.args.args[0].arg != SETUP_FIRST:
         found.append(f"{GRPO}: setup takes {setup.args.args[0].arg} first, recorded {SETUP_FIRST}")
+    returned = [ast.unparse(node.value) for node in ast.walk(setup) if isinstance(node, ast.Return) and node.value]
+    if not any("logger" in value.strip("()").split(", ") for value in returned):
+        found.append(f"{GRPO}: setup no longer returns its logger")
+    found += [f"{GRPO}: no longer has {call}" for call in STEP_LOGS if call not in text]
+    logger = next(
+        node for node in _only(root, LOGGER, ["Logger"])[0].body if getattr(node, "name", "") == "log_metrics"
+    )
+    if tuple(item.arg for item in logger.args.args)[:3] != LOG_METRICS:
+        found.append(f"{LOGGER}: log_metrics takes {ast.unparse(logger.args)}, recorded {LOG_METRICS} first")
     found += [f"{GRPO}: metric {name} is no longer read" for name in READ_METRICS if f'metrics["{name}"]' not in text]
     return found
 

@@ -27,6 +27,12 @@ PARAMETERS = {
     (HELPER, "compute_rollout_correction_and_add_to_batch"): ("batch", "rollout_corr_config"),
     ("verl/utils/config.py", "validate_config"): ("config", "use_reference_policy", "use_critic"),
 }
+# What is logged once a step, and with which configuration.
+TRACKING = "verl/utils/tracking.py"
+TRACKED = {
+    "__init__": ("self", "project_name", "experiment_name", "default_backend", "config"),
+    "log": ("self", "data", "step", "backend"),
+}
 # Batch sizes that `ppo_loss` hands to the aggregation, through the actor's configuration.
 BATCH_SIZES = ("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor")
 # What the driver's function reads from and writes to the batch.
@@ -59,6 +65,12 @@ def drift(root: Path) -> list[str]:
         seen = tuple(item.arg for item in function.args.args) if isinstance(function, ast.FunctionDef) else ()
         if seen != expected:
             found.append(f"{file}: {name} takes {seen}, recorded {expected}")
+    tracking = _definition(root, TRACKING, "Tracking")
+    methods = {node.name: node for node in getattr(tracking, "body", ()) if isinstance(node, ast.FunctionDef)}
+    for name, expected in TRACKED.items():
+        seen = tuple(item.arg for item in methods[name].args.args) if name in methods else ()
+        if seen != expected:
+            found.append(f"{TRACKING}: Tracking.{name} takes {seen}, recorded {expected}")
     loss = _definition(root, LOSSES, "ppo_loss")
     calls = [node for node in ast.walk(loss) if isinstance(node, ast.Call) and _name(node.func) == "policy_loss_fn"]
     seen = tuple(str(item.arg) for item in calls[0].keywords) if calls else ()

@@ -13,11 +13,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.hooks.nemo_rl import MismatchLoss, describe, settings, with_mismatch_loss
+from mismatch_plugin.report.log import read_steps
 from tests.hooks.contracts import nemo_rl as contract
 
 NO_KL: dict[str, Any] = {"reference_policy_kl_penalty": 0.0}
@@ -294,6 +296,27 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
     with pytest.raises(ValueError, match="returned 0 losses"):
         with_mismatch_loss(lambda master_config: ("policy",))(config)
+
+
+def test_a_report_folder_gets_each_step_that_the_logger_gets(tmp_path: Path) -> None:
+    own = SimpleNamespace(input_type="logprob", loss_type="token_level")
+    logged: list[tuple[Any, ...]] = []
+    logger = SimpleNamespace(log_metrics=lambda metrics, step, prefix="", **rest: logged.append((step, prefix, rest)))
+    config = {"loss_fn": {"mismatch": {**BLOCKS["3 token"], "report_dir": str(tmp_path)}}}
+    made = with_mismatch_loss(lambda master_config: ("policy", own, logger))(config)
+    losses = call(made[1], *batch(), float(MASK.sum()), 3)[2]
+    for step in (1, 2):
+        made[2].log_metrics({"fetch": 0.1}, step, prefix="timing/train", step_finished=True)
+        made[2].log_metrics({**losses, "reward": np.float64(0.5), "lengths": [1, 2]}, step, prefix="train")
+    assert [step for step, _, _ in logged] == [1, 1, 2, 2] and logged[0][2] == {"step_finished": True}
+    first, second = read_steps(tmp_path)
+    assert (first["step"], second["step"], first["reward"]) == (1, 2, 0.5) and "lengths" not in first
+    assert first["rollout_corr/k3_kl"] == losses["rollout_corr/k3_kl"] and "fetch" not in first
+    other = {"loss_fn": {"mismatch": {**BLOCKS["1"], "report_dir": str(tmp_path)}}}
+    with pytest.raises(ValueError, match="give this run another folder"):  # before the cluster starts
+        with_mismatch_loss(lambda master_config: pytest.fail("setup ran"))(other)
+    with pytest.raises(ValueError, match="returned 0 loggers"):
+        with_mismatch_loss(lambda master_config: ("policy", own))(config)
 
 
 def test_the_loss_travels_to_the_workers() -> None:

@@ -22,6 +22,9 @@ from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch, pack_trained
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
+from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
+from mismatch_plugin.report.log import read_steps
+from mismatch_plugin.report.state import merged_metrics
 from tests.hooks.contracts import verl as contract
 
 DEFAULTS: dict[str, Any] = {
@@ -122,7 +125,6 @@ def test_batch_normalisation_has_the_scope_that_verl_gives() -> None:
         (block({"terms": {"entropy_coef": 0.1}}), "entropy_coeff"),
         (block({"terms": {"kl_coef": 0.1}}), "kl_loss_coef"),
         (block({"aggregation": "seq-mean-token-mean"}), "loss_agg_mode"),
-        (block({"report_dir": "runs"}), "trainer.logger"),
         (block({"tis": {"moed": "clip"}}), "did you mean tis.mode"),
         (block({"preset": "pg_is"}), "bypass_mode=true and algorithm.rollout_correction.loss_type=reinforce"),
         (block({"preset": "bypass_ppo_clip"}, **REINFORCE), "loss_type=ppo_clip"),
@@ -350,6 +352,44 @@ def test_the_gate_stops_the_driver_before_it_changes_the_batch_and_the_loss_of_a
     with pytest.raises(mp.GateError):
         token_loss(*arguments, settings(block({"gate_kl": 1e-9}, bypass_mode=True)))
     token_loss(*arguments, settings(block({"gate_kl": 1e3}, bypass_mode=True)))
+
+
+class Tracking:
+    """verl's tracker as its trainers use it."""
+
+    def __init__(self, project_name: str, experiment_name: str, default_backend: Any = "console", config: Any = None):
+        self.logged: list[int] = []
+
+    def log(self, data: dict[str, Any], step: int, backend: Any = None) -> None:
+        self.logged.append(step)
+
+
+def test_a_report_folder_gets_each_step_that_verl_logs(tmp_path: Path) -> None:
+    ours = {"metrics": "full", "report_dir": str(tmp_path)}
+    config = tree(block(ours, rollout_is="token"))
+    tracking: Any = type("Tracking", (Tracking,), dict(vars(Tracking)))
+    for _ in range(2):
+        wrap_tracking(tracking)
+    tracker = tracking("project", "run", ["console"], config=config)
+    tracker.log(data={"val/reward": 0.5}, step=0)
+    for step in (1, 2):
+        _, metrics = correct_rollout_batch(rollout_batch(padded()), settings(config), STEP.keep)
+        tracker.log(data={**metrics, "actor/grad_norm": torch.tensor(0.25), "table": "text"}, step=step)
+    assert tracker.logged == [0, 1, 2]
+    first, second = read_steps(tmp_path)
+    assert (first["step"], second["step"], second["actor/grad_norm"]) == (1, 2, 0.25) and "table" not in first
+    assert second["rollout_corr/k3_kl"] == metrics["rollout_corr/k3_kl"]
+    # Of both steps together, from what the driver knew of each.
+    two = merged_metrics(tmp_path / "metrics.jsonl", settings(config), 2)
+    assert two is not None and two["rollout_corr/tokens"] == 2 * MASK.sum()
+    # In bypass mode the workers' means arrive, and there is nothing of the driver's.
+    correction = block({**ours, "report_dir": str(tmp_path / "b")}, bypass_mode=True)
+    bypass = tree(correction, "mismatch", correction)
+    tracking("project", "run", "console", bypass).log({"actor/rollout_corr/kl": 0.5}, 1)
+    assert list(read_steps(tmp_path / "b")) == [{"step": 1.0, "rollout_corr/kl": 0.5}]
+    for other in (tree(block(rollout_is="token")), {"trainer": {}}, None):
+        tracking("project", "run", config=other).log({"rollout_corr/kl": 0.5}, 3)
+    assert len(list(read_steps(tmp_path))) == 2
 
 
 def test_only_metrics_whose_average_means_something_are_handed_over() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,11 @@ from batches import actor, batch, correction, loss_and_gradient
 from verl import DataProto  # pyright: ignore[reportAttributeAccessIssue]
 from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
+from verl.utils.tracking import Tracking
+
+from mismatch_plugin.hooks.verl import settings as config_of
+from mismatch_plugin.report.log import read_steps
+from mismatch_plugin.report.state import merged_metrics
 
 TOLERANCE = 1e-6
 SEEDS = range(6)
@@ -95,3 +101,21 @@ def test_loss_after_the_driver_equals_verls(case: str) -> None:
 def test_without_our_block_verls_own_function_runs() -> None:
     _, metrics = driver(batch(0), correction(rollout_is="token"))
     assert "rollout_corr/accepted_token_fraction" not in metrics
+
+
+def test_a_step_that_verl_logs_is_a_line_of_the_report_folder(tmp_path: Path) -> None:
+    """verl's own Tracking, with the configuration as its trainers hand it over."""
+    ours = {"metrics": "full", "report_dir": str(tmp_path)}
+    settings = correction(rollout_is="token", mismatch=ours)
+    tree = {
+        "algorithm": {"rollout_correction": settings},
+        "actor_rollout_ref": {"actor": {"policy_loss": {}}, "rollout": {"calculate_log_probs": True}},
+    }
+    tracking = Tracking("project", "run", default_backend=["console"], config=tree)
+    tracking.log(data={"val/reward": 1.0}, step=0)
+    _, metrics = driver(batch(0), settings)
+    tracking.log(data={**metrics, "critic/rewards/mean": 0.5}, step=7)
+    (step,) = read_steps(tmp_path)
+    assert step == {"step": 7.0, "critic/rewards/mean": 0.5, **{name: float(value) for name, value in metrics.items()}}
+    config = config_of(settings)
+    assert merged_metrics(tmp_path / "metrics.jsonl", config, 1) == pytest.approx(metrics, rel=1e-9, nan_ok=True)

@@ -1,0 +1,39 @@
+"""Responses with both sides, as a dump is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mismatch_plugin.check.batch import Batch, make_batch
+from mismatch_plugin.rollout.responses import Response, Scored
+
+Rows = Sequence[Sequence[float]]
+
+
+def batch_of(
+    rollout: Rows,
+    training: Rows,
+    responses: Sequence[dict[str, Any]] | None = None,
+    scored: Sequence[dict[str, Any]] | None = None,
+) -> Batch:
+    """One sample a row. responses, scored: further fields of each."""
+    none: list[dict[str, Any]] = [{} for _ in rollout]
+    given = zip(rollout, training, responses or none, scored or none, strict=True)
+    made, told = [], []
+    for values, train, of_response, of_scored in given:
+        fields: dict[str, Any] = {"loss_mask": np.ones(len(values), dtype=bool)} | of_response
+        ids = np.arange(len(values), dtype=np.int32)
+        made.append(Response(response_ids=ids, rollout_log_probs=np.array(values, dtype=float), **fields))
+        told.append(Scored(log_probs=np.array(train, dtype=float), **of_scored))
+    return make_batch(made, told)
+
+
+def drawn(sequences: int = 40, spread: float = 0.05, seed: int = 0, longest: int = 60, **fields: Any) -> Batch:
+    """Responses of 1 to `longest` tokens whose training side is normally distributed around the rollout's."""
+    generator = np.random.default_rng(seed)
+    rollout = [-generator.exponential(0.7, generator.integers(1, longest + 1)) - 1e-3 for _ in range(sequences)]
+    training = [np.minimum(row + generator.normal(0, spread, len(row)), 0.0) for row in rollout]
+    return batch_of([row.tolist() for row in rollout], [row.tolist() for row in training], **fields)

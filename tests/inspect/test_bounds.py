@@ -1,0 +1,104 @@
+"""Bounds that keep a wished share keep it on these data, and hardly more."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import mismatch_plugin as mp
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.inspect.bounds import LEVELS, STATISTICS, bounds_for
+from mismatch_plugin.inspect.packing import packed_of
+from tests import ragged
+from tests.inspect.dumps import batch_of, drawn
+
+PACKED, _ = packed_of(drawn(400, spread=0.1))
+
+
+def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float) -> float:
+    """Share of the level's units that a ratio criterion with these bounds keeps."""
+    criterion = {"aggregate": LEVEL_TO_AGGREGATE[level], "statistic": "ratio"}
+    with no_notes():
+        config = mp.MismatchConfig.build(
+            {"rs": {"criteria": [{**criterion, "lower_bound": lower, "upper_bound": upper}]}}
+        )
+    return share(packed, config, level == "token")
+
+
+def share(packed: mp.PackedSequences, config: mp.MismatchConfig, by_token: bool) -> float:
+    metrics = mp.correct(packed, config).statistics.metrics()
+    return metrics[f"rollout_corr/accepted_{'token' if by_token else 'seq'}_fraction"]
+
+
+@pytest.mark.parametrize("wished", [0.5, 0.9, 0.99, 0.999, 1.0])
+@pytest.mark.parametrize("level", LEVELS)
+def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(level: str, wished: float):
+    (lower, upper) = bounds_for(PACKED, (wished,))[level][f"{wished * 100:g}%"]
+    units = sum(PACKED.lengths) if level == "token" else len(PACKED.lengths)
+    found = kept(PACKED, level, lower, upper)
+    assert found >= wished - 1e-12
+    # Rounding outwards and whole units let in a little more.
+    assert found <= wished + 2 / units + 0.003
+    if wished < 1.0:
+        assert kept(PACKED, level, lower ** (1 / 1.2), upper ** (1 / 1.2)) < found
+
+
+@pytest.mark.parametrize("wished", [0.5, 0.99])
+@pytest.mark.parametrize("criterion", STATISTICS, ids="_".join)
+def test_the_bound_of_a_statistic_keeps_the_wished_share(criterion: tuple[str, str], wished: float):
+    aggregate, statistic = criterion
+    lower, upper = bounds_for(PACKED, (wished,))[f"{aggregate}_{statistic}"][f"{wished * 100:g}%"]
+    assert lower == 0.0
+    shares = []
+    for bound in (upper, upper / 1.1):
+        rule = {"aggregate": aggregate, "statistic": statistic, "upper_bound": bound}
+        shares.append(share(PACKED, mp.MismatchConfig.build({"rs": {"criteria": [rule]}}), aggregate == "token"))
+    units = sum(PACKED.lengths) if aggregate == "token" else len(PACKED.lengths)
+    assert wished - 1e-12 <= shares[0] <= wished + 1 / units + 0.003
+    assert shares[1] < shares[0]
+
+
+def test_bounds_by_hand():
+    gaps = [0.001 * at for at in range(-50, 50)]  # −0.05 … 0.049
+    packed, _ = packed_of(batch_of([[-2.0] * 100], [[-2.0 + gap for gap in gaps]]))
+    found = bounds_for(packed, (0.9, 1.0))["token"]
+    assert found["90%"] == pytest.approx((math.exp(-0.045), math.exp(0.044)), rel=1e-4)
+    assert found["100%"] == pytest.approx((math.exp(-0.05), math.exp(0.049)), rel=1e-4)
+    # They are short numbers, and lie outside of what they keep.
+    assert found["90%"] == (0.95599, 1.04499) and kept(packed, "token", *found["90%"]) == 0.9
+
+
+def test_one_is_always_inside():
+    packed, _ = packed_of(batch_of([[-2.0] * 50], [[-1.0] * 50]))
+    lower, upper = bounds_for(packed)["token"]["99%"]
+    assert lower < 1.0 < math.e <= upper < 2.73
+
+
+def test_equal_sides_have_bounds_next_to_one():
+    packed, _ = packed_of(batch_of([[-2.0] * 5], [[-2.0] * 5]))
+    for level in LEVELS:
+        lower, upper = bounds_for(packed)[level]["99.9%"]
+        assert 0.99999 < lower < 1.0 < upper < 1.00001
+        assert kept(packed, level, lower, upper) == 1.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(ragged.batches(torch.float64, min_tokens=1), st.sampled_from([0.5, 0.8, 0.99, 1.0]))
+def test_any_batch_keeps_what_is_promised(batch: ragged.Batch, wished: float):
+    packed = batch.packed()
+    for level in LEVELS:
+        lower, upper = bounds_for(packed, (wished,))[level][f"{wished * 100:g}%"]
+        assert lower <= 1.0 <= upper
+        assert kept(packed, level, lower, upper) >= wished - 1e-12
+
+
+def test_what_is_asked_for_must_make_sense():
+    with pytest.raises(ValueError, match=r"shares \[99\] must be above 0 and at most 1: 0.99 keeps 99 %"):
+        bounds_for(PACKED, (99,))
+    with pytest.raises(ValueError, match="need old_log_probs and rollout_log_probs"):
+        bounds_for(PACKED.replace(rollout_log_probs=None))

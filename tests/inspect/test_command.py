@@ -1,0 +1,154 @@
+"""`mismatch-plugin inspect` of a dump: from files to verdict, JSON, page and exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import mismatch_plugin as mp
+from mismatch_plugin.cli import app
+from mismatch_plugin.inspect.diagnose import own_settings
+from mismatch_plugin.inspect.kinds import kind_of
+from mismatch_plugin.rollout.files import write_records
+from tests.fixtures.sglang_check.policies import FOLDER, recorded, training
+
+CLEAN = "bfloat16_temperature_1.0"
+RECORDS = FOLDER / f"{CLEAN}.jsonl"
+HOSTS = {"slime", "miles", "megatron_lm", "verl", "nemo_rl", "python"}
+
+
+def _inspect(*arguments: object) -> Result:
+    given = ["inspect", *(str(item) for item in arguments)]
+    return CliRunner().invoke(app, given, env={"COLUMNS": "100", "TERM": "dumb"})
+
+
+def _training(
+    folder: Path, change: Callable[[list[Any]], list[Any]] = lambda values: values, first: int = 10**6
+) -> Path:
+    """The float32 trainer's file of the recorded responses."""
+    path = folder / "training.jsonl"
+    samples = training("float32", CLEAN)[:first]
+    path.write_text("".join(json.dumps({"train_log_probs": change(s.train_log_probs)}) + "\n" for s in samples))
+    return path
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("clean")
+    flags = "--use-tis --tis-mode clip --tis-upper-bound 3"
+    result = _inspect(
+        RECORDS, _training(folder), "--json", "--flags", flags, "--gate-kl", "0.01", "--out", folder / "page"
+    )
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) | {"folder": folder / "page"}
+
+
+def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
+    assert clean["verdict"] == "normal" and clean["findings"] == []
+    assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
+    assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["check"]["mismatch"]["k3_kl"], rel=1e-9)
+    own = clean["predictions"][0]
+    assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
+    assert {"setting", "kept", "ess", "bias", "variance", "second_pass"} <= own.keys()
+    assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
+    advice = clean["recommendation"]
+    assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]
+    assert "--mismatch-preset seq_is" in advice["flags"]["verl"]
+    assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0
+
+
+def test_page_and_pictures_are_written(clean: dict[str, Any]) -> None:
+    assert {path.name for path in clean["folder"].iterdir()} >= {"report.html", "distribution.png", "predictions.png"}
+    assert "Normal" in (clean["folder"] / "report.html").read_text()
+
+
+def test_one_screen_with_the_verdict_first(tmp_path: Path) -> None:
+    result = _inspect(RECORDS, _training(tmp_path), "--no-report", "--host", "verl")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and lines[0].startswith("NORMAL") and lines[1].startswith("Is this normal? Yes")
+    assert len(lines) <= 40 and "-m mismatch_plugin.launch -m verl.trainer.main_ppo" in result.output
+    assert not (tmp_path / "training_inspect").exists()
+
+
+def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> None:
+    path = _training(tmp_path, lambda values: [*values[1:], values[0]])
+    result = _inspect(RECORDS, path, "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and told["recommendation"] is None
+    finding = told["findings"][0]
+    assert finding["kind"] == "shift_by_one" and set(finding) >= {"kind", "confidence", "evidence", "first", "fix"}
+    assert finding["first"]["sample"] == 0 and told["headline"].startswith("Fault: shift_by_one")
+    screen = _inspect(RECORDS, path, "--no-report").output
+    assert screen.startswith("FAULT FOUND") and "No setting is recommended: fix the fault first" in screen
+
+
+def test_an_accepted_fault_is_none(tmp_path: Path) -> None:
+    samples = training("float32", CLEAN)
+    path = tmp_path / "training.jsonl"
+    lines = [{"train_log_probs": s.train_log_probs, "temperature": 0.9} for s in samples]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _inspect(RECORDS, path, "--no-report").exit_code == 1
+    assert _inspect(RECORDS, path, "--no-report", "--accept", "temperature").exit_code == 0
+    unknown = _inspect(RECORDS, path, "--accept", "temprature")
+    assert unknown.exit_code == 2 and "--accept temprature is no fault" in unknown.output
+
+
+def test_few_tokens_are_not_decided(tmp_path: Path) -> None:
+    write_records(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
+    result = _inspect(tmp_path / "few.jsonl", _training(tmp_path, first=1), "--json", "--no-report")
+    assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "undecided"
+    alone = _inspect(RECORDS, "--json", "--no-report")
+    told = json.loads(alone.stdout)
+    assert alone.exit_code == 3 and told["verdict"] == "undecided" and told["recommendation"] is None
+
+
+def test_the_gate_fails_above_its_bar(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+    failed = _inspect(RECORDS, path, "--json", "--no-report", "--gate-kl", "1e-9")
+    gate = json.loads(failed.stdout)["gate"]
+    assert failed.exit_code == 1 and gate["passed"] is False and gate["bar"] == 1e-9
+    assert _inspect(RECORDS, path, "--no-report", "--gate-kl", "0").exit_code == 2
+
+
+def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut")
+    for path in (tmp_path / "absent.pt", tmp_path / "empty.jsonl", tmp_path / "cut.pt"):
+        result = _inspect(path, "--json")
+        told = json.loads(result.stdout)
+        assert result.exit_code == 2 and told["verdict"] == "cannot_read" and path.name in told["headline"]
+    assert "nothing to inspect" in _inspect().output
+    assert "--host nemo is unknown" in _inspect(RECORDS, "--host", "nemo").output
+
+
+def test_own_settings_come_from_one_place() -> None:
+    assert own_settings(None, None, None) is None
+    assert own_settings(None, "token_is", None) == mp.preset("token_is")
+    assert own_settings(None, None, "--use-tis --tis-upper-bound 5") == mp.MismatchConfig.build(
+        {"use_tis": True, "tis": {"upper_bound": 5.0}}
+    )
+    with pytest.raises(ValueError, match=r"--preset and --flags all name your settings"):
+        own_settings(None, "token_is", "--use-tis")
+    with pytest.raises(ValueError, match=r"holds --lr, which is no flag of this package"):
+        own_settings(None, None, "--use-tis --lr 1")
+    with pytest.raises(ValueError, match=r"--flags '--tis-level tok'"):
+        own_settings(None, None, "--tis-level tok")
+
+
+def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
+    assert kind_of(RECORDS) == "dump"
+    export = tmp_path / "history.jsonl"
+    export.write_text('{"_step": 0, "train/loss": 1.0}\n{"_step": 1, "train/rollout_corr/kl": 0.1}\n')
+    assert kind_of(export) == "metrics"
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "0.pt").write_bytes(b"")
+    assert kind_of(tmp_path / "steps") == "dump"
+    (tmp_path / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n')
+    assert kind_of(tmp_path) == "metrics"
+    result = _inspect(tmp_path, "--checkpoint", tmp_path)
+    assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is for dumps" in result.output

@@ -1,0 +1,151 @@
+"""The terminal's summary: one screen, the verdict first, of every verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from mismatch_plugin.check.findings import Place
+from mismatch_plugin.inspect import words
+from mismatch_plugin.inspect.result import Diagnosis, Gate, Verdict
+from mismatch_plugin.inspect.screen import show
+from tests.inspect.diagnoses import FLAGS, diagnosis
+
+VERDICTS: tuple[Verdict, ...] = ("fault", "large", "normal", "undecided")
+REPORT = Path("runs/report.html")
+BASE = diagnosis("undecided")
+
+
+def shown(of: Diagnosis, width: int = 80, height: int = 24, encoding: str = "utf-8", **more: Any) -> list[str]:
+    """The lines that a terminal of this size and encoding gets."""
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    console = Console(file=stream, width=width, height=height, highlight=False, markup=False)
+    show(of, console, report=REPORT, **more)
+    stream.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 35), (120, 50), (80, 10)])
+def test_one_screen_with_the_verdict_first(verdict: Verdict, width: int, height: int):
+    lines = shown(diagnosis(verdict), width, height)
+    assert len(lines) <= min(max(height, 24), 35) - 1
+    assert lines[0].startswith(words.VERDICTS[verdict].upper() + ": ")
+    assert max(map(cell_len, lines)) <= width
+    text = "\n".join(lines)
+    assert text.index("Is this normal?") < text.index("size") and lines[-1] == f"Report: {REPORT}"
+    assert ("Recommended: algorithm 2" in text) == (verdict in ("large", "normal"))
+    assert ("fix the fault first" in text) == (verdict == "fault")
+    assert ("inspect a larger dump" in text) == (verdict == "undecided")
+
+
+def test_the_cause_tells_evidence_place_and_fix():
+    lines = shown(diagnosis("fault"), 100, 35)
+    text = " ".join(line.strip() for line in lines)
+    for part in (
+        "Cause: weights_not_updated (certain). all 12 000 tokens",
+        "first: sample 0 (prompt-17/3), position 0: rollout -1.204, training -3.417",
+        "fix: send the weights after every optimizer step",
+        "also moe_routing (possible): 0.2 % of tokens",
+        "Gate FAILED: k3 0.181 nats a token against a bar of 0.01",
+    ):
+        assert part in text
+    assert "Cause" not in "\n".join(shown(diagnosis("normal")))
+
+
+@pytest.mark.parametrize("host", list(FLAGS))
+def test_flags_stay_whole_and_other_hosts_are_named(host: str):
+    long = {**FLAGS, "slime": FLAGS["slime"] + " --rs-criterion sequence_max:k2:0.5" * 3}
+    base = diagnosis("normal")
+    assert base.recommendation is not None
+    of = base.model_copy(update={"recommendation": base.recommendation.model_copy(update={"flags": long})})
+    lines = shown(of, host=host)
+    assert all(line in lines for line in long[host].splitlines())
+    named = next(line for line in lines if "for the others" in line)
+    assert all(other in named for other in FLAGS if other != host)
+    with pytest.raises(ValueError, match="no flags for host 'skyrl': choose slime, miles"):
+        shown(of, host="skyrl")
+
+
+@pytest.mark.parametrize("verdict", VERDICTS)
+def test_a_terminal_of_letters_and_digits_alone(verdict: Verdict):
+    lines = shown(diagnosis(verdict), encoding="ascii")
+    assert max(map(len, lines)) <= 80 and "mean |d log p|" in "\n".join(lines)
+
+
+def test_terminal_commands_and_wide_letters_in_names_are_harmless():
+    place = Place(sample=0, sample_id="\x1b[2J\x1b]0;owned\x07\u202e" + "漢字" * 60, position=3)
+    base = diagnosis("fault")
+    cause = base.findings[0].model_copy(update={"first": place})
+    lines = shown(base.model_copy(update={"findings": (cause,), "source": "a\x1b[31mb\nc.pt"}))
+    assert all(line.isprintable() for line in lines) and "?[2J" in "\n".join(lines)
+    assert max(map(cell_len, lines)) <= 80
+
+
+def test_is_this_normal():
+    def of(verdict: Verdict, normality: str) -> str:
+        return words.is_it_normal(BASE.model_copy(update={"verdict": verdict, "normality": normality}))
+
+    assert of("normal", "normal, as published.") == "Is this normal? Yes, as published."
+    said = "not normal for dense bf16, 3 times."
+    assert of("fault", said) == "Is this normal? By its size no: for dense bf16, 3 times."
+    assert of("undecided", "normal.") == "Is this normal? Not decided; so far normal."
+    assert of("normal", "").startswith("Is this normal? Unknown, since")
+
+
+def test_published_ranges_are_of_the_nearest_pair():
+    first, other, k3 = BASE.normal
+    wider = first.model_copy(update={"low": 0.001, "high": 0.01})
+    of = BASE.model_copy(update={"normal": (first, other, k3, wider)})
+    assert words.published(of) == {"mean |Δ log p|": "0.001 to 0.02: dense bf16"}
+    assert words.published(BASE.model_copy(update={"normal": ()})) == {}
+
+
+@pytest.mark.parametrize(("passed", "said"), [(True, "PASSED"), (False, "FAILED"), (None, "NOT DECIDED, TOO FEW")])
+def test_the_gate_is_told(passed: bool | None, said: str):
+    gate = Gate(value=0.5, bar=0.01, passed=passed, source="by hand")
+    text = "\n".join(shown(BASE.model_copy(update={"gate": gate}), 120))
+    assert f"Gate {said}" in text and "k3 0.5 nats a token against a bar of 0.01 (by hand)" in text
+
+
+def test_the_verdict_is_not_said_twice():
+    for headline in ("Normal: as bf16.", "normal. as bf16.", "as bf16."):
+        of = BASE.model_copy(update={"verdict": "normal", "headline": headline})
+        assert words.headline(of) == ("Normal", "as bf16.")
+
+
+def test_chosen_predictions_are_of_every_algorithm():
+    of = diagnosis("large")
+    chosen = words.chosen_predictions(of)
+    assert [mark for mark, _ in chosen] == ["recommended", "yours", "", "", ""]
+    assert {item.algorithm for _, item in chosen} == {0, 1, 2, 3}
+    assert len({item.setting for _, item in chosen}) == 5
+    own = of.predictions[0].model_copy(update={"own": True})
+    rest = tuple(item.model_copy(update={"own": False}) for item in of.predictions[1:])
+    marks = [mark for mark, _ in words.chosen_predictions(of.model_copy(update={"predictions": (own, *rest)}))]
+    assert marks[0] == "recommended, yours" and len(marks) == 4
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1.0, "100 %"), (0.0, "0 %"), (0.5, "50.0 %"), (0.99999, "99.999 %"), (1 - 1e-9, "> 99.9999 %")],
+)
+def test_a_share_is_100_percent_only_where_nothing_is_missing(value: float, text: str):
+    assert words.share(value) == text
+
+
+def test_json_holds_numbers_and_no_histograms():
+    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
+    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
+    assert {"verdict", "findings", "metrics", "predictions", "recommendation"} <= body.keys()
+    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
+    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
+    assert len(shown(of)) <= 23
