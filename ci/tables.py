@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Callable
 from typing import get_args
 
+from mismatch_plugin.check.findings import FAULTS, FaultName
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.flags import add_arguments
@@ -48,6 +49,54 @@ def metrics_table() -> Table:
         "ρ = exp(l) is the ratio π_train/π_rollout, of a token or, at sequence and geometric level, of a sequence.",
     )
     return Table("Metrics", headers, rows, code=frozenset({"metric"}), notes=notes)
+
+
+# Fault → (what happened, what shows it).
+DETECTIONS: dict[FaultName, tuple[str, str]] = {
+    "missing": ("null in place of a log-prob", "the value"),
+    "nan": ("NaN", "the value"),
+    "infinite": ("+inf", "the value"),
+    "positive": ("a log-prob above 0", "the value"),
+    "floor": ("−inf or a clamp at a floor", "the value, and its repetition"),
+    "zero_fill": ("0.0 filled in where nothing came", "0.0 next to a far log-prob"),
+    "length": ("a list that is not as long as the response", "lengths"),
+    "token_ids": ("the trainer sees other response ids", "ids"),
+    "prompt_ids": ("the trainer sees another prompt", "ids"),
+    "eos_appended": ("the trainer appended an end token that nobody sampled", "null, 0.0 or one token more at the end"),
+    "boundary": ("the response is cut at another place", "a shift by 2 to 8 tokens fits better"),
+    "shift_by_one": ("log-probs of the next or previous token", "a shift by one fits better"),
+    "swapped_samples": ("log-probs of another sample", "another sample's fit better"),
+    "sign": ("losses in place of log-probs", "positive values"),
+    "probabilities": ("probabilities in place of log-probs", "values in (0, 1]"),
+    "log_base": ("logs of base 2 or 10", "one factor between the sides, at every size"),
+    "temperature": ("only one side divides by the temperature", "slope of the gap over the log-prob; logits"),
+    "truncation": ("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; logits"),
+    "penalty": ("a repetition penalty on one side", "an offset on tokens that occurred before; logits"),
+    "mixed_versions": ("weights changed inside a response, or servers differ", "recorded versions"),
+    "staleness": ("sampled by weights too many steps behind", "recorded versions"),
+    "weights_not_updated": (
+        "updates never reached the sampler, whatever its label says",
+        "the sampler fits the start weights (`--reference-checkpoint`); the gap grows with the version",
+    ),
+    "weights_partly_updated": ("only some layers arrived", "a mix of both checkpoints' layers fits best"),
+    "stale_server": ("one server or worker is behind", "its samples lie further off than all others'"),
+    "server_differs": ("a running server has other weights", "rescoring, against `--checkpoint` and other `--url`"),
+    "wrong_prompt": ("another prompt, template or BOS", "the gap decays along the response"),
+    "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
+    "quantised": ("sides in different precision", "even noise above that of bf16, of no other shape"),
+    "moe_routing": ("a router chose other experts", "few tokens far off, anywhere, in both directions"),
+    "far_apart": ("nothing known explains so large a gap", "its size"),
+    "bf16": ("log-probs were rounded to bf16", "their digits"),
+    "fp16": ("log-probs were rounded to fp16", "their digits"),
+    "rounded": ("log-probs were rounded to few decimals", "their digits"),
+    "unrelated": ("the sides have nothing in common", "no rank correlation"),
+}
+
+
+def detections_table() -> Table:
+    """Every fault that `check` and `inspect` name."""
+    rows = tuple((fault, *DETECTIONS[fault]) for fault in FAULTS)
+    return Table("Faults", ("fault", "what happened", "what shows it"), rows, code=frozenset({"fault"}))
 
 
 def algorithms_table() -> Table:
@@ -169,6 +218,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     "health": health_table,
     "metrics": metrics_table,
     "normal": normal_table,
+    "detections": detections_table,
     "presets": presets_table,
     "settings": config_table,
     "versions": versions_table,

@@ -31,13 +31,17 @@ def check(
     ] = None,
     reference_checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder of the weights that the run began with: shows weights that never reached a server."),
+        typer.Option(
+            help="Folder of the weights that the run began with: shows weights that never reached the servers, and "
+            "with --checkpoint which layers did not."
+        ),
     ] = None,
     url: Annotated[
         list[str] | None,
         typer.Option(
-            help="SGLang server, repeatable: rescores the responses (temperature 1, its current weights). It is "
-            "the training side if there is neither TRAINING nor --checkpoint, else a third opinion in the notes."
+            help="SGLang server or router, repeatable: rescores the responses (temperature 1, its current weights). "
+            "The training side if there is neither TRAINING nor --checkpoint; servers are compared with the "
+            "checkpoint and with one another."
         ),
     ] = None,
     weight_version: Annotated[
@@ -59,7 +63,8 @@ def check(
     Same tokens, same weights, same distribution? Detects and explains shifts,
     swapped samples, wrong boundaries and ids, an appended EOS, fills, floors
     and NaN, wrong units, a temperature, filter or penalty on one side only,
-    mixed and stale weights, lost digits. Ordinary mismatch (other kernels,
+    mixed and stale weights, weights that never reached the servers, some layers
+    or one server only, lost digits. Ordinary mismatch (other kernels,
     bf16, quantised or slightly stale weights) is no fault; its size is printed.
 
     RECORDS is a dump of slime, miles, verl, NeMo-RL, TRL or vLLM (.pt, .npz,

@@ -161,13 +161,14 @@ def _odd(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
     confidence: Confidence = "likely" if clear else "possible"
     names = ", ".join(_called(name) for name in odd)
     samples = sorted((item.sample for name in odd for item in groups[name]), key=lambda sample: sample.index)
+    others = ", ".join(map(_called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
     area = min(tests[name].area for name in odd)
     p = max(tests[name].p for name in odd)
     return batch.finding(
         "stale_server",
         "rollout",
         f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
-        f"those of {', '.join(map(_called, near_by[:4]))}{' and others' if len(near_by) > 4 else ''} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
+        f"those of {others} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
         f"p = {p:.1g}), under the same versions and temperature: other weights there"
         + ("." if clear else ", or another precision or kernel."),
         FIX.format(which=names),

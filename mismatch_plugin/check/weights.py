@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch_plugin.check.batch import Batch, Outcome, Sample
 from mismatch_plugin.check.distance import logit_gap
-from mismatch_plugin.check.findings import Confidence, Item
+from mismatch_plugin.check.findings import Confidence, Finding, Item
 from mismatch_plugin.check.layers import find_parts
 from mismatch_plugin.check.populations import PRECISION, sample_gap
 from mismatch_plugin.check.regression import rank_correlation
@@ -64,7 +64,10 @@ class Way(NamedTuple):
 def find_not_updated(batch: Batch) -> Outcome:
     """With the start's log-probs by them, else by how the gap grows with the version."""
     if any(sample.reference is not None for sample in batch):
-        return _against_reference(batch), batch
+        found = _against_reference(batch)
+        grows = any(isinstance(item, Finding) and item.confidence == "likely" for item in _growing(batch))
+        sure = {"confidence": "likely"} if grows else {}
+        return [i.model_copy(update=sure) if i.fault == "weights_not_updated" else i for i in found], batch
     return _growing(batch), batch
 
 
@@ -99,7 +102,7 @@ def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
     return Way(share, error, float(to_now / tokens), float(to_start / tokens), float(apart / tokens), deviations)
 
 
-def _against_reference(batch: Batch) -> list[Item]:
+def _against_reference(batch: Batch) -> list[Finding]:
     mixes = batch.between
     samples = list(batch.samples) if mixes is None else _newest(batch)
     if mixes is None or batch.from_checkpoint:
@@ -111,7 +114,7 @@ def _against_reference(batch: Batch) -> list[Item]:
         return []
     told_share, told = _told(samples)
     beyond = way.share - told_share
-    if mixes is not None and beyond > max(STANDARD_ERRORS * way.error, 0.03):
+    if mixes is not None and (way.to_now > PRECISION or beyond > max(STANDARD_ERRORS * way.error, 0.03)):
         parts = find_parts(batch, samples, now, way.share)
         if parts is not None:
             return [parts]
@@ -119,7 +122,7 @@ def _against_reference(batch: Batch) -> list[Item]:
     known = sure or way.apart > APART * way.to_start
     numbers = (
         f"mean logit gap {way.to_start:.3g} to the start and {way.to_now:.3g} to the present weights, which are "
-        f"{way.apart:.3g} apart; {way.nearer:.0f} standard errors"
+        f"{way.apart:.3g} apart"
     )
     statistics = {**way._asdict(), "told_share": told_share}
     nearer = way.to_start < FACTOR * way.to_now and way.nearer > STANDARD_ERRORS
@@ -127,8 +130,9 @@ def _against_reference(batch: Batch) -> list[Item]:
         finding = batch.finding(
             "weights_not_updated",
             "rollout",
-            f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers}. "
-            f"They are {way.share:.0%} ± {way.error:.0%} of the way back{told}."
+            f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers} "
+            f"({way.nearer:.0f} standard errors). They are {way.share:.0%} ± {way.error:.0%} of the way back{told}."
+            + (" Some of the new ones may have arrived." if way.share + STANDARD_ERRORS * way.error < 0.95 else "")
             + ("" if sure else " A training side that scores another text looks the same."),
             FIX + ("" if sure else " --checkpoint with the present weights decides it."),
             samples,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from mismatch_plugin.check.findings import FAULTS, CheckResult
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from tests.fixtures.sglang_check.policies import FOLDER, policy, recorded, score, training
+from tests.fixtures.sglang_check.serving import serving
 
 CLEAN = "bfloat16_temperature_1.0"
 app = typer.Typer(pretty_exceptions_enable=False)
@@ -49,47 +48,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """Rescores sequences with the float32 model, in the form of SGLang's reply."""
-    policy("float32")  # made here: the server's threads must not import transformers all at once
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.answer({"dtype": "float32", "quantization": "fp8"})
-
-        def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            ids = request["input_ids"]
-            with torch.inference_mode():
-                rows = policy("float32")(torch.tensor([ids])).logits[0].float().log_softmax(-1)
-            scored = [None, *(float(rows[at, token]) for at, token in enumerate(ids[1:]))]
-            meta = {
-                "id": "1",
-                "finish_reason": {"type": "length", "length": 0},
-                "prompt_tokens": len(ids),
-                "completion_tokens": 0,
-                "input_token_logprobs": [[value, token, None] for value, token in zip(scored, ids, strict=True)],
-                "output_token_logprobs": [],
-            }
-            self.answer({"text": "", "output_ids": [], "meta_info": meta})
-
-        def answer(self, told: Any) -> None:
-            body = json.dumps(told).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    serving = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=serving.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{serving.server_address[1]}"
-    serving.shutdown()
-    thread.join()
-    serving.server_close()
+    with serving(info={"dtype": "float32", "quantization": "fp8"}) as url:
+        yield url
 
 
 def test_help_tells_the_training_files_form():
