@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -274,8 +275,11 @@ def test_table_of_hits_and_false_alarms(
         "under other faults",
         "in clean batches",
     )
+    table = Table("hits and false alarms", headers, tuple(rows)).to_markdown()
     with capsys.disabled():
-        print("\n" + Table("hits and false alarms", headers, tuple(rows)).to_markdown())
+        print("\n" + table)
+    page = Path(__file__).parents[2] / "docs" / "inspect.md"
+    assert table in page.read_text(encoding="utf-8"), "the table of docs/inspect.md is another: copy the one above"
     elsewhere = {"server_differs"}  # needs a server: tests/check/test_servers.py
     assert {case.fault for case in CASES} | set(SERVED.values()) | elsewhere == set(FAULTS)
     assert sum(alarms.values()) == 0
