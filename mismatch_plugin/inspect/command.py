@@ -115,7 +115,7 @@ def inspect(
                 raise InputError(f"{path} holds a run's metrics: {', '.join(given)} is for dumps; leave it out.")
             from mismatch_plugin.inspect.of_metrics import inspect_metrics
 
-            inspect_metrics(path, config, run, out, no_report, as_json)
+            inspect_metrics(path, config, run, out, no_report, as_json, host)
             return
         if run is not None:
             raise InputError(f"--run {run} chooses among the runs of a metrics file, and PATH is a dump: leave it out.")

@@ -11,6 +11,8 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
+from mismatch_plugin.inspect.result import Verdict
+from mismatch_plugin.inspect.rules import Figures
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
 ROWS = tuple(metric.name for place in PLACES for metric in METRICS if metric.place == place)
@@ -49,6 +51,22 @@ class Inspection:
     def verdict(self) -> str:
         """Both verdicts, a line each."""
         return f"data: {self.data}\ncorrection: {self.correction}"
+
+    @property
+    def state(self) -> Verdict:
+        """As of a dump: `fault` where numbers are broken or the correction does not hold, else by the data."""
+        about = {warning.about for warning, _ in self.warnings}
+        return "fault" if about & {"fault", "correction"} else "large" if about else "normal"
+
+    def figures_for_rules(self) -> Figures | None:
+        """What of the rules' figures the metrics tell; None where they lack k3."""
+        means = {row["metric"]: next(v for k, v in row.items() if k.endswith("together") or k.startswith("mean of"))
+                 for row in self.figures}  # fmt: skip
+        found = {name: float(means.get(name, math.nan)) for name in ("k3_kl", "rollout_is_ratio_eff_sample_size")}
+        k3, ess = found.values()
+        if math.isnan(k3):
+            return None
+        return Figures(k3_kl=k3, ess=1.0 if math.isnan(ess) else ess, mean_length=math.inf, max_length=math.inf)
 
 
 @dataclass(frozen=True)

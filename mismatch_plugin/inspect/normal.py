@@ -167,7 +167,9 @@ def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
         ranges = _ranges(pair)
         if ranges and all(_value(level, figure) <= LOOSE * high for figure, (_, high) in ranges.items()):
             beyond = any(_value(level, figure) > high for figure, (_, high) in ranges.items())
+            below = all(_value(level, figure) < low for figure, (low, _) in ranges.items())
             size = f"within twice what is published for {pair}" if beyond else f"as published for {pair}"
+            size = f"below what is published for {pair}" if below else size
             return Answer(True, f"normal, {size}: {_shown(level, ranges)}.")
     ranges = _ranges(pairs[0])
     if not ranges:

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
 
 
 def inspect_metrics(
-    path: Path, config: Path | None, run: str | None, pictures: Path | None, no_pictures: bool, as_json: bool
+    path: Path,
+    config: Path | None,
+    run: str | None,
+    pictures: Path | None,
+    no_pictures: bool,
+    as_json: bool,
+    host: str,
 ) -> None:
     """Judge a run by the metrics that it wrote, draw them, and end with the exit status.
 
@@ -22,6 +28,7 @@ def inspect_metrics(
     correction does not hold, or a large mismatch is not corrected; 2 nothing to judge.
     """
     from mismatch_plugin.inspect.judge import counted, inspect_steps
+    from mismatch_plugin.inspect.recommend import recommend
     from mismatch_plugin.inspect.sources import read_source
     from mismatch_plugin.inspect.trends import sentence, trend_of
     from mismatch_plugin.report.log import to_json
@@ -36,13 +43,21 @@ def inspect_metrics(
         raise typer.BadParameter(str(error), param_hint="PATH") from None
     trend = trend_of(source.numbers, source.rows, source.others)
     drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
+    figures = result.figures_for_rules()
+    advice = None if result.state == "fault" or figures is None else recommend(figures)
     if as_json:
         warnings = [{**vars(warning), "steps": count} for warning, count in result.warnings]
-        body = {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
-        body["warnings"], body["notes"] = warnings, list(source.notes)
-        shown = {"source": str(source.path), "settings": where, "pictures": [str(picture) for picture in drawn]}
-        body["trend"] = None if trend is None else trend.to_json()
-        typer.echo(to_json({**body, **shown, "metrics": result.figures}, indent=2))
+        findings = [
+            {"kind": w.metric, "severity": "fault" if w.about != "data" else "note", "confidence": "likely",
+             "evidence": f"{w.value:.3g}: {w.meaning} ({counted(count)})", "first": None, "fix": w.advice}
+            for w, count in result.warnings
+        ]  # fmt: skip
+        body = {"verdict": result.state, "headline": result.data, "source": str(source.path), "settings": where}
+        body |= {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
+        body |= {"findings": findings, "metrics": result.figures, "predictions": [], "warnings": warnings}
+        body |= {"recommendation": advice and advice.model_dump(), "trend": trend and trend.to_json()}
+        body |= {"notes": list(source.notes), "pictures": [str(picture) for picture in drawn]}
+        typer.echo(to_json(body, indent=2))
     else:
         for said in source.notes:
             typer.echo(f"note: {said}.")
@@ -56,6 +71,9 @@ def inspect_metrics(
             console.print(f"{warning} ({counted(count)})")
         console.print(result.verdict)
         console.print(f"trend: {sentence(trend, result.steps)}")
+        if advice is not None and (where is None or not result.sound):
+            console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
+            console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
         if note:
             typer.echo(note)  # a path stays whole
     raise typer.Exit(0 if result.sound else 1)

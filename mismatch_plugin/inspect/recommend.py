@@ -131,7 +131,9 @@ def _recommendation(
 
 
 def _figures(figures: Figures, rule: Rule) -> str:
-    shown = [f"k3 {figures.k3_kl:.2g} nat a token", f"longest response {figures.max_length:.0f} tokens"]
+    shown = [f"k3 {figures.k3_kl:.2g} nat a token"]
+    if figures.max_length < math.inf:
+        shown.append(f"longest response {figures.max_length:.0f} tokens")
     if rule.kl_length < math.inf:
         shown.append(f"their product {figures.kl_length:.2g}")
     more = {

@@ -32,7 +32,7 @@ class Figures:
     """What the rules look at.
 
     k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
-    mean_length, max_length: trained tokens a response.
+    mean_length, max_length: trained tokens a response; inf where nobody knows.
     tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise has none.
     drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one; each
     token's limited to six medians of |l|, so that single tokens are no drift.
