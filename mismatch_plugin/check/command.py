@@ -61,11 +61,13 @@ def check(
     """Check that rollout and training log-probs belong together.
 
     Same tokens, same weights, same distribution? Detects and explains shifts,
-    swapped samples, wrong boundaries and ids, an appended EOS, fills, floors
-    and NaN, wrong units, a temperature, filter or penalty on one side only,
-    mixed and stale weights, weights that never reached the servers, some layers
-    or one server only, lost digits. Ordinary mismatch (other kernels,
-    bf16, quantised or slightly stale weights) is no fault; its size is printed.
+    swapped samples, wrong boundaries and ids, another prompt or tokenisation,
+    an appended EOS, fills, floors and NaN, wrong units, a temperature, filter
+    or penalty on one side only, mixed and stale weights, weights that never
+    reached the servers, some layers or one server only, lost digits, and a gap
+    larger than any sound pair of engines has. Ordinary mismatch (other kernels,
+    bf16, quantised or slightly stale weights, MoE routers) is no fault; its
+    size is printed, and its cause where it shows.
 
     RECORDS is a dump of slime, miles, verl, NeMo-RL, TRL or vLLM (.pt, .npz,
     .parquet, .json, .jsonl; docs/rollouts.md lists them; one that holds both

@@ -16,7 +16,7 @@ from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Effect, Fit, fit, rank_correlation
 
 MIN_REPEATED = 20
-SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.015, 8.0
+SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.01, 8.0
 SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.3, 0.08
 """Of the gap's variance a temperature must explain; less is asked where the slope is that of the recorded one."""
 SLOPE_OVER_NOISE = 0.6
