@@ -9,6 +9,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,7 @@ def inner_torch(path: Path, data: bytes) -> Any:
 
 def _load(path: Path, file: Any, mmap: bool) -> Any:
     try:
-        with torch.serialization.safe_globals([*_SAFE]):
+        with _only_ours():
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # bytes made up by others can fail in any way; none of them is a fault of ours
         refused = isinstance(error, pickle.UnpicklingError)
@@ -82,6 +83,19 @@ def _load(path: Path, file: Any, mmap: bool) -> Any:
             ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
+
+
+@contextmanager
+def _only_ours() -> Iterator[None]:
+    """What other packages of this process allow torch to load (megatron-core: numpy's own classes) is not allowed."""
+    theirs = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*_SAFE])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(theirs)
 
 
 def _check_torch_zip(file: Any, size: int, path: Path) -> None:

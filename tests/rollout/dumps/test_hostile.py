@@ -83,6 +83,19 @@ def test_numpy_in_pickles_is_the_same_and_objects_are_lists(tmp_path: Path):
     assert dump.responses[0].sampling.temperature == 0.5
 
 
+def test_what_other_packages_allow_to_be_loaded_is_not_allowed_here(tmp_path: Path):
+    torch.save(
+        {"response_ids": np.array([[1, 2]], dtype=np.int32), "rollout_log_probs": [[-1.0, -2.0]]}, tmp_path / "a.pt"
+    )
+    torch.save({"path": Path("x")}, tmp_path / "b.pt")
+    theirs = [np.dtype, np.ndarray, type(np.dtype("int32")), type(Path("x"))]  # as megatron-core does
+    with torch.serialization.safe_globals([*theirs]):
+        before = set(torch.serialization.get_safe_globals())
+        assert read_dump(tmp_path / "a.pt").responses[0].response_ids.tolist() == [1, 2]
+        _refused(tmp_path / "b.pt", "code, not data")
+        assert set(torch.serialization.get_safe_globals()) == before
+
+
 def _torch_zip(path: Path, objects: bytes, compress: int = zipfile.ZIP_STORED, **more: bytes) -> None:
     with zipfile.ZipFile(path, "w", compress) as archive:
         for name, data in {"data.pkl": objects, "version": b"3\n", "byteorder": b"little", **more}.items():
