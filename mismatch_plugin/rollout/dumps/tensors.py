@@ -87,10 +87,12 @@ def _load(path: Path, file: Any, mmap: bool) -> Any:
 
 @contextmanager
 def _only_ours() -> Iterator[None]:
-    """What other packages of this process allow torch to load (megatron-core: numpy's own classes) is not allowed."""
+    """What other packages of this process allow torch to load (megatron-core: numpy's own classes) is not allowed; what
+    torch itself does (its nested tensors) is."""
     theirs = torch.serialization.get_safe_globals()
+    of_torch = [item for item in theirs if str(getattr(item, "__module__", "")).startswith("torch.")]
     torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([*_SAFE])
+    torch.serialization.add_safe_globals([*of_torch, *_SAFE])
     try:
         yield
     finally:
