@@ -94,6 +94,7 @@ def inspect(
     from mismatch_plugin.inspect.kinds import kind_of
 
     try:
+        host = host.replace("-", "_")  # as --mismatch-host spells them
         if host not in HOSTS:
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:

@@ -97,10 +97,13 @@ def diagnose(
         "check": check,
     }
     level = check.mismatch
-    if level is None:  # one side alone, or two that have no token in common
+    found = _packed(batch, check)
+    if level is None or found is None:
         verdict: Verdict = "fault" if check.status == "faults" else "undecided"
-        return Diagnosis(verdict=verdict, headline=check.verdict, notes=check.notes, **common)
-    packed, notes = packed_of(batch)
+        return Diagnosis(
+            verdict=verdict, headline=check.verdict, next_step=_next_step(verdict, batch), notes=check.notes, **common
+        )
+    packed, notes = found
     part, said = subset(packed)
     config = own or MismatchConfig()
     metrics, size = measure(batch, config, packed)
@@ -122,6 +125,7 @@ def diagnose(
     return Diagnosis(
         verdict=verdict,
         headline=_headline(verdict, check, level),
+        next_step=_next_step(verdict, batch),
         metrics=metrics,
         size=size,
         normal=compare(level, hints),
@@ -134,6 +138,16 @@ def diagnose(
         notes=tuple(dict.fromkeys((*check.notes, *notes, *said))),
         **common,
     )
+
+
+def _packed(batch: Batch, check: CheckResult) -> tuple[PackedSequences, tuple[str, ...]] | None:
+    """`packed_of`; None for one side alone, sides that have no token in common, and a fault in every number."""
+    try:
+        return packed_of(batch)
+    except InputError:
+        if check.mismatch is not None and check.status == "clean":
+            raise
+        return None
 
 
 def _stale(batch: Batch) -> float | None:
@@ -164,6 +178,27 @@ def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
     if check.status == "undecided":
         return "undecided"
     return "large" if normal is False else "normal"
+
+
+def _next_step(verdict: Verdict, batch: Batch) -> str:
+    """What more would tell, where something is open."""
+    if not batch.has_training:
+        return (
+            "This dump has no training side: add TRAINING, score it with --checkpoint NOW or --url, or let the trainer "
+            "dump its log-probs too (docs/inspect.md#what-is-read)."
+        )
+    if verdict == "undecided":
+        return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
+    if verdict != "large":
+        return ""
+    given = [name for name, there in (("--checkpoint NOW", batch.logits), ("--reference-checkpoint START",
+             batch.between)) if there is None]  # fmt: skip
+    if not given:
+        return "No cause was found: see where it sits on the page, and --accept what is meant."
+    return (
+        f"No cause shows in these samples alone. {' and '.join(given)} would show weights that did not arrive, wholly "
+        f"or in part, and filters or temperatures that the records do not tell."
+    )
 
 
 def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:

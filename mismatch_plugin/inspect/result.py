@@ -147,13 +147,16 @@ class Histograms(_Model):
 
 
 class Diagnosis(_Model):
-    """All of it. headline: one sentence with the verdict. metrics: as training reports them, for the user's settings.
-    normality: whether the gap is of the published size, in one sentence; normal: the figures that it goes by.
-    bounds: level → wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the
-    page, not in the JSON."""
+    """All of it. headline: one sentence with the verdict. next_step: what more would tell, where something is open.
+
+    metrics: as training reports them, for the user's settings. normality: whether the gap is of the published size, in
+    one sentence; normal: the figures that it goes by. bounds: level → wished share kept ("99%", "99.9%") → (lower,
+    upper) on the ratio that keep it. histograms: for the page, not in the JSON.
+    """
 
     verdict: Verdict
     headline: str
+    next_step: str = ""
     source: str
     format: str
     samples: int

@@ -151,11 +151,11 @@ RULES = (
     ),
     Rule(
         name="experts",
-        run="single tokens far away from all others (as a mixture of experts gives whose router chooses otherwise)",
+        run="in sync, single tokens far away from all others (a mixture of experts whose router chooses otherwise)",
         preset="token_icepop",
-        reason="single tokens are off by orders of magnitude: their weight is 0, all others keep theirs. Replay the "
-        "routing if the host can",
-        also=lambda figures: TAIL <= figures.tail <= MOST_TAIL,
+        reason="single tokens are far off, for which a truncated weight would still be its bound: their weight is 0, "
+        "all others keep theirs. Of a mixture of experts replay the routing if the host can",
+        also=lambda figures: TAIL <= figures.tail <= MOST_TAIL and figures.stale < 1,
         kl=(0.0, STRONG_KL),
         bounds="token",
     ),
@@ -163,8 +163,9 @@ RULES = (
         name="strong",
         run=f"strong: KL from {STRONG_KL:g}, or ESS below {SMALL_ESS:g}",
         preset="token_is",
-        reason="find the cause first (mismatch-plugin check): no weight repairs a wrong temperature, a filter or old "
-        "weights; meanwhile token weights bound the gradient and reject nothing",
+        reason="find the cause first: no weight repairs a wrong temperature, a filter or old weights, and inspect "
+        "recommends nothing until then; where it is meant (--accept far_apart) token weights bound the gradient and "
+        "reject nothing",
         also=lambda figures: figures.k3_kl >= STRONG_KL or figures.ess < SMALL_ESS,
         keeps=1.0,
     ),

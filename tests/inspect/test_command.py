@@ -15,7 +15,7 @@ from mismatch_plugin.cli import app
 from mismatch_plugin.inspect.diagnose import own_settings
 from mismatch_plugin.inspect.kinds import kind_of
 from mismatch_plugin.rollout.files import write_records
-from tests.fixtures.sglang_check.policies import FOLDER, recorded, training
+from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
 
 CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
@@ -152,3 +152,25 @@ def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
     assert kind_of(tmp_path) == "metrics"
     result = _inspect(tmp_path, "--checkpoint", tmp_path)
     assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is for dumps" in result.output
+
+
+def test_a_fault_in_every_number_is_named_though_nothing_can_be_measured(tmp_path: Path) -> None:
+    """Probabilities in place of log-probs: no token is left, and the finding is what counts."""
+    records = [r.model_copy(update={"rollout_log_probs": [0.5] * len(r.response_ids)}) for r in recorded(CLEAN)]
+    write_records(tmp_path / "probabilities.jsonl", records)
+    result = _inspect(tmp_path / "probabilities.jsonl", _training(tmp_path), "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and told["size"] is None
+    assert "probabilities" in [item["kind"] for item in told["findings"]]
+
+
+def test_what_more_would_tell(tmp_path: Path) -> None:
+    told = json.loads(_inspect(RECORDS, "--json", "--no-report").stdout)
+    assert "no training side" in told["next_step"] and "--checkpoint" in told["next_step"]
+    told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
+    assert told["verdict"] == "normal" and told["next_step"] == ""
+    drifted = tmp_path / "drifted.jsonl"
+    lines = [{"train_log_probs": s.train_log_probs} for s in score("drift-0.03-3", list(recorded(CLEAN)))]
+    drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
+    assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
