@@ -1,8 +1,10 @@
 """Over the steps of a run: when did the mismatch begin to grow, how sure is that, and with what did it rise?
 
-The change point is that of log k3_kl: a level, from some step on a line that rises (ramp) or a higher level (jump),
-fitted by least squares over all steps. How sure: the share of runs without growth that look as much like it, made of
-the run's own noise with its memory (autoregressive of order 1).
+The change point is that of log k3_kl: a level, from some step on a line that rises, or log(1 + c d) at distance d
+(ramp), or a higher level (jump), fitted by least squares over all steps. log(1 + c d) is the growth of a k3 that rises
+linearly; twice that, of a noise whose deviation does. How sure: the share of runs without growth that look as much like
+it, made of the run's own noise with its memory (autoregressive of order 1). Where no shape fits but the last ten steps
+all lie above the first ten, that is said (higher).
 """
 
 from __future__ import annotations
@@ -29,12 +31,20 @@ MIN_FACTOR = 1.5
 MAX_P = 0.005
 MIN_CORRELATION = 0.6
 SHOWN = 3
+MIN_APART = 5.0
+"""Ours: the last steps are told of as higher from so many times the first ones (geometric means), whatever p is."""
+_ENDS = 10
+_PACES = (0.1, 0.3, 1.0, 3.0, 10.0, 100.0)
+"""c of log(1 + c d), a step: what the growth is in the first step, as a share of the level before."""
 _WINDOWS = 400
 _RUNS = 999
 _INDEPENDENT = ("tokens", "sequences", "entropy", "ref_kl", "ppo_kl", "pg_clipfrac", "rollout_log_ppl", "invalid_")
 """Beginnings of our own metrics that are not made of the log-ratio itself, which all rise with it."""
 _CLOCKS = re.compile(r"(^|/)_?(global_step|step|epoch|iteration|timestamp|runtime)s?$|^(timing|perf)", re.IGNORECASE)
 LENGTH = "response length (tokens / sequences)"
+
+
+Kind = Literal["ramp", "jump", "higher"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,8 @@ class Companion:
 
 @dataclass(frozen=True)
 class Trend:
-    """Growth of k3_kl. began: the first step of it; first, last: 95 % interval of that step. kind: ramp or jump.
+    """Growth of k3_kl. began: the first step of it; first, last: 95 % interval of that step. kind: ramp, jump, or
+    higher, where no shape tells the step: then the interval is the whole run.
 
     before: geometric mean until then. after: fitted at the last step. p: share of runs without growth that look as
     much like it. companions: strongest first; empty where nothing else moved with it.
@@ -57,19 +68,25 @@ class Trend:
     began: float
     first: float
     last: float
-    kind: Literal["ramp", "jump"]
+    kind: Kind
     before: float
     after: float
     p: float
     companions: tuple[Companion, ...]
 
+    @property
+    def times(self) -> float:
+        """How many times it has grown."""
+        return self.after / self.before
+
     def __str__(self) -> str:
-        how = "has grown since" if self.kind == "ramp" else "rose at once at"
-        where = "" if self.first == self.last else f" (between {self.first:g} and {self.last:g})"
-        said = (
-            f"k3_kl {how} step {self.began:g}{where}, from {compact(self.before)} to {compact(self.after)} nat a token "
-            f"({compact(self.after / self.before)} times; p = {self.p:.2g})."
-        )
+        grown = f"from {compact(self.before)} to {compact(self.after)} nat a token ({compact(self.times)} times"
+        if self.kind == "higher":
+            said = f"k3_kl is higher in the last {_ENDS} steps than in the first: {grown}); since when is not clear."
+        else:
+            how = "has grown since" if self.kind == "ramp" else "rose at once at"
+            where = "" if self.first == self.last else f" (between {self.first:g} and {self.last:g})"
+            said = f"k3_kl {how} step {self.began:g}{where}, {grown}; p = {self.p:.2g})."
         if not self.companions:
             return said
         named = [f"{c.metric} (rank correlation {c.rank_correlation:+.2f})" for c in self.companions]
@@ -114,17 +131,31 @@ def sentence(trend: Trend | None, steps: int) -> str:
     return f"none in {steps} steps" + (f": it takes {MIN_STEPS} to tell." if steps < MIN_STEPS else ".")
 
 
-def _growth(values: Array) -> tuple[int, int, int, Literal["ramp", "jump"], float, float, float] | None:
+def _growth(values: Array) -> tuple[int, int, int, Kind, float, float, float] | None:
     """(change point and its 95 % interval as indices, kind, level before, fitted last value, p); None for no growth."""
+    found = _fitted(values)
+    if found is not None and found[-1] <= MAX_P:
+        return found
+    first, last = values[:_ENDS], values[-_ENDS:]
+    before, after = float(first.mean()), float(last.mean())
+    if last.min() <= first.max() or after - before < math.log(MIN_APART):
+        return None
+    place, p = (found[0], found[-1]) if found is not None else (_ENDS, 1.0)
+    return place, 0, len(values) - 1, "higher", before, after, p
+
+
+def _fitted(values: Array) -> tuple[int, int, int, Kind, float, float, float] | None:
+    """As `_growth`, of the shape that fits best, whatever p; None where none rises."""
     size = -(-len(values) // _WINDOWS)
     starts = np.arange(0, len(values), size)
     y = np.array([np.median(values[start : start + size]) for start in starts])
     n = len(y)
     at = np.arange(n)
-    ramps = np.maximum(at[None] - (at[: n - 5, None] - 1), 0.0)  # the first step above the level is the change point
+    since = np.maximum(at[None] - (at[: n - 5, None] - 1), 0.0)  # the first step above the level is the change point
+    ramps = np.concatenate([since, *(np.log1p(pace * since) for pace in _PACES)])
     jumps = (at[None] >= at[3 : n - 4, None]).astype(np.float64)
     shapes = np.concatenate([ramps, jumps])
-    places = np.concatenate([at[: n - 5], at[3 : n - 4]])
+    places = np.concatenate([np.tile(at[: n - 5], 1 + len(_PACES)), at[3 : n - 4]])
     centred = shapes - shapes.mean(1, keepdims=True)
     norms = np.linalg.norm(centred, axis=1)
     bases = centred / norms[:, None]
@@ -139,8 +170,6 @@ def _growth(values: Array) -> tuple[int, int, int, Literal["ramp", "jump"], floa
     lag = _lag_one(residual)
     memory = float(np.clip(lag + 3.0 * (1.0 + 3.0 * lag) / n, 0.0, 0.95))  # a fit takes some of it away, in short runs
     p = (1 + int((_scores(bases, _without_growth(residual, memory)) >= score).sum())) / (1 + _RUNS)
-    if p > MAX_P:
-        return None
     # Twice the log-likelihood ratio below 3.84, with as many independent steps as the residuals leave.
     independent = n * (1 - memory) / (1 + memory)
     likely = places[independent * np.log(rest / rest[best]) <= 3.84]

@@ -120,3 +120,34 @@ def test_what_cannot_be_told_is_not_told() -> None:
     assert trend_of(steps, [{**row, K3: math.nan} for row in ours]) is None
     assert trend_of(steps, [{**row, K3: 0.0} for row in ours]) is None  # aligned kernels
     assert sentence(None, 50) == "none in 50 steps."
+
+
+@pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("steps", [30, 60, 100])
+def test_growth_that_flattens_on_a_log_scale_is_named(steps: int, spread: float) -> None:
+    """The deviation of the noise, or k3 itself, rises linearly from step 15 on."""
+    since = np.maximum(np.arange(steps) - 13.0, 0.0)
+    runs = [2 * np.log(0.01 + 0.03 * since), 2 * np.log(0.01 + 0.003 * since), np.log1p(10 * since), np.log1p(since)]
+    for seed, log_k3 in enumerate(runs):
+        found = trend_of(*rows(log_k3 - 9.0 + noise(steps, seed, spread=spread)))
+        assert found is not None and found.kind == "ramp" and abs(found.began - 15) <= 2, found
+        assert found.first - 2 <= 15 <= found.last + 2 and found.last - found.first <= 6, found
+
+
+def _wild(seed: int, up: float) -> np.ndarray:
+    """Ten low steps, then swings of forty times without a shape, and ten high ones."""
+    swings = np.random.default_rng(seed).choice([-3.0, 0.0, 1.5], 40)
+    return -8.0 + np.concatenate([np.zeros(10), swings, np.full(10, up)]) + noise(60, seed, spread=0.3)
+
+
+def test_a_run_that_ends_far_above_its_beginning_is_never_without_a_trend() -> None:
+    found = [trend_of(*rows(_wild(seed, 2.5))) for seed in range(10)]
+    assert all(found)
+    unclear = [trend for trend in found if trend is not None and trend.kind == "higher"]
+    for trend in unclear:
+        assert (trend.first, trend.last) == (1, 60) and trend.times == pytest.approx(math.exp(2.5), rel=0.4)
+        assert str(trend).startswith("k3_kl is higher in the last 10 steps than in the first: from 0.0003")
+        assert str(trend).endswith("since when is not clear.")
+    assert unclear
+    # As wild, and it ends where it began.
+    assert [trend_of(*rows(_wild(seed, 0.0))) for seed in range(10)].count(None) >= 9
