@@ -21,6 +21,7 @@ from mismatch_plugin.inspect.normal import normal_table
 from mismatch_plugin.inspect.rules import rules_table
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.rollout.dumps.names import NAMES
 
 
 def config_table() -> Table:
@@ -212,11 +213,22 @@ def versions_table() -> Table:
     return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
 
 
+def names_table() -> Table:
+    """Every name of a column that dumps may have."""
+    rows = tuple((what, ", ".join(f"`{name}`" for name in spellings)) for what, spellings in NAMES.items())
+    notes = (
+        "`logprobs` are the sampler's next to `train_log_probs` or `train_logprobs`; `mask` is the loss mask next to "
+        "response ids. Elsewhere both may mean several things and are not read.",
+    )
+    return Table("Names", ("what", "names; where a dump has several, the first"), rows, notes=notes)
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     "algorithms": algorithms_table,
     "bounds": bounds_table,
     "health": health_table,
     "metrics": metrics_table,
+    "names": names_table,
     "normal": normal_table,
     "detections": detections_table,
     "presets": presets_table,

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from mismatch_plugin.rollout.dumps.names import NAMES, Columns
+from mismatch_plugin.rollout.dumps.padding import without_padding
 from mismatch_plugin.rollout.dumps.part import Options, Part
 from mismatch_plugin.rollout.dumps.rows import RowReader
 from mismatch_plugin.rollout.dumps.source import Row, Source
@@ -25,6 +26,7 @@ def read_columns(
     log_probs_of: LogProbsOf = "tempered",
 ) -> Part:
     """A dict of columns, or rows. padded: columns whose lists are padded; columns of two dimensions always are."""
+    wide: list[str] = []
     if isinstance(content, Mapping) and (source.kind in ("torch", "npz") or _is_table(source, content)):
         if source.kind == "jsonl" and sum(1 for _ in source.rows()) > 1:
             raise ValueError(f"{source.path}: its lines hold lists of lists: give one sample a line.")
@@ -35,8 +37,9 @@ def read_columns(
     else:
         columns, rows = Columns(source.keys, str(source.path)), source.rows()
     part = RowReader(columns, options, padded=padded, log_probs_of=log_probs_of).part(rows)
-    if columns.ignored:
-        part.notes.append(f"not read: {', '.join(columns.ignored)}")
+    if "response_ids" in columns and not columns.found.keys() & {"loss_mask", "attention_mask", "response_length"}:
+        without_padding(part, columns="response_ids" in wide)
+    part.notes += columns.notes()
     return part
 
 

@@ -1,8 +1,8 @@
 """miles (31f1ca9) and older slime: --save-debug-train-data, one file a rank.
 
-{"rollout_id", "rank", "rollout_data": columns of this rank, "cp_rank", "cp_size", "qkv_format"}. Ranks of one tensor
-parallel group hold the same samples, pipeline stages before the last no log-probs, and context parallel ranks slices
-of them: two chunks of 2 · cp_size, one from each end. All ranks of a rollout are joined by sample_indices.
+{"rollout_id", "rank", "rollout_data": columns of this rank}, and of miles "cp_rank", "cp_size", "qkv_format". Ranks of
+one tensor parallel group hold the same samples, pipeline stages before the last no log-probs, and context parallel
+ranks slices of them: two chunks of 2 · cp_size, one from each end. All ranks of a rollout are joined by sample_indices.
 """
 
 from __future__ import annotations
@@ -47,6 +47,10 @@ class _Rank:
 
 def _recognises(source: Source) -> bool:
     return source.kind == "torch" and {"rollout_id", "rollout_data"} <= {*source.keys}
+
+
+def _of_slime(source: Source) -> bool:
+    return _recognises(source) and not {"cp_rank", "cp_size"} & {*source.keys}
 
 
 def _read(source: Source, options: Options) -> _Rank:
@@ -153,4 +157,5 @@ def _assembled(called: str, sample: _Sample, parts: Mapping[int, Floats], length
     return whole
 
 
+SLIME_TRAIN = Format("slime_train", "older slime's --save-debug-train-data, one file a rank", _of_slime, _read, _join)
 MILES_TRAIN = Format("miles_train", "miles' --save-debug-train-data, one file a rank", _recognises, _read, _join)

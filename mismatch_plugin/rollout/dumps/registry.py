@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.rollout.dumps.generic import GENERIC
-from mismatch_plugin.rollout.dumps.miles import MILES_TRAIN
+from mismatch_plugin.rollout.dumps.miles import MILES_TRAIN, SLIME_TRAIN
 from mismatch_plugin.rollout.dumps.nemo_rl import NEMO_RL
 from mismatch_plugin.rollout.dumps.part import Format, Options, Part
 from mismatch_plugin.rollout.dumps.records import RECORDS, TRAINING
@@ -24,9 +24,9 @@ from mismatch_plugin.rollout.records import LogProbsOf
 from mismatch_plugin.rollout.responses import Dump, Response, Scored
 
 FORMATS: dict[str, Format] = {
-    item.name: item for item in (RECORDS, TRAINING, SLIME, MILES_TRAIN, VERL, NEMO_RL, TRL, VLLM, GENERIC)
+    item.name: item for item in (RECORDS, TRAINING, SLIME, SLIME_TRAIN, MILES_TRAIN, VERL, NEMO_RL, TRL, VLLM, GENERIC)
 }
-"""By the name that --format takes. The first that recognises a file reads it."""
+"""By the name that --format takes. The first that recognises a file reads it; the last recognises all."""
 _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 
 
@@ -41,8 +41,9 @@ def read_dump(
     """Read a file, or a folder of files of one format in the order of the numbers in their names, as one dump.
 
     format: a name of FORMATS; default: recognised by content. training: the file or folder of the training side, in
-    any format that holds one; matched by sample_id, else by index, else by order. log_probs_of, temperature: for every
-    response, instead of what the file tells.
+    any format that holds one; matched by sample_id, else by index, else by order. Default: the training side in a
+    folder of two files, our records and it. log_probs_of, temperature: for every response, instead of what the file
+    tells.
 
     Raises ValueError naming file, sample and position where something cannot be read, is cut, or does not fit.
     """
@@ -51,10 +52,14 @@ def read_dump(
     if training is None and (path / "rollout_data").is_dir():  # a folder of miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
-    name, part = _read(path, format, options)
+    files, own = _pair(path) if path.is_dir() and format is None else (path, None)
+    name, part = _read(files, format, options)
     if not part.responses:
         raise ValueError(f"{path}: {part.missing or 'it holds no response'}.")
     notes = list(part.notes)
+    if own and training and not own.samefile(training):
+        notes.append(f"{own} was left out: the training side is {training}")
+    training = training or own
     if training is None:
         return Dump(part.responses, part.scored, name, tuple(notes))
     training = Path(training)
@@ -80,7 +85,8 @@ def _read(path: Path, format: str | None, options: Options) -> tuple[str, Part]:
             chosen = _recognised(source) if format is None else FORMATS[format]
             if found is not None and chosen is not found:
                 raise ValueError(
-                    f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format."
+                    f"{file} is of the format {chosen.name}, {files[0]} of {found.name}: give files of one format. "
+                    f"Where one is the training side of the other: mismatch-plugin inspect ROLLOUTS TRAINING."
                 )
             found = chosen
             with _named(file, chosen):
@@ -110,13 +116,18 @@ def _named(path: Path, item: Format) -> Iterator[None]:
 
 
 def _recognised(source: Source) -> Format:
-    for item in FORMATS.values():
-        if item.recognises(source):
-            return item
-    raise ValueError(
-        f"{source.path} is no dump that is known. It has {', '.join(source.keys)}. Known are "
-        f"{'; '.join(f'{item.name}: {item.holds}' for item in FORMATS.values())}."
-    )
+    return next(item for item in FORMATS.values() if item.recognises(source))
+
+
+def _pair(folder: Path) -> tuple[Path, Path | None]:
+    """(what to read, its training side) of a folder: the two files where it holds our records and their training side
+    and nothing else, otherwise the folder itself."""
+    files, _ = _files(folder)
+    if len(files) == 2 and all(file.suffix.lower() in (".jsonl", ".parquet") for file in files):
+        by_format = {_recognised(open_source(file)): file for file in files}
+        if by_format.keys() == {RECORDS, TRAINING}:
+            return by_format[RECORDS], by_format[TRAINING]
+    return folder, None
 
 
 def _files(path: Path) -> tuple[list[Path], list[str]]:

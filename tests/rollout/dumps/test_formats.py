@@ -390,7 +390,7 @@ def test_log_probs_of_logits_without_the_last_belong_to_the_next_token(tmp_path:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"response_ids": None}, "no token ids of the responses. It has .*Understood are response_ids"),
+        ({"response_ids": None}, 'no token ids of the responses. It has .*Add the line "response_ids": response_ids'),
         ({"rollout_log_probs": None, "old_log_probs": None}, "holds no log-probs"),
         ({"rollout_log_probs": None}, "none of the rollout"),
         ({"response_ids": [[1, -7, 2], [3, 4]]}, "sample 0: response_ids, position 1 is -7, no token id"),
@@ -466,3 +466,87 @@ def test_the_format_can_be_forced(tmp_path: Path):
             read_dump(tmp_path / "a.pt", wrong)
     with pytest.raises(ValueError, match=f"--format nope is unknown: choose from {', '.join(FORMATS)}"):
         read_dump(tmp_path / "a.pt", "nope")
+
+
+def test_older_slime_is_called_slime(tmp_path: Path):
+    columns = {
+        "tokens": [torch.tensor(prompt + row) for prompt, row in zip(PROMPTS, RESPONSES, strict=True)],
+        "response_lengths": [3, 2],
+        "loss_masks": [torch.tensor(row) for row in MASKS],
+        "rollout_log_probs": [torch.tensor(row) for row in ROLLOUT],
+        "log_probs": [torch.tensor(row) for row in TRAIN],
+        "sample_indices": [0, 1],
+    }
+    pack = {"rollout_id": 0, "rank": 0, "rollout_data": columns}
+    for more, name in (({}, "slime_train"), ({"cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}, "miles_train")):
+        torch.save({**pack, **more}, tmp_path / "0_0.pt")
+        dump = read_dump(tmp_path / "0_0.pt")
+        _same(dump)
+        assert dump.format == name
+
+
+def _own(**columns: Any) -> dict[str, Any]:
+    return {"response_ids": RESPONSES, "rollout_log_probs": ROLLOUT, "train_logprobs": TRAIN, **columns}
+
+
+def _notes(path: Path, columns: dict[str, Any]) -> str:
+    torch.save(columns, path / "a.pt")
+    return "; ".join(read_dump(path / "a.pt").notes)
+
+
+def test_names_of_own_loops_are_understood_where_they_are_clear(tmp_path: Path):
+    columns = _own(mask=MASKS)
+    columns["logprobs"] = columns.pop("rollout_log_probs")
+    assert "logprobs are taken as the sampler's, train_logprobs as the trainer's" in _notes(tmp_path, columns)
+    _same(read_dump(tmp_path / "a.pt"), prompts=False)
+    assert "taken as the sampler's" not in _notes(tmp_path, _own(logprobs=TRAIN))
+    columns["old_logprobs"] = columns.pop("train_logprobs")  # then logprobs may be any policy's
+    with pytest.raises(ValueError, match="none of the rollout"):
+        _notes(tmp_path, columns)
+    sequences = {
+        "input_ids": [[1, *row] for row in RESPONSES],
+        "rollout_log_probs": ROLLOUT,
+        "mask": [[1] * 4, [1] * 3],
+    }
+    with pytest.raises(ValueError, match=r'what tells a response from its prompt.*Add "response_length"'):
+        _notes(tmp_path, sequences)
+
+
+def test_a_name_that_is_nearly_known_is_asked_after(tmp_path: Path):
+    assert "response_masks: did you mean response_mask?" in _notes(tmp_path, _own(response_masks=MASKS))
+    assert "did you mean" not in _notes(tmp_path, _own(values=MASKS))
+    assert "did you mean" not in _notes(tmp_path, _own(response_mask=MASKS, response_masks=MASKS))
+    columns = _own(**{f"column_{at}": 1 for at in range(40)})
+    columns["respons_ids"] = columns.pop("response_ids")
+    with pytest.raises(ValueError, match=r"and 31 more\. respons_ids: did you mean") as error:
+        _notes(tmp_path, columns)
+    assert len(str(error.value)) < 600 + len(str(tmp_path)) and "docs/inspect.md#what-is-read" in str(error.value)
+
+
+def test_a_folder_of_records_and_their_training_side_is_a_pair(tmp_path: Path):
+    records = [
+        RolloutRecord(prompt_ids=prompt, response_ids=row, rollout_log_probs=values, loss_mask=mask)
+        for prompt, row, values, mask in zip(PROMPTS, RESPONSES, ROLLOUT, MASKS, strict=True)
+    ]
+    side = "".join(json.dumps({"train_log_probs": row}) + "\n" for row in TRAIN)
+    for name in ("rollouts.jsonl", "rollouts.parquet"):
+        folder = tmp_path / name[9:]
+        folder.mkdir()
+        write_records(folder / name, records)
+        (folder / "training.jsonl").write_text(side)
+        for training in (None, folder / "training.jsonl"):
+            dump = read_dump(folder, training=training)
+            _same(dump)
+            assert not any("left out" in note for note in dump.notes)
+    folder = tmp_path / "jsonl"
+    (tmp_path / "other.jsonl").write_text(side)
+    notes = read_dump(folder, training=tmp_path / "other.jsonl").notes
+    assert any("training.jsonl was left out" in note for note in notes)
+    (folder / "more.jsonl").write_text(side)
+    with pytest.raises(ValueError, match=r"give files of one format.*mismatch-plugin inspect ROLLOUTS TRAINING"):
+        read_dump(folder)
+    for name in ("more.jsonl", "training.jsonl"):
+        (folder / name).unlink()
+    torch.save(_verl(), folder / "a.pt")
+    with pytest.raises(ValueError, match="give files of one format"):
+        read_dump(folder)
