@@ -30,6 +30,7 @@ from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
 from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.words import controls_of
+from mismatch_plugin.report.table import figure
 from mismatch_plugin.rollout.responses import Dump
 
 
@@ -99,7 +100,10 @@ def diagnose(
     level = check.mismatch
     if level is None:  # one side alone, or two that have no token in common
         verdict: Verdict = "fault" if check.status == "faults" else "undecided"
-        return Diagnosis(verdict=verdict, headline=check.verdict, notes=check.notes, **common)
+        headline = _headline(verdict, check, None, batch.has_training)
+        return Diagnosis(
+            verdict=verdict, headline=headline, one_sided=not batch.has_training, notes=check.notes, **common
+        )
     packed, notes = packed_of(batch)
     part, said = subset(packed)
     config = own or MismatchConfig()
@@ -117,7 +121,7 @@ def diagnose(
     )
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
-    answer = normality(level, hints)
+    answer = normality(level, hints, name_others=check.status != "faults")
     verdict = _verdict(check, answer.normal)
     return Diagnosis(
         verdict=verdict,
@@ -166,10 +170,17 @@ def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
     return "large" if normal is False else "normal"
 
 
-def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
-    """One sentence."""
+def _headline(verdict: Verdict, check: CheckResult, level: Mismatch | None, two_sided: bool = True) -> str:
+    """One sentence. level: None where no token has both sides."""
     faults = [item for item in check.findings if item.counts]
-    figures = f"mean |Δ log p| {level.abs_mean:.3g}, k3 {level.k3_kl:.3g} nats a token over {level.tokens} tokens"
+    counted = f"{check.samples:,} samples, {check.tokens:,} tokens"
+    if level is None and not faults:
+        one = f"there is no training side to compare with. The rollout side of {counted} has no fault of its own."
+        return f"Not decided: {f'no token of {counted} can be compared.' if two_sided else one}"
+    figures = f"in {counted}"
+    if level is not None:
+        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats a token"
+        figures += f" over {level.tokens:,} tokens"
     if verdict == "fault":
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
         return f"Fault: {faults[0].fault}{more}; {figures}."

@@ -38,14 +38,13 @@ from mismatch_plugin.inspect.words import (
     headline,
     host_names,
     is_it_normal,
-    nats,
     published,
     share,
     size_rows,
     span,
 )
 from mismatch_plugin.limits import SAFETY_BOUND
-from mismatch_plugin.report.table import NOTHING, Table, compact
+from mismatch_plugin.report.table import NOTHING, Table, compact, figure
 
 TEMPLATE = "inspect/page.html.j2"
 FIGURES = {"abs_mean": "mean |Δ log p|", "k3_kl": "KL, k3", "kl": "KL, k1", "ess": "ESS of token ratios"}
@@ -122,7 +121,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
             bounds_table=_bounds_table(diagnosis),
             metrics_table=_metrics_table(diagnosis),
             words=partial(re.split, r"(\s+)"),
-            nats=nats,
+            figure=figure,
             span=span,
             share=share,
             width=WIDTH,

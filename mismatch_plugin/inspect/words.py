@@ -12,6 +12,7 @@ from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.inspect.result import Diagnosis, Gate, Prediction, Verdict
+from mismatch_plugin.report.table import NOTHING, figure
 
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
@@ -63,14 +64,9 @@ def host_names(flags: dict[str, str]) -> dict[str, str]:
     return {host: HOSTS.get(host, host) for host in (*HOSTS, *sorted(flags.keys() - HOSTS.keys())) if host in flags}
 
 
-def nats(value: float) -> str:
-    """A figure in at most three digits."""
-    return f"{value:.3g}"
-
-
 def count(number: int) -> str:
-    """`43 002`."""
-    return f"{number:,}".replace(",", " ")
+    """`43,002`."""
+    return f"{number:,}"
 
 
 def share(value: float) -> str:
@@ -85,7 +81,8 @@ def share(value: float) -> str:
 
 def is_it_normal(diagnosis: Diagnosis) -> str:
     """The answer to "is this normal?"."""
-    said = diagnosis.normality or "unknown, since there is nothing to compare."
+    if not (said := diagnosis.normality):
+        return "Is this normal? Unknown, since there is nothing to compare."
     before = {"fault": "By its size ", "undecided": "Not decided; so far "}.get(diagnosis.verdict, "")
     for start, answer in (("normal, ", "yes, "), ("not normal for ", "no: for ")):
         said = answer + said.removeprefix(start) if said.startswith(start) else said
@@ -105,29 +102,31 @@ def published(diagnosis: Diagnosis) -> dict[str, str]:
 
 def span(low: float, high: float) -> str:
     """`0.005 to 0.006`."""
-    return nats(low) if low == high else f"{nats(low)} to {nats(high)}"
+    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
 
 
 def gate_words(gate: Gate) -> tuple[str, str]:
     """(whether it passed, the figures)."""
     said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
-    return said, f"k3 {nats(gate.value)} nats a token against a bar of {nats(gate.bar)} ({gate.source})"
+    return said, f"k3 {figure(gate.value)} nats a token against a bar of {figure(gate.bar)} ({gate.source})"
 
 
 def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
-    """(figure, value, unit): how far apart the two sides are, the most telling first."""
+    """(figure, value, unit): how far apart the two sides are, the most telling first. A χ² estimated below 0, which it
+    is where few tokens have all of the weight, tells nothing and is shown as none."""
     rows: list[tuple[str, str, str]] = []
     level = None if diagnosis.check is None else diagnosis.check.mismatch
     if level is not None:
-        rows.append(("mean |Δ log p|", nats(level.abs_mean), "nat/token"))
-        rows.append(("99 % of |Δ log p| <", nats(level.abs_p99), "nat"))
+        rows.append(("mean |Δ log p|", figure(level.abs_mean), "nat/token"))
+        rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nat"))
     metrics = dict(diagnosis.metrics)
     if level is not None:
         metrics = {PREFIX + "kl": level.kl, PREFIX + "k3_kl": level.k3_kl, **metrics}
         metrics.setdefault(PREFIX + "rollout_is_ratio_eff_sample_size", level.effective_sample_size)
     for title, name, unit in _FIGURES:
         if (value := metrics.get(PREFIX + name)) is not None:
-            rows.append((title, share(value) if title.startswith("ESS") else nats(value), unit))
+            text = share(value) if title.startswith("ESS") else figure(value)
+            rows.append((title, NOTHING if title.startswith("χ²") and value < 0 else text, unit))
     return rows
 
 
