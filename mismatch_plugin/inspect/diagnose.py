@@ -175,7 +175,7 @@ def _headline(verdict: Verdict, check: CheckResult, level: Mismatch | None, two_
     faults = [item for item in check.findings if item.counts]
     counted = f"{check.samples:,} samples, {check.tokens:,} tokens"
     if level is None and not faults:
-        one = f"there is no training side to compare with. The rollout side of {counted} has no fault of its own."
+        one = f"only the rollout side was given; its {counted} have no fault of their own."
         return f"Not decided: {f'no token of {counted} can be compared.' if two_sided else one}"
     figures = f"in {counted}"
     if level is not None:

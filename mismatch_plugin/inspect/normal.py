@@ -237,7 +237,7 @@ def _others(level: Mismatch, pairs: tuple[Pair, ...]) -> list[Pair]:
     }
     if {of for (_, of), fit in fits.items() if fit} != {_ABS, "k3"}:
         return []
-    return [pair for pair in kinds if (own := [fit for (of, _), fit in fits.items() if of == pair]) and all(own)]
+    return [pair for pair in kinds if (own := [fit for (kind, _), fit in fits.items() if kind == pair]) and all(own)]
 
 
 def _shown(level: Mismatch, ranges: dict[Figure, tuple[float, float]]) -> str:
