@@ -91,6 +91,9 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
 """A fault that one detector of a later stage than the first named is not looked for again by the next ones there."""
 
 
+NO_TRAINING = "there is no training side: give its log-probs, a checkpoint or a server"
+
+
 def check_batch(
     batch: Batch, *, accept: Collection[str] = (), notes: Sequence[str] = (), found: Sequence[Item] = ()
 ) -> CheckResult:
@@ -102,8 +105,7 @@ def check_batch(
     found = list(found)
     if not given.has_training:
         needed = {fault for stage in STAGES for detector in stage for fault in detector.compares}
-        reason = "there is no training side: give its log-probs, a checkpoint or a server"
-        found.append(Undecided(faults=tuple(fault for fault in FAULTS if fault in needed), reason=reason))
+        found.append(Undecided(faults=tuple(fault for fault in FAULTS if fault in needed), reason=NO_TRAINING))
     for number, stage in enumerate(STAGES):
         named: set[FaultName] = set()
         for detector in stage:

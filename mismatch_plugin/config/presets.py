@@ -49,6 +49,11 @@ class Preset:
         """The others."""
         return tuple(self.names.split()[1:])
 
+    @property
+    def short(self) -> str:
+        """The first of its names without the prefix decoupled_, where it has one: what advice and predictions say."""
+        return next((name for name in self.names.split() if not name.startswith("decoupled_")), self.name)
+
     def settings(self, **overrides: Any) -> Settings:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
         for name in overrides:

@@ -30,6 +30,7 @@ from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
 from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.words import controls_of
+from mismatch_plugin.report.table import figure
 from mismatch_plugin.rollout.responses import Dump
 
 
@@ -101,7 +102,12 @@ def diagnose(
     if level is None or found is None:
         verdict: Verdict = "fault" if check.status == "faults" else "undecided"
         return Diagnosis(
-            verdict=verdict, headline=check.verdict, next_step=_next_step(verdict, batch), notes=check.notes, **common
+            verdict=verdict,
+            headline=_headline(verdict, check, None, batch.has_training),
+            next_step=_next_step(verdict, batch),
+            one_sided=not batch.has_training,
+            notes=check.notes,
+            **common,
         )
     packed, notes = found
     part, said = subset(packed)
@@ -120,7 +126,7 @@ def diagnose(
     )
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
-    answer = normality(level, hints)
+    answer = normality(level, hints, name_others=check.status != "faults")
     verdict = _verdict(check, answer.normal)
     return Diagnosis(
         verdict=verdict,
@@ -201,10 +207,17 @@ def _next_step(verdict: Verdict, batch: Batch) -> str:
     )
 
 
-def _headline(verdict: Verdict, check: CheckResult, level: Mismatch) -> str:
-    """One sentence."""
+def _headline(verdict: Verdict, check: CheckResult, level: Mismatch | None, two_sided: bool = True) -> str:
+    """One sentence. level: None where no token has both sides."""
     faults = [item for item in check.findings if item.counts]
-    figures = f"mean |Δ log p| {level.abs_mean:.3g}, k3 {level.k3_kl:.3g} nats a token over {level.tokens} tokens"
+    counted = f"{check.samples:,} samples, {check.tokens:,} tokens"
+    if level is None and not faults:
+        one = f"only the rollout side was given; its {counted} have no fault of their own."
+        return f"Not decided: {f'no token of {counted} can be compared.' if two_sided else one}"
+    figures = f"in {counted}"
+    if level is not None:
+        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats a token"
+        figures += f" over {level.tokens:,} tokens"
     if verdict == "fault":
         more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
         return f"Fault: {faults[0].fault}{more}; {figures}."

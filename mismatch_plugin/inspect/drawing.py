@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mismatch_plugin.inspect.normal import LOOSE
 from mismatch_plugin.inspect.result import Comparable, Diagnosis, Histograms
 from mismatch_plugin.inspect.words import Controls, controls_of
 
@@ -141,14 +142,15 @@ def _power(power: int) -> str:
     return f"{10 ** (power % 3)}{('', 'k', 'M', 'G')[min(power // 3, 3)]}"
 
 
-def places_on_range(items: tuple[Comparable, ...]) -> list[tuple[Comparable, float, float, float]]:
-    """(item, start and end of its published range, place of the value) in percent of one logarithmic axis a figure."""
+def places_on_range(items: tuple[Comparable, ...]) -> list[tuple[Comparable, float, float, float, float, float]]:
+    """(item, start and end of its published range, place of the value, start and end of what is `LOOSE` times below and
+    above the range) in percent of one logarithmic axis a figure."""
     rows = []
     for item in items:
         same = [other for other in items if other.figure == item.figure]
-        values = [v for other in same for v in (other.low, other.high, other.value) if v > 0]
+        values = [v for other in same for v in (other.low / LOOSE, other.high * LOOSE, other.value) if v > 0]
         low, high = np.log(min(values, default=1.0) / 1.6), np.log(max(values, default=1.0) * 1.6)
-        ends = (item.low, item.high, item.value)
-        start, end, at = (100.0 * (math.log(v) - low) / (high - low) if v > 0 else 0.0 for v in ends)
-        rows.append((item, float(start), float(end), float(at)))
+        ends = (item.low, item.high, item.value, item.low / LOOSE, item.high * LOOSE)
+        places = (100.0 * (math.log(v) - low) / (high - low) if v > 0 else 0.0 for v in ends)
+        rows.append((item, *map(float, places)))
     return rows

@@ -90,10 +90,10 @@ def shortest_flags(config: MismatchConfig) -> list[str]:
 
 
 def preset_of(config: MismatchConfig) -> str | None:
-    """The name of the first preset that gives these settings, one without the prefix decoupled_ if it has one."""
+    """The short name of the first preset that gives these settings."""
     for record in PRESETS:
         if _preset(record.name) == config:
-            return next((name for name in record.names.split() if not name.startswith("decoupled_")), record.name)
+            return record.short
     return None
 
 

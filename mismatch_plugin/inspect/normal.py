@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple, get_args
 
 from mismatch_plugin.check.findings import Mismatch
 from mismatch_plugin.inspect.result import Comparable, Figure
-from mismatch_plugin.report.table import Table
+from mismatch_plugin.report.table import Table, figure
 
 Pair = Literal[
     "aligned kernels", "fp16", "dense bf16", "bf16 engine, fp32 trainer", "MoE bf16", "MoE bf16, routing replayed",
@@ -157,27 +157,27 @@ def compare(level: Mismatch, hints: Hints | None = None) -> tuple[Comparable, ..
     return tuple(_comparable(row, level) for row in rows)
 
 
-def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
+def normality(level: Mismatch, hints: Hints | None = None, *, name_others: bool = True) -> Answer:
     """Whether the gap is of the published size: at most LOOSE times the largest figure of its kind, for every figure
-    that is published of the kind; in one sentence."""
+    that is published of the kind; in one sentence. name_others: where not, name up to two other kinds of this size."""
     if level.abs_max == 0.0:
         return Answer(True, "an exact zero: both sides compute the same log-probs, as aligned kernels do.")
     pairs = pairs_like(hints or Hints())
     for pair in pairs:
         ranges = _ranges(pair)
-        if ranges and all(_value(level, figure) <= LOOSE * high for figure, (_, high) in ranges.items()):
-            beyond = any(_value(level, figure) > high for figure, (_, high) in ranges.items())
-            below = all(_value(level, figure) < low for figure, (low, _) in ranges.items())
+        if ranges and all(_value(level, name) <= LOOSE * high for name, (_, high) in ranges.items()):
+            beyond = any(_value(level, name) > high for name, (_, high) in ranges.items())
+            below = all(_value(level, name) < low for name, (low, _) in ranges.items())
             size = f"within twice what is published for {pair}" if beyond else f"as published for {pair}"
             size = f"below what is published for {pair}" if below else size
             return Answer(True, f"normal, {size}: {_shown(level, ranges)}.")
     ranges = _ranges(pairs[0])
     if not ranges:
         return Answer(None, f"nothing sound is published for {pairs[0]}.")
-    times = max(_value(level, figure) / high for figure, (_, high) in ranges.items())
-    sentence = f"not normal for {pairs[0]}, {times:.2g} times the largest published: {_shown(level, ranges)}"
-    others = [pair for pair in get_args(Pair) if pair not in pairs and _fits(level, pair)]
-    return Answer(False, f"{sentence}; of the size of {', '.join(others)}." if others else f"{sentence}.")
+    times = max(_value(level, name) / high for name, (_, high) in ranges.items())
+    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest published: {_shown(level, ranges)}"
+    others = [f'"{pair}"' for pair in _others(level, pairs)[:2]] if name_others else []
+    return Answer(False, f"{sentence}; of the size of {' or '.join(others)}." if others else f"{sentence}.")
 
 
 def is_normal(level: Mismatch, hints: Hints | None = None) -> str:
@@ -221,23 +221,30 @@ def _ranges(pair: Pair) -> dict[Figure, tuple[float, float]]:
     found: dict[Figure, tuple[float, float]] = {}
     for row in PUBLISHED:
         if row.pair == pair and not row.faulty:
-            figure: Figure = "k3" if row.figure == "KL" else row.figure
-            low, high = found.get(figure, (row.low, row.high))
-            found[figure] = min(low, row.low), max(high, row.high)
+            name: Figure = "k3" if row.figure == "KL" else row.figure
+            low, high = found.get(name, (row.low, row.high))
+            found[name] = min(low, row.low), max(high, row.high)
     return found
 
 
-def _fits(level: Mismatch, pair: Pair) -> bool:
-    """Neither above nor far below what is published of a kind."""
-    ranges = _ranges(pair).items()
-    return bool(ranges) and all(low / LOOSE <= _value(level, f) <= LOOSE * high for f, (low, high) in ranges)
+def _others(level: Mismatch, pairs: tuple[Pair, ...]) -> list[Pair]:
+    """Other kinds that are neither above nor far below by any figure; none where the mean or k3 is of no kind's size."""
+    kinds = [pair for pair in get_args(Pair) if pair not in pairs]
+    fits = {
+        (pair, of): low / LOOSE <= _value(level, of) <= LOOSE * high
+        for pair in kinds
+        for of, (low, high) in _ranges(pair).items()
+    }
+    if {of for (_, of), fit in fits.items() if fit} != {_ABS, "k3"}:
+        return []
+    return [pair for pair in kinds if (own := [fit for (kind, _), fit in fits.items() if kind == pair]) and all(own)]
 
 
 def _shown(level: Mismatch, ranges: dict[Figure, tuple[float, float]]) -> str:
     return ", ".join(
-        f"{figure} {_value(level, figure):.2g} (published {_span(*span)})" for figure, span in ranges.items()
+        f"{name} {figure(_value(level, name), 2)} (published {_span(*span)})" for name, span in ranges.items()
     )
 
 
 def _span(low: float, high: float) -> str:
-    return f"{low:.3g}" if low == high else f"{low:.3g} to {high:.3g}"
+    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"

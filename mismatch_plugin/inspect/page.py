@@ -38,14 +38,19 @@ from mismatch_plugin.inspect.words import (
     headline,
     host_names,
     is_it_normal,
-    nats,
+    label,
     published,
+    sentence,
+    separated,
     share,
     size_rows,
     span,
+    times,
+    undecided,
+    without_advice,
 )
 from mismatch_plugin.limits import SAFETY_BOUND
-from mismatch_plugin.report.table import NOTHING, Table, compact
+from mismatch_plugin.report.table import NOTHING, Table, compact, figure
 
 TEMPLATE = "inspect/page.html.j2"
 FIGURES = {"abs_mean": "mean |Δ log p|", "k3_kl": "KL, k3", "kl": "KL, k1", "ess": "ESS of token ratios"}
@@ -91,7 +96,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
     if histograms is not None:
         data["edges"] = list(histograms.edges)
         data["levels"] = {name: level.model_dump() for name, level in histograms.levels.items()}
-    verdict, sentence = headline(diagnosis)
+    verdict, rest = headline(diagnosis)
     advice = diagnosis.recommendation
     html = (
         environment()
@@ -99,8 +104,14 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         .render(
             d=diagnosis,
             verdict=verdict,
-            sentence=sentence,
+            headline=rest,
+            fault=diagnosis.verdict == "fault",
             normal=is_it_normal(diagnosis),
+            why_none=without_advice(diagnosis),
+            undecided=undecided(diagnosis),
+            separated=separated(diagnosis),
+            label=label,
+            sentence=sentence,
             outside="" if best is None else outside(best),
             count=count,
             first=None if first is None else plot(first, bounds),
@@ -122,7 +133,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
             bounds_table=_bounds_table(diagnosis),
             metrics_table=_metrics_table(diagnosis),
             words=partial(re.split, r"(\s+)"),
-            nats=nats,
+            figure=figure,
             span=span,
             share=share,
             width=WIDTH,
@@ -217,8 +228,8 @@ def _metrics_table(diagnosis: Diagnosis) -> Table | None:
     return Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), rows) if rows else None
 
 
-HEADERS = ("setting", "", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS", "mean weight",
-           "largest weight", "variance", "bias", "second pass")  # fmt: skip
+HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights", "mean weight",
+           "largest weight", "noise", "bias", "second pass")  # fmt: skip
 
 
 def _prediction_rows(diagnosis: Diagnosis) -> list[list[Cell]]:
@@ -233,7 +244,7 @@ def _cells(item: Prediction, mark: str) -> list[Cell]:
         return Cell(NOTHING, "") if value is None else Cell(share(value), value)
 
     def number(value: float) -> Cell:
-        return Cell(compact(value) if math.isfinite(value) else str(value), value)
+        return Cell(figure(value), value)
 
     lengths = Cell(" / ".join(map(share, item.kept_by_length)) or NOTHING, min(item.kept_by_length, default=""))
     return [
@@ -242,6 +253,8 @@ def _cells(item: Prediction, mark: str) -> list[Cell]:
         *map(part, (item.kept, item.kept_positive, item.kept_negative)),
         lengths,
         part(item.ess),
-        *map(number, (item.mean_weight, item.max_weight, item.variance, item.bias)),
+        *map(number, (item.mean_weight, item.max_weight)),
+        Cell(times(item.noise), item.noise),
+        number(item.bias),
         Cell("yes" if item.second_pass else "no"),
     ]

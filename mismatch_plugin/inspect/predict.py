@@ -82,7 +82,7 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
         yield setting_of(OWN, own)
     with no_notes():
         for preset in PRESETS:
-            yield Setting(preset.name, {"preset": preset.name}, MismatchConfig.build(preset.settings()))
+            yield Setting(preset.short, {"preset": preset.short}, MismatchConfig.build(preset.settings()))
         measured = bounds_for(packed, (_SHARE,))
         share = f"{_SHARE:.0%}"
         for level in LEVELS:

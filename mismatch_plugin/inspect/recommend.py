@@ -15,6 +15,7 @@ from mismatch_plugin.core.units import units_of
 from mismatch_plugin.inspect.flags import HOSTS, flags_for, preset_of
 from mismatch_plugin.inspect.result import Prediction, Recommendation
 from mismatch_plugin.inspect.rules import RULES, Figures, Rule
+from mismatch_plugin.report.table import figure
 
 LEAST_KEPT = 0.9
 """Of the user's own tokens, by the prediction."""
@@ -117,7 +118,7 @@ def _recommendation(
     reasons += [why] if why else []
     if prediction is not None:
         reasons.append(
-            f"on your data: {prediction.kept:.1%} of the tokens kept, mean weight {prediction.mean_weight:.3g}, "
+            f"on your data: {prediction.kept:.1%} of the tokens kept, mean weight {figure(prediction.mean_weight)}, "
             f"effective sample size {prediction.ess:.0%}"
         )
     return Recommendation(
@@ -131,11 +132,11 @@ def _recommendation(
 
 
 def _figures(figures: Figures, rule: Rule) -> str:
-    shown = [f"k3 {figures.k3_kl:.2g} nat a token"]
+    shown = [f"k3 {figure(figures.k3_kl, 2)} nat a token"]
     if figures.max_length < math.inf:
-        shown.append(f"longest response {figures.max_length:.0f} tokens")
+        shown.append(f"longest response {figures.max_length:,.0f} tokens")
     if rule.kl_length < math.inf:
-        shown.append(f"their product {figures.kl_length:.2g}")
+        shown.append(f"their product {figure(figures.kl_length, 2)}")
     more = {
         "experts": f"{figures.tail:.2%} of the tokens far away",
         "strong": f"effective sample size {figures.ess:.0%}",
@@ -148,7 +149,7 @@ def _figures(figures: Figures, rule: Rule) -> str:
 def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | None) -> tuple[str, ...]:
     """What to look at in the first ten steps, with the values to expect."""
     lines = [
-        f"{PREFIX}k3_kl near {figures.k3_kl:.2g}; above {GROWN * figures.k3_kl:.2g} something has changed "
+        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(GROWN * figures.k3_kl, 2)} something has changed "
         f"(weights that did not arrive, a filter, a temperature)"
     ]
     if prediction is None:

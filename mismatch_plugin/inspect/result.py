@@ -152,6 +152,7 @@ class Diagnosis(_Model):
     metrics: as training reports them, for the user's settings. normality: whether the gap is of the published size, in
     one sentence; normal: the figures that it goes by. bounds: level → wished share kept ("99%", "99.9%") → (lower,
     upper) on the ratio that keep it. histograms: for the page, not in the JSON.
+    one_sided: there is no training side.
     """
 
     verdict: Verdict
@@ -163,6 +164,7 @@ class Diagnosis(_Model):
     tokens: int
     findings: tuple[Cause, ...] = ()
     undecided: tuple[str, ...] = ()
+    one_sided: bool = False
     metrics: dict[str, float] = {}
     size: Size | None = None
     normal: tuple[Comparable, ...] = ()

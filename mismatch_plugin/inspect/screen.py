@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,10 +16,15 @@ from mismatch_plugin.inspect.words import (
     headline,
     host_names,
     is_it_normal,
+    label,
+    plain,
     published,
     size_rows,
+    times,
+    undecided,
+    without_advice,
 )
-from mismatch_plugin.report.table import NOTHING, compact
+from mismatch_plugin.report.table import NOTHING, figure
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,19 +39,22 @@ _ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": 
 
 @dataclass
 class _Line:
-    """rank: where the screen is too low, the largest goes first; 0 stays. whole: never cut or broken, since it is
-    copied; the terminal may wrap it."""
+    """rank: where the screen is too low, the largest goes first, with its whole block; 0 stays. whole: never broken,
+    since it is copied; the terminal may wrap it."""
 
     text: str = ""
     rank: int = 0
     style: str = ""
     whole: bool = False
+    block: int = 0
 
 
 @dataclass
 class _Screen:
+    """height: None where no terminal shows it: nothing is cut or left out then."""
+
     width: int
-    most: int
+    height: int | None
     unicode: bool
     lines: list[_Line] = field(default_factory=list)
 
@@ -55,40 +63,57 @@ class _Screen:
         """Where something was cut off."""
         return "…" if self.unicode else "..."
 
-    def say(self, text: str, rank: int = 0, most: int = 3, style: str = "", indent: str = "") -> None:
-        """Words, on at most so many lines; what is cut ends in an ellipsis."""
-        wrapped = textwrap.wrap(
-            _printable(" ".join(text.split()), self.unicode), self.width, initial_indent=indent,
-            subsequent_indent=2 * indent, max_lines=min(most, self.most), placeholder=" " + self.cut,
-            break_on_hyphens=False,
-        )  # fmt: skip
-        self.lines += [_Line(line, rank, style) for line in wrapped]
+    def add(self, lines: Iterable[str], rank: int = 0, style: str = "", whole: bool = False) -> None:
+        """Lines that stay or go together."""
+        block = len(self.lines)
+        self.lines += [_Line(line, rank, style, whole, block) for line in lines]
 
-    def table(self, rows: Iterable[tuple[str, ...]], rank: int, marks: tuple[str, ...] = ()) -> None:
-        """Columns; all but the first to the right, and as much of the first as there is room for."""
-        cells = [tuple(_printable(cell, self.unicode) for cell in row) for row in rows]
+    def say(self, text: str, rank: int = 0, most: int | None = None, style: str = "", indent: str = "") -> None:
+        """Words. most: lines of a terminal that they may take; what is cut ends in an ellipsis."""
+        self.add(self.wrapped(" ".join(text.split()), self.width, indent, 2 * indent, most), rank, style)
+
+    def wrapped(self, text: str, width: int, first: str = "", rest: str = "", most: int | None = None) -> list[str]:
+        """Lines of at most this width; at most so many on a terminal."""
+        return textwrap.wrap(
+            _printable(text, self.unicode), width, initial_indent=first, subsequent_indent=rest,
+            max_lines=None if self.height is None else most, placeholder=" " + self.cut, break_on_hyphens=False,
+        )  # fmt: skip
+
+    def table(
+        self, headers: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]], ranks: Sequence[int],
+        marks: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Columns; all but the first to the right, and the first wrapped into what room there is. headers: lines, which
+        stay as long as the first row does."""
+        cells = [tuple(_printable(cell, self.unicode) for cell in row) for row in (*headers, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths[0] = min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths))
-        for number, row in enumerate(cells):
+        widths[0] = max(12, min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths)))
+        block = len(self.lines)
+        for number, row in enumerate(cells, -len(headers)):
             rest = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-            style = "bold" if not number or (marks and marks[number - 1] == ">") else ""
-            first = self.shortened(row[0], widths[0])
-            self.lines.append(_Line(f"  {first:<{widths[0]}}{rest}".rstrip(), rank + (number > 3), style))
+            first, *more = textwrap.wrap(row[0], widths[0], subsequent_indent="    ", break_on_hyphens=False) or [""]
+            style = "bold" if number < 0 or (marks and marks[number] == ">") else ""
+            block = len(self.lines) if number > 0 else block
+            for line in (f"  {first:<{widths[0]}}{rest}", *(f"  {line}" for line in more)):
+                self.lines.append(_Line(line.rstrip(), ranks[max(number, 0)], style, block=block))
 
     def shortened(self, text: str, width: int) -> str:
         """As much of it as there is room for, and then an ellipsis."""
-        return text if len(text) <= width else text[: width - len(self.cut)] + self.cut
+        whole = len(text) <= width or self.height is None
+        return text if whole else text[: width - len(self.cut)] + self.cut
 
-    def fitted(self, height: int) -> list[_Line]:
-        """At most so many lines: those of the highest rank go, from the end."""
+    def fitted(self) -> list[_Line]:
+        """At most as many lines as there is room for: blocks of the highest rank go, from the end."""
         lines = list(self.lines)
-        while len(lines) > height and (worst := max(line.rank for line in lines)) > 0:
-            del lines[max(place for place, line in enumerate(lines) if line.rank == worst)]
+        while self.height and len(lines) > self.height and (worst := max(line.rank for line in lines)) > 0:
+            block = [line.block for line in lines if line.rank == worst][-1]
+            lines = [line for line in lines if line.block != block]
         return lines
 
 
 def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report: Path | None = None) -> None:
-    """Print the summary: at most as high as the terminal (24 to 35 lines), and no wider, but for what is copied.
+    """Print the summary: no wider than the terminal, but for what is copied, and no higher (24 to 35 lines) unless the
+    cause and its fix need more. Where no terminal shows it nothing is left out.
 
     host: whose flags are shown. report: where the page is. Raises ValueError where the recommendation has no flags for
     the host.
@@ -97,29 +122,20 @@ def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report:
     from rich.text import Text
 
     unicode = console.encoding.lower().replace("-", "").startswith("utf")
-    height = min(max(console.height, SMALLEST), LARGEST) - 1
-    for line in _lines(diagnosis, _Screen(console.width, 9, unicode), height, host, report):
+    height = min(max(console.height, SMALLEST), LARGEST) - 1 if console.is_terminal else None
+    screen = _Screen(console.width, height, unicode)
+    _verdict(screen, diagnosis)
+    _findings(screen, diagnosis)
+    _size(screen, diagnosis)
+    _advice(screen, diagnosis, host)
+    _predictions(screen, diagnosis)
+    if report is not None:
+        screen.add([f"Report: {report}"], whole=True)
+    for line in screen.fitted():
         text = _printable(line.text, unicode)
-        if not line.whole and cell_len(text) > console.width:  # some letters are two wide
+        if height and not line.whole and cell_len(text) > console.width:  # some letters are two wide
             text = set_cell_size(text, console.width - 3) + "..."
         console.print(Text(text, style=line.style), soft_wrap=True)
-
-
-def _lines(diagnosis: Diagnosis, empty: _Screen, height: int, host: str, report: Path | None) -> list[_Line]:
-    """What fits: where it does not otherwise, sentences are cut to two lines, or to one."""
-    screen = empty
-    for most in (9, 2, 1):
-        screen = replace(empty, most=most, lines=[])
-        _verdict(screen, diagnosis)
-        _cause(screen, diagnosis)
-        _size(screen, diagnosis)
-        _advice(screen, diagnosis, host)
-        _predictions(screen, diagnosis)
-        if report is not None:
-            screen.lines.append(_Line(f"Report: {report}", whole=True))
-        if sum(line.rank <= 1 for line in screen.lines) <= height:
-            break
-    return screen.fitted(height)
 
 
 def _printable(text: str, unicode: bool) -> str:
@@ -131,80 +147,87 @@ def _printable(text: str, unicode: bool) -> str:
 
 def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:
     verdict, sentence = headline(diagnosis)
-    screen.say(f"{verdict.upper()}: {sentence}", style=STYLES[diagnosis.verdict], most=2)
+    screen.say(f"{verdict.upper()}: {sentence}", style=STYLES[diagnosis.verdict])
     screen.say(is_it_normal(diagnosis))
     if (gate := diagnosis.gate) is not None:
-        said, figures = gate_words(gate)
-        screen.say(f"Gate {said.upper()}: {figures}.", most=1)
+        said, figures = gate_words(gate, brief=True)
+        screen.say(f"Gate {said.upper()}: {figures}.")
     counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
-    screen.say(f"Of {diagnosis.source} ({diagnosis.format}): {counted}.", rank=6, most=1)
+    screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).", rank=8, most=1)
 
 
-def _cause(screen: _Screen, diagnosis: Diagnosis) -> None:
+def _findings(screen: _Screen, diagnosis: Diagnosis) -> None:
     first, *others = diagnosis.findings or (None,)
     if first is not None:
-        screen.lines.append(_Line(rank=9))
-        screen.say(f"Cause: {first.kind} ({first.confidence}). {first.evidence}", style="bold")
+        screen.add([""], rank=9)
+        later = 0 if first.severity == "fault" else 5  # a note needs no fix at once
+        screen.say(f"{label(first)}: {first.kind} ({first.confidence}). {plain(first.evidence)}", style="bold")
         if first.first is not None:
-            screen.say(f"first: {first.first}", indent="  ", most=2)
-        screen.say(f"fix: {first.fix}", indent="  ", most=4)
+            screen.say(f"first: {first.first}", rank=later, indent="  ", most=2)
+        screen.say(f"fix: {plain(first.fix)}", rank=later, indent="  ")
     for item in others:
-        screen.say(f"also {item.kind} ({item.confidence}): {item.evidence}", rank=3, most=1)
-    for reason in diagnosis.undecided:
-        screen.say(f"not decided: {reason}", rank=0 if diagnosis.verdict == "undecided" else 5, most=2)
+        also = "also" if item.severity == "fault" else "note"
+        screen.say(f"{also} {item.kind} ({item.confidence}): {plain(item.evidence)}", rank=6, most=1)
+    for reason in undecided(diagnosis):
+        screen.say(f"not decided: {reason}", rank=0 if diagnosis.verdict == "undecided" else 7, most=2)
 
 
 def _size(screen: _Screen, diagnosis: Diagnosis) -> None:
     rows = size_rows(diagnosis)
     if not rows:
         return
-    screen.lines.append(_Line(rank=9))
+    screen.add([""], rank=9)
     known = published(diagnosis)
     room = max(12, screen.width - 42)
     ranges = [screen.shortened(known.get(title, ""), room) for title, *_ in rows]
     table = [(title, f"{value} {unit}".strip(), text) for (title, value, unit), text in zip(rows, ranges, strict=True)]
-    screen.table([("size", "measured", "published" if known else ""), *table], rank=2)
+    ranks = [8 if title.startswith("χ²") else 4 if title in known or not n else 6 for n, (title, *_) in enumerate(rows)]
+    screen.table([("size", "measured", "published" if known else "")], table, ranks)
 
 
 def _advice(screen: _Screen, diagnosis: Diagnosis, host: str) -> None:
     advice = diagnosis.recommendation
-    screen.lines.append(_Line(rank=9))
+    screen.add([""], rank=9)
     if advice is None:
-        without = {
-            "fault": "No setting is recommended: fix the fault first, then inspect again.",
-            "undecided": "No setting is recommended on so few tokens: inspect a larger dump.",
-        }
-        screen.say(without.get(diagnosis.verdict, "No setting is recommended."), style="bold")
+        screen.say(without_advice(diagnosis), style="bold")
         return
     names = host_names(advice.flags)
     if host not in names:
         raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(names)}.")
     screen.say(f"Recommended: {advice.setting}. {advice.reasons[0] if advice.reasons else ''}", style="bold")
     others = ", ".join(name for name in names if name != host)
-    screen.say(f"{names[host]} (--host {others} for the others):", most=2)
-    screen.lines += [_Line(line, whole=True, style="cyan") for line in advice.flags[host].splitlines()]
+    screen.say(f"{names[host]} (--host {others} for the others):")
+    screen.add(advice.flags[host].splitlines(), whole=True, style="cyan")
     for watched in advice.watch[:1]:
-        screen.say(f"Watch in the first ten steps: {watched}.", rank=4, most=1)
+        screen.say(f"Watch in the first ten steps: {watched}.", rank=3)
 
 
 def _predictions(screen: _Screen, diagnosis: Diagnosis) -> None:
     chosen = chosen_predictions(diagnosis)
     if not chosen:
         return
-    screen.lines.append(_Line(rank=9))
+    screen.add([""], rank=9)
     marks = tuple(">" if "recommended" in mark else "*" if mark else " " for mark, _ in chosen)
-    header = ("> recommended  * yours", "kept %", "ESS %", "mean w", "variance", "bias", "2nd pass")
+    names = [item.setting.replace("algorithm ", "alg ") for _, item in chosen]
+    where = "alg: docs/algorithms.md" if any(name.startswith("alg ") for name in names) else ""
+    headers = [
+        (where, "", "ESS of", "", "", "", "2nd"),
+        ("> recommended  * yours", "kept %", "weights", "mean w", "noise", "bias", "pass"),
+    ]
     rows = [
         (
-            f"{sign} {item.setting.replace('algorithm ', 'alg ')}",
+            f"{sign} {name}",
             _percent(item.kept),
-            _percent(item.ess),
-            *(compact(float(f"{value:.3g}")) for value in (item.mean_weight, item.variance, item.bias)),
+            f"{_percent(item.ess)} %",
+            figure(item.mean_weight),
+            times(item.noise),
+            figure(item.bias, 2),
             "yes" if item.second_pass else NOTHING,
         )
-        for sign, (_, item) in zip(marks, chosen, strict=True)
+        for sign, name, (_, item) in zip(marks, names, chosen, strict=True)
     ]
-    screen.table([header, *rows], rank=1, marks=marks)
+    ranks = [2 if mark == " " else 1 for mark in marks]
+    screen.table(headers, rows, ranks, marks)
 
 
 def _percent(value: float) -> str:

@@ -6,12 +6,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from mismatch_plugin.check.run import NO_TRAINING
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
-from mismatch_plugin.inspect.result import Diagnosis, Gate, Prediction, Verdict
+from mismatch_plugin.inspect.result import Cause, Diagnosis, Gate, Prediction, Verdict
+from mismatch_plugin.report.table import NOTHING, figure
 
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
@@ -63,14 +65,9 @@ def host_names(flags: dict[str, str]) -> dict[str, str]:
     return {host: HOSTS.get(host, host) for host in (*HOSTS, *sorted(flags.keys() - HOSTS.keys())) if host in flags}
 
 
-def nats(value: float) -> str:
-    """A figure in at most three digits."""
-    return f"{value:.3g}"
-
-
 def count(number: int) -> str:
-    """`43 002`."""
-    return f"{number:,}".replace(",", " ")
+    """`43,002`."""
+    return f"{number:,}"
 
 
 def share(value: float) -> str:
@@ -83,13 +80,78 @@ def share(value: float) -> str:
     return "> 99.9999 %" if value > 0.5 else "< 0.0001 %"
 
 
+def times(value: float) -> str:
+    """A multiple: `×1.02`."""
+    return f"×{value:.2f}" if value < 10 else f"×{figure(value)}"
+
+
 def is_it_normal(diagnosis: Diagnosis) -> str:
-    """The answer to "is this normal?"."""
-    said = diagnosis.normality or "unknown, since there is nothing to compare."
+    """The answer to "is this normal?"; "" where there is no training side."""
+    if diagnosis.one_sided:
+        return ""
+    if not (said := diagnosis.normality):
+        return "Is this normal? Unknown, since there is nothing to compare."
     before = {"fault": "By its size ", "undecided": "Not decided; so far "}.get(diagnosis.verdict, "")
     for start, answer in (("normal, ", "yes, "), ("not normal for ", "no: for ")):
         said = answer + said.removeprefix(start) if said.startswith(start) else said
     return f"Is this normal? {before}{said if before else said[:1].upper() + said[1:]}"
+
+
+def without_advice(diagnosis: Diagnosis) -> str:
+    """Why no setting is recommended, and what to do."""
+    if diagnosis.verdict == "fault":
+        return "No setting is recommended: fix the fault first, then inspect again."
+    if diagnosis.one_sided:
+        return (
+            "There is no training side: add TRAINING, --checkpoint NOW, or dump it too (docs/inspect.md#what-is-read)."
+        )
+    if diagnosis.check is not None and diagnosis.check.mismatch is None:
+        return "No setting is recommended, since no token can be compared."
+    if diagnosis.verdict == "undecided":
+        return "No setting is recommended on so few tokens: inspect a larger dump."
+    return "No setting is recommended."
+
+
+def undecided(diagnosis: Diagnosis) -> tuple[str, ...]:
+    """What could not be looked for; without a training side that is all that compares, which is said elsewhere."""
+    return tuple(said for said in diagnosis.undecided if not (diagnosis.one_sided and NO_TRAINING in said))
+
+
+def label(cause: Cause) -> str:
+    """What the first finding is called."""
+    return "Cause" if cause.severity == "fault" else "Note"
+
+
+_SEPARATED = {
+    "engine_abs": "mean |Δ log p| of the engines alone",
+    "engine_k3": "k3 of the engines alone",
+    "stale_abs": "mean |Δ log p| of stale tokens",
+    "stale_k3": "k3 of stale tokens",
+    "staleness_k3": "k3 that fresh weights would save",
+    "k3_per_step": "k3 added by each step of staleness",
+    "sampled_abs": "mean |Δ log p| of sampling against one pass of the same server",
+    "sampled_k3": "k3 of that",
+    "trainer_abs": "mean |Δ log p| of the server's pass against the trainer",
+    "trainer_k3": "k3 of that",
+}
+
+
+def separated(diagnosis: Diagnosis) -> str:
+    """What of the gap is whose, in words; "" where that is not known, or a fault makes it meaningless."""
+    if diagnosis.verdict == "fault" or diagnosis.size is None or not diagnosis.size.separated:
+        return ""
+    parts = [f"{_SEPARATED.get(name, name)} {figure(value)}" for name, value in diagnosis.size.separated.items()]
+    return f"Of the gap, nats a token: {', '.join(parts)}."
+
+
+def sentence(text: str) -> str:
+    """Plain, with one full stop."""
+    return f"{plain(text).rstrip('. ')}."
+
+
+def plain(text: str) -> str:
+    """Without the backticks of markdown."""
+    return text.replace("`", "")
 
 
 def published(diagnosis: Diagnosis) -> dict[str, str]:
@@ -105,29 +167,32 @@ def published(diagnosis: Diagnosis) -> dict[str, str]:
 
 def span(low: float, high: float) -> str:
     """`0.005 to 0.006`."""
-    return nats(low) if low == high else f"{nats(low)} to {nats(high)}"
+    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
 
 
-def gate_words(gate: Gate) -> tuple[str, str]:
-    """(whether it passed, the figures)."""
+def gate_words(gate: Gate, brief: bool = False) -> tuple[str, str]:
+    """(whether it passed, the figures). brief: without why this bar."""
+    source = gate.source.partition(": ")[0] if brief else gate.source
     said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
-    return said, f"k3 {nats(gate.value)} nats a token against a bar of {nats(gate.bar)} ({gate.source})"
+    return said, f"k3 {figure(gate.value)} nats a token against a bar of {figure(gate.bar)} ({source})"
 
 
 def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
-    """(figure, value, unit): how far apart the two sides are, the most telling first."""
+    """(figure, value, unit): how far apart the two sides are, the most telling first. A χ² estimated below 0, which it
+    is where few tokens have all of the weight, tells nothing and is shown as none."""
     rows: list[tuple[str, str, str]] = []
     level = None if diagnosis.check is None else diagnosis.check.mismatch
     if level is not None:
-        rows.append(("mean |Δ log p|", nats(level.abs_mean), "nat/token"))
-        rows.append(("99 % of |Δ log p| <", nats(level.abs_p99), "nat"))
+        rows.append(("mean |Δ log p|", figure(level.abs_mean), "nat/token"))
+        rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nat"))
     metrics = dict(diagnosis.metrics)
     if level is not None:
         metrics = {PREFIX + "kl": level.kl, PREFIX + "k3_kl": level.k3_kl, **metrics}
         metrics.setdefault(PREFIX + "rollout_is_ratio_eff_sample_size", level.effective_sample_size)
     for title, name, unit in _FIGURES:
         if (value := metrics.get(PREFIX + name)) is not None:
-            rows.append((title, share(value) if title.startswith("ESS") else nats(value), unit))
+            text = share(value) if title.startswith("ESS") else figure(value)
+            rows.append((title, NOTHING if title.startswith("χ²") and value < 0 else text, unit))
     return rows
 
 

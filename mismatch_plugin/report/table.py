@@ -124,5 +124,15 @@ def compact(value: float) -> str:
     return text
 
 
+def figure(value: float, digits: int = 3) -> str:
+    """A number in so many digits, as people write it: 6.4e-5, 0.0123, 300, 15,000; from a million on 8e13."""
+    if abs(value) < 999_500:  # not NaN, nor what rounds to a million
+        value = float(f"{value:.{digits}g}") + 0.0
+        text = f"{value:,.0f}" if abs(value) >= 1000 else f"{value:g}"
+    else:
+        text = f"{value:.0e}"
+    return re.sub(r"e([+-])0*(\d)", lambda found: "e" + found[1].strip("+") + found[2], text)
+
+
 def _line(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"

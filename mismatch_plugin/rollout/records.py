@@ -68,6 +68,14 @@ class WeightSpan(BaseModel):
     end: int = Field(ge=0)
 
 
+def versions_by_token(spans: Sequence[WeightSpan], length: int) -> list[str | None]:
+    """The weight version of each response token; None where no span covers it."""
+    versions: list[str | None] = [None] * length
+    for span in spans:
+        versions[span.start : span.end] = [span.version] * (span.end - span.start)
+    return versions
+
+
 class RolloutRecord(BaseModel):
     """One sampled response with everything the correction needs to know about its log-probs.
 
@@ -147,10 +155,7 @@ class RolloutRecord(BaseModel):
     @property
     def version_of_token(self) -> list[str | None]:
         """The weight version of each response token; None where no span covers it."""
-        versions: list[str | None] = [None] * len(self.response_ids)
-        for span in self.weight_versions:
-            versions[span.start : span.end] = [span.version] * (span.end - span.start)
-        return versions
+        return versions_by_token(self.weight_versions, len(self.response_ids))
 
     @property
     def note(self) -> str:

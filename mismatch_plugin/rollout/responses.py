@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan
+from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan, versions_by_token
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
 Floats = NDArray[np.float64]
@@ -73,10 +73,7 @@ class Response:
     @property
     def version_of_token(self) -> list[str | None]:
         """The weight version of each response token; None where no span covers it."""
-        versions: list[str | None] = [None] * len(self.response_ids)
-        for span in self.weight_versions:
-            versions[span.start : span.end] = [span.version] * (span.end - span.start)
-        return versions
+        return versions_by_token(self.weight_versions, len(self.response_ids))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
