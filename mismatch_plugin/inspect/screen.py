@@ -168,6 +168,8 @@ def _findings(screen: _Screen, diagnosis: Diagnosis) -> None:
     for item in others:
         also = "also" if item.severity == "fault" else "note"
         screen.say(f"{also} {item.kind} ({item.confidence}): {plain(item.evidence)}", rank=6, most=1)
+    if diagnosis.recommendation is not None and diagnosis.next_step:
+        screen.say(f"Next: {diagnosis.next_step}")
     for reason in undecided(diagnosis):
         screen.say(f"not decided: {reason}", rank=0 if diagnosis.verdict == "undecided" else 7, most=2)
 

@@ -101,15 +101,7 @@ def without_advice(diagnosis: Diagnosis) -> str:
     """Why no setting is recommended, and what to do."""
     if diagnosis.verdict == "fault":
         return "No setting is recommended: fix the fault first, then inspect again."
-    if diagnosis.one_sided:
-        return (
-            "There is no training side: add TRAINING, --checkpoint NOW, or dump it too (docs/inspect.md#what-is-read)."
-        )
-    if diagnosis.check is not None and diagnosis.check.mismatch is None:
-        return "No setting is recommended, since no token can be compared."
-    if diagnosis.verdict == "undecided":
-        return "No setting is recommended on so few tokens: inspect a larger dump."
-    return "No setting is recommended."
+    return f"No setting is recommended. {diagnosis.next_step}".strip()
 
 
 def undecided(diagnosis: Diagnosis) -> tuple[str, ...]:
