@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,10 @@ import typer
 
 CANNOT_READ = 2
 HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as inspect.flags has them
+
+SAMPLES, MAX_NEW_TOKENS = 64, 128
+_BEFORE_A_STEP = {"settings.json", "config.json", "plots"}
+"""What the report folder of a run may hold before its first step."""
 
 
 def inspect(
@@ -54,8 +59,8 @@ def inspect(
     gate_kl: Annotated[
         float | None, typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.")
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Without PATH: responses of each server.")] = 64,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Without PATH: tokens of a response.")] = 128,
+    samples: Annotated[int, typer.Option(min=1, help="Without PATH: responses of each server.")] = SAMPLES,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Without PATH: tokens of a response.")] = MAX_NEW_TOKENS,
     temperature: Annotated[float, typer.Option(help="Without PATH: of the sampling.")] = 1.0,
     prompts: Annotated[
         Path | None, typer.Option(help="Without PATH: a JSON list of token ids, or a text, a line.")
@@ -73,6 +78,7 @@ def inspect(
     follow: Annotated[bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --follow.")] = 2.0,
     follow_for: Annotated[float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Of a run: print every metric.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
@@ -86,8 +92,8 @@ def inspect(
     docs/inspect.md lists the formats and how to make each.
 
     Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
-    a run's metrics: broken numbers, a shift of all tokens, a correction that
-    does not hold); 2 cannot read; 3 not decided: too few tokens, or no
+    a run's metrics: broken numbers, a shift of all tokens, k3 that has grown
+    100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
     training side to compare with.
     """
     from mismatch_plugin.check.training import InputError
@@ -99,25 +105,37 @@ def inspect(
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:
             raise InputError(f"--out {out} and --no-report contradict each other: leave one out.")
+        dump_only: dict[str, Any] = {
+            "TRAINING": training, "--url": url, "--checkpoint": checkpoint, "--format": format, "--accept": accept,
+            "--reference-checkpoint": reference_checkpoint, "--prompts": prompts, "--weight-version": weight_version,
+            "--eos-id": eos_id, "--max-staleness": max_staleness != 1, "--samples": samples != SAMPLES,
+            "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--temperature": temperature != 1.0,
+        }  # fmt: skip
         if follow or follow_for is not None:
-            from mismatch_plugin.inspect.of_metrics import follow_metrics
+            from mismatch_plugin.inspect.of_metrics import Own, follow_metrics
 
             if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
                 raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
-            follow_metrics(path, config, interval, follow_for)
+            shown = {"--host": host != HOSTS[0]}
+            at_end = {"--gate": gate, "--gate-kl": gate_kl, "--run": run, "--all": show_all, "--pictures": out}
+            _refuse(dump_only | at_end | shown, "--follow watches the metrics of a run and prints each step")
+            follow_metrics(path, Own(config, preset, flags), interval, follow_for)
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         if path is not None and kind_of(path) == "metrics":
-            dump_only: dict[str, Any] = {
-                "TRAINING": training, "--url": url, "--checkpoint": checkpoint, "--format": format, "--accept": accept,
-                "--reference-checkpoint": reference_checkpoint, "--prompts": prompts,
-            }  # fmt: skip
-            if given := [name for name, value in dump_only.items() if value]:
-                raise InputError(f"{path} holds a run's metrics: {', '.join(given)} is for dumps; leave it out.")
-            from mismatch_plugin.inspect.of_metrics import inspect_metrics
+            _refuse(dump_only | {"--interval": interval != 2.0}, f"{path} holds a run's metrics")
+            from mismatch_plugin.inspect.of_metrics import Own, inspect_metrics
 
-            inspect_metrics(path, config, run, out, no_report, as_json, host)
+            own, gated = Own(config, preset, flags), gate or gate_kl is not None
+            inspect_metrics(path, own, run, out, no_report, as_json, host, gated, gate_kl, show_all)
             return
+        if path is not None and path.is_dir() and {file.name for file in path.iterdir()} <= _BEFORE_A_STEP:
+            raise InputError(
+                f"{path} holds no step yet, and no dump: a run writes its first metrics there after its first step "
+                f"(--mismatch-report-dir). --follow waits for it."
+            )
+        if show_all:
+            raise InputError("--all is for a run's metrics, and PATH is a dump, which is shown whole: leave it out.")
         if run is not None:
             raise InputError(f"--run {run} chooses among the runs of a metrics file, and PATH is a dump: leave it out.")
         from mismatch_plugin.inspect.diagnose import Live, diagnose_files, own_settings
@@ -160,6 +178,14 @@ def inspect(
     if note:
         typer.echo(note, err=True)
     raise typer.Exit(diagnosis.exit_status)
+
+
+def _refuse(given: Mapping[str, Any], what: str) -> None:
+    """Raise InputError, which names the options that were given and have no meaning there."""
+    from mismatch_plugin.check.training import InputError
+
+    if named := [name for name, value in given.items() if value is not False and value not in (None, [])]:
+        raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")
 
 
 def _default_folder(path: Path | None) -> Path:

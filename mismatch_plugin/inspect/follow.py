@@ -125,17 +125,18 @@ class _Found:
 
     @classmethod
     def of(cls, tail: Tail, config: MismatchConfig, known: bool) -> _Found:
-        trend = sentence(trend_of(tail.numbers, tail.rows, tail.others), len(tail.rows))
+        trend = trend_of(tail.numbers, tail.rows, tail.others)
+        said = sentence(trend, len(tail.rows))
         try:
-            return cls(inspect_steps(tail.rows, config, known), trend)
+            return cls(inspect_steps(tail.rows, config, known, trend=trend), said)
         except ValueError as error:
-            return cls(str(error).rstrip("."), trend)
+            return cls(str(error).rstrip("."), said)
 
     def text(self) -> str:
         if isinstance(self.inspection, str):
             return f"nothing to judge: {self.inspection}."
         warnings = [f"{warning} ({counted(count)})" for warning, count in self.inspection.warnings]
-        return "\n".join([*warnings, self.inspection.verdict, f"trend: {self.trend}"])
+        return "\n".join([self.inspection.verdict, f"trend: {self.trend}", *warnings])
 
 
 def step_line(number: float, row: dict[str, float]) -> str:
@@ -177,5 +178,5 @@ def _screen(file: Path, tail: Tail, found: _Found | None) -> RenderableType:
     line = f"k3_kl {sparkline(k3_kl)} {compact(k3_kl[-1]) if math.isfinite(k3_kl[-1]) else k3_kl[-1]}"
     parts: list[RenderableType] = [Text(head), Text(line), Text(found.text())]
     if not isinstance(found.inspection, str):  # last: a small terminal cuts it
-        parts.append(found.inspection.table.to_rich(80))
+        parts.append(found.inspection.short.to_rich(80))
     return Group(*parts)

@@ -5,19 +5,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.inspect.result import Verdict
+from mismatch_plugin.inspect.gate import FEW, gate
+from mismatch_plugin.inspect.result import Gate, Verdict
 from mismatch_plugin.inspect.rules import Figures
+from mismatch_plugin.inspect.trends import Trend
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
 ROWS = tuple(metric.name for place in PLACES for metric in METRICS if metric.place == place)
 """The table's metrics: each says itself where its place is."""
 _BASIC = frozenset(metric.name for metric in METRICS if metric.level == "basic")
+SHORT = (
+    "kl", "k3_kl", "rollout_is_ratio_mean", "rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_mean",
+    "rollout_is_weight_after_eff_sample_size", "accepted_token_fraction",
+)  # fmt: skip
+"""What the screen shows unless it is asked for all."""
+MAX_GROWTH = 100.0
+"""Ours: k3 that has grown so many times, to more than QUIET_KL, has a cause to be found, however small it is yet."""
 _FULL = tuple(metric.name.split("{")[0] for metric in METRICS if metric.level == "full")
 """How the names of full metrics begin."""
 QUIET_KL = 1e-3
@@ -32,10 +41,11 @@ CHECK_KL = 1e-2
 class Inspection:
     """steps: how many. full: the full metrics, None where the run wrote none. figures: the rows of both as numbers, by
     header. warnings: of each kind the newest, with the number of steps that gave it. data: how large the mismatch is.
-    correction: what is left of it.
+    correction: what is left of it. grown: k3 has grown more than MAX_GROWTH times, to more than QUIET_KL. k3_kl: of
+    the judged steps, NaN where it was not recorded; tokens: theirs, None where they were not recorded.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
-    correction repairs it), and a mismatch that is large otherwise is not left uncorrected.
+    correction repairs it), k3 has not `grown`, and a mismatch that is large otherwise is not left uncorrected.
     """
 
     steps: int
@@ -45,7 +55,21 @@ class Inspection:
     warnings: tuple[tuple[HealthWarning, int], ...]
     data: str
     correction: str
+    grown: bool
+    k3_kl: float
+    tokens: int | None
     sound: bool
+
+    @property
+    def short(self) -> Table:
+        """The table's rows of SHORT, with a note on how many there are more."""
+        rows = tuple(row for row in self.table.rows if row[0] in SHORT)
+        hidden = len(self.figures) - len(rows)
+        return replace(self.table, rows=rows, notes=(f"{hidden} more metrics: --all or --json",) if hidden else ())
+
+    def gate(self, bar: float | None = None) -> Gate:
+        """Whether k3_kl of the judged steps is at most the bar (`inspect.gate`); without tokens, by k3_kl alone."""
+        return gate(self.k3_kl, FEW if self.tokens is None else self.tokens, bar)
 
     @property
     def verdict(self) -> str:
@@ -56,17 +80,16 @@ class Inspection:
     def state(self) -> Verdict:
         """As of a dump: `fault` where numbers are broken or the correction does not hold, else by the data."""
         about = {warning.about for warning, _ in self.warnings}
-        return "fault" if about & {"fault", "correction"} else "large" if about else "normal"
+        return "fault" if about & {"fault", "correction"} else "large" if about or self.grown else "normal"
 
     def figures_for_rules(self) -> Figures | None:
         """What of the rules' figures the metrics tell; None where they lack k3."""
-        means = {row["metric"]: next(v for k, v in row.items() if k.endswith("together") or k.startswith("mean of"))
-                 for row in self.figures}  # fmt: skip
-        found = {name: float(means.get(name, math.nan)) for name in ("k3_kl", "rollout_is_ratio_eff_sample_size")}
-        k3, ess = found.values()
-        if math.isnan(k3):
+        if math.isnan(self.k3_kl):
             return None
-        return Figures(k3_kl=k3, ess=1.0 if math.isnan(ess) else ess, mean_length=math.inf, max_length=math.inf)
+        named = (row for row in self.figures if row["metric"] == "rollout_is_ratio_eff_sample_size")
+        of_window = (v for row in named for k, v in row.items() if k.endswith("together") or k.startswith("mean of"))
+        ess = float(next(of_window, math.nan))
+        return Figures(k3_kl=self.k3_kl, ess=1.0 if math.isnan(ess) else ess, mean_length=math.inf, max_length=math.inf)
 
 
 @dataclass(frozen=True)
@@ -99,11 +122,12 @@ def inspect_steps(
     config: MismatchConfig,
     config_known: bool = True,
     together: Mapping[str, float] | None = None,
+    trend: Trend | None = None,
 ) -> Inspection:
     """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm.
 
     config_known: False where `config` stands in for settings that nobody gave: then the correction is not judged.
-    together: metrics of the judged steps as of one batch, in the place of means over steps.
+    together: metrics of the judged steps as of one batch, in the place of means over steps. trend: `trend_of` the run.
     Raises ValueError where no step holds a metric of ours.
     """
     steps = [step for step in steps if any(name.startswith(PREFIX) for name in step)]
@@ -131,10 +155,18 @@ def inspect_steps(
     about = {warning.about for warning, _ in warnings}
     shifted = any(warning.metric.removeprefix(PREFIX) in _SHIFTS for warning, _ in warnings)
     corrected = config_known and _corrects(config)
-    sound = not shifted and not about & ({"fault", "correction"} if corrected else {"fault", "correction", "data"})
-    data = _data_verdict(window, warnings, shifted)
+    grown = trend is not None and trend.times > MAX_GROWTH and trend.after > QUIET_KL
+    sound = (
+        not shifted
+        and not grown
+        and not about & ({"fault", "correction"} if corrected else {"fault", "correction", "data"})
+    )
+    data = _data_verdict(window, warnings, shifted, trend if grown else None)
     correction = _correction_verdict(window, warnings, config if config_known else None)
-    return Inspection(len(steps), table, full, (*figures, *more), warnings, data, correction, sound)
+    tokens = sum(step.get(f"{PREFIX}tokens", math.nan) for step in recent)
+    k3_kl, counted_tokens = window.mean("k3_kl"), int(tokens) if math.isfinite(tokens) else None
+    about_all = (len(steps), table, full, (*figures, *more), warnings, data, correction)
+    return Inspection(*about_all, grown, k3_kl, counted_tokens, sound)
 
 
 def _is_basic(name: str) -> bool:
@@ -175,16 +207,23 @@ def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
-def _data_verdict(window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool) -> str:
-    """How large the mismatch is, whatever is done about it."""
+def _data_verdict(
+    window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool, grown: Trend | None
+) -> str:
+    """How large the mismatch is, whatever is done about it. grown: the trend where k3 has grown too much."""
     kl = abs(window.mean("kl"))
     figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
     figure += f" over the last {counted(len(window.steps))}"
     if faults := _named(warnings, "fault"):
         return f"cannot be trusted: {faults}; {figure}."
-    if found := _named(warnings, "data"):
+    found = _named(warnings, "data")
+    if grown is not None:
+        since = "" if grown.kind == "higher" else f" since step {grown.began:g}"
+        figure = f"k3_kl has grown {compact(grown.times)} times{since}, more than precision explains; {figure}"
+    if found or grown is not None:
+        figure += f", {found}" if found else ""
         cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        return f"large mismatch: {figure}, {found}. {cause} the cause (mismatch-plugin check)."
+        return f"large mismatch: {figure}. {cause} the cause (mismatch-plugin check)."
     if kl < QUIET_KL:
         return f"small mismatch, as of two engines in one precision: {figure}."
     if kl < CHECK_KL:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,23 +11,53 @@ import typer
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.inspect.result import Gate
     from mismatch_plugin.inspect.sources import Source
+
+
+@dataclass(frozen=True)
+class Own:
+    """What the user gave in the place of the settings that the run wrote: at most one of the three."""
+
+    config: Path | None = None
+    preset: str | None = None
+    flags: str | None = None
+
+    def of(self, path: Path) -> tuple[MismatchConfig, str | None]:
+        """The settings, and what they come from: those given, else as written next to path, else defaults and None.
+
+        Raises ValueError where several are given, or one cannot be read.
+        """
+        from mismatch_plugin.inspect.diagnose import own_settings
+
+        if (given := own_settings(self.config, self.preset, self.flags)) is None:
+            return _written(path)
+        if self.config is not None:
+            return given, str(self.config)
+        return given, f"--flags {self.flags!r}" if self.preset is None else f"--preset {self.preset}"
 
 
 def inspect_metrics(
     path: Path,
-    config: Path | None,
+    own: Own,
     run: str | None,
     pictures: Path | None,
     no_pictures: bool,
     as_json: bool,
     host: str,
+    gated: bool = False,
+    bar: float | None = None,
+    show_all: bool = False,
 ) -> None:
     """Judge a run by the metrics that it wrote, draw them, and end with the exit status.
 
+    gated: the mean k3_kl of the judged steps is compared with the bar (None: the default one), too. show_all: the
+    screen has every metric.
+
     Judged are the newest steps: the last tenth of the run, at least ten. Exit status: 0 sound; 1 where numbers are
-    broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged step), the
-    correction does not hold, or a large mismatch is not corrected; 2 nothing to judge.
+    broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged step), k3 has grown
+    more than 100 times, the correction does not hold, a large mismatch is not corrected, or the gate failed; 2 nothing
+    to judge; 3 sound, but the gate could not be decided.
     """
     from mismatch_plugin.inspect.judge import counted, inspect_steps
     from mismatch_plugin.inspect.recommend import recommend
@@ -37,11 +69,16 @@ def inspect_metrics(
         raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
     try:
         source = read_source(path, run)
-        settings, where = _settings(source.path, config)
-        result = inspect_steps(list(source.rows), settings, where is not None, _together(source, settings))
+        settings, where = own.of(source.path)
+        trend = trend_of(source.numbers, source.rows, source.others)
+        known = where is not None
+        result = inspect_steps(list(source.rows), settings, known, _together(source, settings), trend)
+        gate = result.gate(bar) if gated else None
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="PATH") from None
-    trend = trend_of(source.numbers, source.rows, source.others)
+    status = 0 if result.sound and (gate is None or gate.passed) else 1
+    if result.sound and gate is not None and gate.passed is None:
+        status = 3
     drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
     figures = result.figures_for_rules()
     advice = None if result.state == "fault" or figures is None else recommend(figures)
@@ -53,9 +90,13 @@ def inspect_metrics(
             for w, count in result.warnings
         ]  # fmt: skip
         body = {"verdict": result.state, "headline": result.data, "source": str(source.path), "settings": where}
+        if result.grown and trend is not None:
+            findings.append({"kind": "growth", "severity": "note", "confidence": "likely", "evidence": str(trend),
+                             "first": None, "fix": "find what changed (mismatch-plugin check)"})  # fmt: skip
         body |= {"steps": result.steps, "sound": result.sound, "data": result.data, "correction": result.correction}
         body |= {"findings": findings, "metrics": result.figures, "predictions": [], "warnings": warnings}
         body |= {"recommendation": advice and advice.model_dump(), "trend": trend and trend.to_json()}
+        body["gate"] = gate and gate.model_dump()
         body |= {"notes": list(source.notes), "pictures": [str(picture) for picture in drawn]}
         typer.echo(to_json(body, indent=2))
     else:
@@ -64,29 +105,41 @@ def inspect_metrics(
         from rich.console import Console
 
         console = Console(highlight=False, markup=False)
-        console.print(result.table.to_rich(console.width))
-        if result.full is not None:  # three columns: their names are longer
+        console.print(result.verdict)
+        if advice is not None and (where is None or not (result.sound or result.correction.startswith("holds"))):
+            console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
+            console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
+        console.print(f"trend: {sentence(trend, result.steps)}")
+        if gate is not None:
+            console.print(_gate_line(gate))
+        table = result.table if show_all else result.short
+        console.print(table.to_rich(console.width))
+        for said in table.notes:
+            console.print(said)
+        if show_all and result.full is not None:  # three columns: their names are longer
             console.print(result.full.only(*result.full.headers[:3]).to_rich(console.width))
         for warning, count in result.warnings:
             console.print(f"{warning} ({counted(count)})")
-        console.print(result.verdict)
-        console.print(f"trend: {sentence(trend, result.steps)}")
-        if advice is not None and (where is None or not result.sound):
-            console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
-            console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
         if note:
             typer.echo(note)  # a path stays whole
-    raise typer.Exit(0 if result.sound else 1)
+    raise typer.Exit(status)
 
 
-def follow_metrics(path: Path, config: Path | None, interval: float, seconds: float | None) -> None:
+def _gate_line(gate: Gate) -> str:
+    said = {True: "passed", False: "FAILED", None: "not decided, too few tokens"}[gate.passed]
+    value = "k3_kl was not recorded" if math.isnan(gate.value) else f"k3_kl {gate.value:.2g}"
+    said = "not decided" if math.isnan(gate.value) else said
+    return f"gate: {said}: {value}, bar {gate.bar:g} nat a token, over the steps judged."
+
+
+def follow_metrics(path: Path, own: Own, interval: float, seconds: float | None) -> None:
     """Follow the report folder of a run that is being written, and end with the exit status of the last verdict."""
     from rich.console import Console
 
     from mismatch_plugin.inspect.follow import follow
 
     def settings(file: Path) -> tuple[MismatchConfig, bool]:
-        found, where = _settings(file, config)
+        found, where = own.of(file)
         return found, where is not None
 
     raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False), interval, seconds))
@@ -101,14 +154,12 @@ def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None
     return merged_metrics(source.path, config, judged(len(source.rows))) if source.path.name == METRICS else None
 
 
-def _settings(path: Path, config: Path | None) -> tuple[MismatchConfig, str | None]:
-    """The run's settings and the file that they come from; the defaults and None where there is none."""
+def _written(path: Path) -> tuple[MismatchConfig, str | None]:
+    """The settings that the run wrote and their file; the defaults and None where there is none."""
     from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.config.documents import read_mapping
     from mismatch_plugin.report.log import METRICS, SETTINGS
 
-    if config is not None:
-        return MismatchConfig.from_file(config), str(config)
     if path.name == METRICS:  # an export may lie next to files of anything
         written, described = path.with_name(SETTINGS), path.with_name("config.json")
         # Checked when the run began: a preset may hold what has no effect.

@@ -151,7 +151,7 @@ def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n')
     assert kind_of(tmp_path) == "metrics"
     result = _inspect(tmp_path, "--checkpoint", tmp_path)
-    assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is for dumps" in result.output
+    assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is not for that" in result.output
 
 
 def test_a_fault_in_every_number_is_named_though_nothing_can_be_measured(tmp_path: Path) -> None:

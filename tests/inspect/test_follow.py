@@ -91,6 +91,14 @@ def test_growth_and_what_rose_with_it_are_told(tmp_path: Path) -> None:
     assert "trend: k3_kl has grown since step" in said
 
 
+@pytest.mark.parametrize(("rate", "status"), [(0.3, 1), (0.05, 0)])
+def test_growth_of_more_than_a_hundred_times_fails_a_run(tmp_path: Path, rate: float, status: int) -> None:
+    for step in range(40):
+        write_step(tmp_path, CONFIG, metrics(1e-4 * math.exp(rate * max(step - 20, 0) + 0.02 * math.sin(step))))
+    found, said = run_for(tmp_path, 0.0)
+    assert found == status and ("data: large mismatch: k3_kl has grown" in said) == bool(status)
+
+
 def test_json_spells_what_is_not_finite(tmp_path: Path) -> None:
     write_step(tmp_path, CONFIG, metrics())
     write_step(tmp_path, CONFIG, {**metrics(), "rollout_corr/k3_kl": math.nan})

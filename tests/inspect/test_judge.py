@@ -157,12 +157,13 @@ def test_full_metrics_are_a_table_of_their_own(tmp_path: Path) -> None:
     step = {**metrics(0.0), "rollout_corr/rollout_is_ratio_fraction_high": 0.0}
     assert inspect_steps([step], CONFIG).full is None
     write_step(tmp_path, CONFIG, {**step, **{f"rollout_corr/{name}": value for name, value in full.items()}})
-    lines = (
-        CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"], env={"COLUMNS": "80"}).output.splitlines()
-    )
+    arguments = ["inspect", str(tmp_path), "--no-pictures"]
+    short = CliRunner().invoke(app, arguments, env={"COLUMNS": "80"}).output
+    assert "full metrics" not in short and "more metrics: --all or --json" in short
+    lines = CliRunner().invoke(app, [*arguments, "--all"], env={"COLUMNS": "80"}).output.splitlines()
     shown = lines[lines.index(next(line for line in lines if line.startswith("full metrics"))) + 3 :][: len(full)]
     assert [line.split() for line in shown] == [[name, "-1.235e-9", "-1.235e-9"] for name in full]
-    assert max(map(len, lines)) <= 80 and lines[0].startswith("1 step, ")
+    assert max(map(len, lines)) <= 80 and any(line.startswith("1 step, ") for line in lines)
     body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json"]).output)
     assert [row["metric"] for row in body["metrics"]][-3:] == list(full)
 
