@@ -20,7 +20,12 @@ def check(
         typer.Argument(metavar="TRAINING", help="The training side's log-probs, as told above or a trainer's dump."),
     ] = None,
     format: Annotated[
-        str | None, typer.Option("--format", metavar="NAME", help="Format of RECORDS, if it is not recognised.")
+        str | None,
+        typer.Option(
+            "--format",
+            metavar="NAME",
+            help="Format of RECORDS, if it is not recognised; docs/inspect.md has the names.",
+        ),
     ] = None,
     checkpoint: Annotated[
         Path | None,

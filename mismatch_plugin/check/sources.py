@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,20 @@ from torch import Tensor
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Those of transformers are off, and afterwards as they were."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 class Checkpoint:
@@ -32,7 +47,8 @@ class Checkpoint:
         if not folder.is_dir():
             raise InputError(f"{folder} is no folder: --checkpoint wants one with config.json and weights.")
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            with _no_progress_bars():
+                model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         except (OSError, ValueError, KeyError) as error:
             raise InputError(f"cannot load a causal language model from {folder}: {str(error)[:300]}") from None
         self.folder, self.model = folder, model.eval().requires_grad_(False)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 CANNOT_READ = 2
+_DUMP, _SETTINGS, _SERVER, _METRICS, _OUTPUT = "Dump", "Your settings", "Server", "Run's metrics", "Output"
 HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as inspect.flags has them
 
 SAMPLES, MAX_NEW_TOKENS = 64, 128
@@ -28,58 +29,110 @@ def inspect(
     training: Annotated[
         Path | None, typer.Argument(metavar="TRAINING", help="The training side, where it is in a file of its own.")
     ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the trainer's current weights (transformers): scores in float32.", rich_help_panel=_DUMP
+        ),
+    ] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option(help="SGLang server, or a router: rescores the dump, or samples without one. Repeatable."),
-    ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder of the trainer's current weights (transformers): scores in float32.")
+        typer.Option(
+            help="SGLang server, or a router: rescores the dump, or samples without one. Repeatable.",
+            rich_help_panel=_SERVER,
+        ),
     ] = None,
     reference_checkpoint: Annotated[
         Path | None,
-        typer.Option(help="Folder of the weights that the run began with, to see whether updates arrived."),
+        typer.Option(
+            help="Folder of the weights that the run began with, to see whether updates arrived.", rich_help_panel=_DUMP
+        ),
     ] = None,
-    format: Annotated[str | None, typer.Option(help="The dump's format, where it is not recognised.")] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            help="The dump's format, where it is not recognised; docs/inspect.md has the names.",
+            rich_help_panel=_DUMP,
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="YAML or JSON with your settings. Of a run's metrics: default settings.json next to them."),
+        typer.Option(
+            help="YAML or JSON with your settings. Of a run's metrics: default settings.json next to them.",
+            rich_help_panel=_SETTINGS,
+        ),
     ] = None,
-    preset: Annotated[str | None, typer.Option(help="Your settings as a preset.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Your settings as a preset.", rich_help_panel=_SETTINGS)] = None,
     flags: Annotated[
-        str | None, typer.Option(metavar="'FLAGS'", help="Your settings as on the launch line: '--use-tis …'.")
+        str | None,
+        typer.Option(
+            metavar="'FLAGS'", help="Your settings as on the launch line: '--use-tis …'.", rich_help_panel=_SETTINGS
+        ),
     ] = None,
-    host: Annotated[str, typer.Option(help=f"Whose flags are shown first: {', '.join(HOSTS)}.")] = HOSTS[0],
-    weight_version: Annotated[str | None, typer.Option(help="Version of the training side's weights.")] = None,
-    max_staleness: Annotated[int, typer.Option(min=0, help="Steps that rollout weights may be behind.")] = 1,
-    eos_id: Annotated[list[int] | None, typer.Option(help="Id that ends a response. Repeatable.")] = None,
+    host: Annotated[
+        str, typer.Option(help=f"Whose flags are shown first: {', '.join(HOSTS)}.", rich_help_panel=_SETTINGS)
+    ] = HOSTS[0],
+    weight_version: Annotated[
+        str | None, typer.Option(help="Version of the training side's weights.", rich_help_panel=_DUMP)
+    ] = None,
+    max_staleness: Annotated[
+        int, typer.Option(min=0, help="Steps that rollout weights may be behind.", rich_help_panel=_DUMP)
+    ] = 1,
+    eos_id: Annotated[
+        list[int] | None, typer.Option(help="Id that ends a response. Repeatable.", rich_help_panel=_DUMP)
+    ] = None,
     accept: Annotated[
-        list[str] | None, typer.Option(metavar="FAULT", help="A fault that is meant. Repeatable.")
+        list[str] | None,
+        typer.Option(metavar="FAULT", help="A fault that is meant. Repeatable.", rich_help_panel=_DUMP),
     ] = None,
-    gate: Annotated[bool, typer.Option("--gate", help="Fail (exit status 1) where k3 is above the bar.")] = False,
+    gate: Annotated[
+        bool, typer.Option("--gate", help="Fail (exit status 1) where k3 is above the bar.", rich_help_panel=_OUTPUT)
+    ] = False,
     gate_kl: Annotated[
-        float | None, typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.")
+        float | None,
+        typer.Option(min=0.0, help="The gate's bar, nats a token. Implies --gate.", rich_help_panel=_OUTPUT),
     ] = None,
-    samples: Annotated[int, typer.Option(min=1, help="Without PATH: responses of each server.")] = SAMPLES,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Without PATH: tokens of a response.")] = MAX_NEW_TOKENS,
-    temperature: Annotated[float, typer.Option(help="Without PATH: of the sampling.")] = 1.0,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Without PATH: responses of each server.", rich_help_panel=_SERVER)
+    ] = SAMPLES,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Without PATH: tokens of a response.", rich_help_panel=_SERVER)
+    ] = MAX_NEW_TOKENS,
+    temperature: Annotated[float, typer.Option(help="Without PATH: of the sampling.", rich_help_panel=_SERVER)] = 1.0,
     prompts: Annotated[
-        Path | None, typer.Option(help="Without PATH: a JSON list of token ids, or a text, a line.")
+        Path | None,
+        typer.Option(help="Without PATH: a JSON list of token ids, or a text, a line.", rich_help_panel=_SERVER),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", "--pictures", help="Folder for page and pictures. Default: PATH_inspect; of a run PATH/plots."
+            "--out",
+            "--pictures",
+            help="Folder for page and pictures. Default: PATH_inspect; of a run PATH/plots.",
+            rich_help_panel=_OUTPUT,
         ),
     ] = None,
     no_report: Annotated[
-        bool, typer.Option("--no-report", "--no-pictures", help="Write neither page nor pictures.")
+        bool,
+        typer.Option("--no-report", "--no-pictures", help="Write neither page nor pictures.", rich_help_panel=_OUTPUT),
     ] = False,
-    run: Annotated[str | None, typer.Option(help="Which run, where metrics hold several: part of its name.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks of --follow.")] = 2.0,
-    follow_for: Annotated[float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.")] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Of a run: print every metric.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    run: Annotated[
+        str | None,
+        typer.Option(help="Which run, where metrics hold several: part of its name.", rich_help_panel=_METRICS),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.", rich_help_panel=_METRICS)
+    ] = False,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two looks of --follow.", rich_help_panel=_METRICS)
+    ] = 2.0,
+    follow_for: Annotated[
+        float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.", rich_help_panel=_METRICS)
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Of a run: print every metric.", rich_help_panel=_METRICS)
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.", rich_help_panel=_OUTPUT)] = False,
 ) -> None:
     """From a dump, a live server or a run's metrics to the cause, the setting and the flags.
 

@@ -228,7 +228,7 @@ def _ranges(pair: Pair) -> dict[Figure, tuple[float, float]]:
 
 
 def _others(level: Mismatch, pairs: tuple[Pair, ...]) -> list[Pair]:
-    """Other kinds that are neither above nor far below by any figure; none where mean or k3 is of no kind's size."""
+    """Other kinds that fit by every figure of theirs; none where the mean, or k3, is of no other kind's size."""
     kinds = [pair for pair in get_args(Pair) if pair not in pairs]
     fits = {
         (pair, of): low / LOOSE <= _value(level, of) <= LOOSE * high

@@ -228,8 +228,8 @@ def _metrics_table(diagnosis: Diagnosis) -> Table | None:
     return Table(f"Metrics ({PREFIX}…), as training reports them", ("metric", "value"), rows) if rows else None
 
 
-HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights", "mean weight",
-           "largest weight", "noise", "bias", "second pass")  # fmt: skip
+HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights",
+           "mean weight", "largest weight", "noise", "bias", "second pass")  # fmt: skip
 
 
 def _prediction_rows(diagnosis: Diagnosis) -> list[list[Cell]]:

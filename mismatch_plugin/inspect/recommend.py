@@ -149,8 +149,8 @@ def _figures(figures: Figures, rule: Rule) -> str:
 def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | None) -> tuple[str, ...]:
     """What to look at in the first ten steps, with the values to expect."""
     lines = [
-        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(GROWN * figures.k3_kl, 2)} something has changed "
-        f"(weights that did not arrive, a filter, a temperature)"
+        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(GROWN * figures.k3_kl, 2)} something has "
+        f"changed (weights that did not arrive, a filter, a temperature)"
     ]
     if prediction is None:
         return tuple(lines)

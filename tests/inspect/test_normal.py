@@ -62,7 +62,15 @@ def test_an_exact_zero_is_said_as_such() -> None:
 
 def test_a_gap_of_another_kind_s_size_names_that_kind() -> None:
     found = is_normal(level(0.03, 0.018), Hints(engine="bf16", trainer="bf16"))
-    assert found.startswith("not normal for dense bf16, 22 times the largest published") and "int4 engine" in found
+    assert (
+        found.startswith("not normal for dense bf16, 22 times the largest published")
+        and 'of the size of "int4 engine"' in found
+    )
+    assert found.count('"') <= 4
+    hints = Hints(engine="bf16", trainer="bf16")
+    assert "of the size of" not in normality(level(0.03, 0.018), hints, name_others=False).sentence
+    assert "of the size of" not in is_normal(level(0.012, 40.0), hints)  # the mean is of a size, k3 of none
+    assert "48,000 times" in is_normal(level(0.012, 40.0), hints)
 
 
 def test_compare_says_where_the_value_is() -> None:

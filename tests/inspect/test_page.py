@@ -92,7 +92,10 @@ def test_a_page_of_every_verdict(verdict: Verdict, tmp_path: Path):
     assert "Is this normal?" in first and "<svg" in first
     assert all(flags.split()[0] in first for flags in FLAGS.values()) == (verdict in ("large", "normal"))
     assert ("Fix this first" in first) == (verdict == "fault")
-    assert ("too few to tell" in first) == (verdict == "undecided")
+    assert ("inspect a larger dump" in first) == (verdict == "undecided")
+    assert ".." not in re.sub("<svg.*?</svg>", "", first, flags=re.DOTALL) and "`" not in first
+    folded = re.findall(r"<details><summary>(Try|What)", html)
+    assert folded == ([] if verdict != "fault" else ["Try"])  # a fault has no predictions here
     script = re.search(r"<script>(.*?)</script>", html, re.DOTALL)
     assert script is not None
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()

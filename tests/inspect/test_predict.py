@@ -278,7 +278,7 @@ def test_wider_bounds_keep_more(batch: ragged.Batch, level: str, upper: float, w
 
 def test_the_user_s_own_settings_come_first_and_presets_follow():
     names = [item.setting for item in predict(PACKED, OURS)]
-    assert names[0] == OWN and names[1 : 1 + len(PRESETS)] == [preset.name for preset in PRESETS]
+    assert names[0] == OWN and names[1 : 1 + len(PRESETS)] == [preset.short for preset in PRESETS]
     assert len(names) == len({*names}) and OWN not in [item.setting for item in predict(PACKED)]
 
 

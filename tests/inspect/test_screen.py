@@ -13,6 +13,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from mismatch_plugin.check.findings import Place
+from mismatch_plugin.check.run import NO_TRAINING
 from mismatch_plugin.inspect import words
 from mismatch_plugin.inspect.result import Diagnosis, Gate, Verdict
 from mismatch_plugin.inspect.screen import show
@@ -23,11 +24,16 @@ REPORT = Path("runs/report.html")
 BASE = diagnosis("undecided")
 
 
-def shown(of: Diagnosis, width: int = 80, height: int = 24, encoding: str = "utf-8", **more: Any) -> list[str]:
-    """The lines that a terminal of this size and encoding gets."""
+def shown(
+    of: Diagnosis, width: int = 80, height: int = 24, encoding: str = "utf-8", terminal: bool = True, **more: Any
+) -> list[str]:
+    """The lines that a terminal of this size and encoding gets, or a file."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
-    console = Console(file=stream, width=width, height=height, highlight=False, markup=False)
+    console = Console(
+        file=stream, width=width, height=height, highlight=False, markup=False, force_terminal=terminal,
+        color_system=None,
+    )  # fmt: skip
     show(of, console, report=REPORT, **more)
     stream.flush()
     return raw.getvalue().decode(encoding).splitlines()
@@ -149,3 +155,81 @@ def test_json_holds_numbers_and_no_histograms():
     assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
     assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
     assert len(shown(of)) <= 23
+
+
+LONG = "x".join(f"word{i} " for i in range(90))
+
+
+def one_line(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).split())
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_cause_and_fix_are_never_cut(terminal: bool):
+    base = diagnosis("fault")
+    cause = base.findings[0].model_copy(update={"evidence": f"{LONG}ends here", "fix": f"{LONG}and `here`"})
+    lines = shown(base.model_copy(update={"findings": (cause,)}), terminal=terminal)
+    assert f"{LONG}ends here" in one_line(lines) and f"{LONG}and here" in one_line(lines)
+    assert ("χ² of tokens" in one_line(lines)) != terminal  # sizes go first
+
+
+def test_chi_squared_goes_first_and_predictions_last():
+    of = diagnosis("normal")
+    texts = ["\n".join(shown(of, height=height)) for height in range(24, 36)]
+    for text in texts:
+        assert "Watch in the first ten steps: rollout_corr/k3_kl stays below 0.01." in text
+        assert "KL, k1" in text or "χ²" not in text
+        assert "kept %" in text
+    assert "χ²" not in texts[0]
+
+
+def test_a_file_gets_every_line_whole():
+    text = "\n".join(shown(diagnosis("fault"), width=60, terminal=False))
+    assert "…" not in text and "also moe_routing (possible): 0.2 % of tokens" in text
+    assert all(title in text for title, *_ in words.size_rows(diagnosis("fault")))
+    assert "13,663 tokens of runs/debug/rollout_fault.pt (slime debug dump)." in one_line([text])
+
+
+def test_a_note_is_called_one():
+    base = diagnosis("large")
+    note = base.findings[0].model_copy(update={"severity": "note"})
+    for cause, name in ((note, "Note: quantised (likely)."), (base.findings[0], "Cause: quantised (likely).")):
+        assert name in "\n".join(shown(base.model_copy(update={"findings": (cause,)})))
+
+
+def test_without_a_training_side_that_is_said_once():
+    missing = f"zero_fill, boundary, shift_by_one: {NO_TRAINING}"
+    fields: dict[str, Any] = {"verdict": "undecided", "headline": "Not decided: only the rollout side was given.",
+                              "source": "a.jsonl", "format": "records", "samples": 128, "tokens": 7045,
+                              "undecided": (missing,)}  # fmt: skip
+    text = one_line(shown(Diagnosis(**fields, one_sided=True)))
+    assert "There is no training side: add TRAINING, --checkpoint NOW, or dump it too" in text
+    assert "(docs/inspect.md#what-is-read)" in text and "larger dump" not in text
+    assert text.lower().count("not decided") == 1 and "zero_fill" not in text and "Is this normal" not in text
+    two = one_line(shown(Diagnosis(**fields)))
+    assert "zero_fill" in two and "larger dump" in two
+
+
+def test_bounds_stay_whole_and_long_names_are_wrapped():
+    base = diagnosis("normal")
+    name = "algorithm 2, geometric, clip 0.9991234 to 1.001234 (keeps 99%)"
+    own = base.predictions[0].model_copy(update={"setting": name, "own": True, "noise": 1.234, "bias": 8.342e13})
+    text = one_line(shown(base.model_copy(update={"predictions": (own,)})))
+    assert "0.9991234 to 1.001234 (keeps 99%)" in text and "alg: docs/algorithms.md" in text
+    assert "×1.23" in text and "8e13" in text and "8.342e+13" not in text
+
+
+@pytest.mark.parametrize(("value", "text"), [(-0.25, "–"), (0.25, "0.25"), (15_234.0, "15,200"), (8.342e13, "8e13")])
+def test_chi_squared_below_0_is_none(value: float, text: str):
+    of = BASE.model_copy(update={"metrics": {"rollout_corr/chi2_token": value}})
+    assert ("χ² of tokens", text, "") in words.size_rows(of)
+
+
+def test_the_gap_s_parts_are_told_in_words_where_there_is_no_fault():
+    given: list[tuple[Verdict, bool]] = [("normal", True), ("fault", False)]
+    for verdict, told in given:
+        base = diagnosis(verdict)
+        assert base.size is not None
+        size = base.size.model_copy(update={"separated": {"engine_k3": 0.01, "staleness_k3": 0.0}})
+        said = "Of the gap, nats a token: k3 of the engines alone 0.01, k3 that fresh weights would save 0."
+        assert words.separated(base.model_copy(update={"size": size})) == (said if told else "")
