@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from typer.testing import CliRunner
 
@@ -11,7 +12,7 @@ from mismatch_plugin.cli import app
 from mismatch_plugin.rollout.server import CpuServer
 
 
-def _inspect(*arguments: object) -> tuple[int, dict]:
+def _inspect(*arguments: object) -> tuple[int, dict[str, Any]]:
     given = ["inspect", *(str(item) for item in arguments), "--json", "--no-report"]
     result = CliRunner().invoke(app, given)
     return result.exit_code, json.loads(result.stdout)
