@@ -82,7 +82,7 @@ class Columns:
             near = "".join(f" {hint}" for hint in self._near())
             what, add = lacking
             raise ValueError(
-                f"{place} holds no {what}. It has {shown or 'nothing'}.{near} Add {add}. docs/inspect.md#what-is-read "
+                f"{place} lacks {what}. It has {shown or 'nothing'}.{near} Add {add}. docs/inspect.md#what-is-read "
                 f"lists all names."
             )
 
@@ -93,7 +93,8 @@ class Columns:
         if not {"rollout_log_probs", "log_probs"} & {*self.found}:
             return "log-probs", '"rollout_log_probs" (of the sampler) and "old_log_probs" (of the trainer)'
         if "response_ids" not in self.found and not {"response_length", "prompt_length", "loss_mask"} & {*self.found}:
-            return "what tells a response from its prompt", '"response_length", "prompt_length" or "loss_mask"'
+            rename = " (rename mask where it is that, not the attention's)" if "mask" in self.ignored else ""
+            return "what tells a response from its prompt", f'"response_length", "prompt_length" or "loss_mask"{rename}'
         return None
 
     def _near(self) -> list[str]:

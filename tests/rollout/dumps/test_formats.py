@@ -390,8 +390,11 @@ def test_log_probs_of_logits_without_the_last_belong_to_the_next_token(tmp_path:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"response_ids": None}, 'no token ids of the responses. It has .*Add the line "response_ids": response_ids'),
-        ({"rollout_log_probs": None, "old_log_probs": None}, "holds no log-probs"),
+        (
+            {"response_ids": None},
+            'lacks token ids of the responses. It has .*Add the line "response_ids": response_ids',
+        ),
+        ({"rollout_log_probs": None, "old_log_probs": None}, "lacks log-probs"),
         ({"rollout_log_probs": None}, "none of the rollout"),
         ({"response_ids": [[1, -7, 2], [3, 4]]}, "sample 0: response_ids, position 1 is -7, no token id"),
         ({"response_ids": [[1.5, 2, 3], [3, 4]]}, "sample 0: response_ids, position 0 is 1.5, not an integer"),

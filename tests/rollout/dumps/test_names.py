@@ -50,7 +50,7 @@ def test_names_of_own_loops_are_understood_where_they_are_clear(tmp_path: Path):
         "rollout_log_probs": ROLLOUT,
         "mask": [[1] * 4, [1] * 3],
     }
-    with pytest.raises(ValueError, match=r'what tells a response from its prompt.*Add "response_length"'):
+    with pytest.raises(ValueError, match=r'what tells a response from its prompt.*Add "response_length".*rename mask'):
         _notes(tmp_path, sequences)
 
 
