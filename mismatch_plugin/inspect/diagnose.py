@@ -190,8 +190,8 @@ def _next_step(verdict: Verdict, batch: Batch) -> str:
     """What more would tell, where something is open."""
     if not batch.has_training:
         return (
-            "This dump has no training side: add TRAINING, score it with --checkpoint NOW or --url, or let the trainer "
-            "dump its log-probs too (docs/inspect.md#what-is-read)."
+            "There is no training side: add TRAINING, --checkpoint NOW or --url, or let the trainer dump its log-probs "
+            "too (docs/inspect.md#what-is-read)."
         )
     if verdict == "undecided":
         return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."

@@ -120,7 +120,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
             modes=MODES,
             unit_names=UNIT_NAMES,
             host=host,
-            gate=gate_words(diagnosis.gate) if diagnosis.gate else None,
+            gate=gate_words(diagnosis.gate, brief=True) if diagnosis.gate else None,
             hosts=host_names(advice.flags) if advice else {},
             ranges=places_on_range(diagnosis.normal),
             size_table=_size_table(diagnosis),

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 SMALLEST, LARGEST = 24, 35
 """Lines of a terminal that are used: one is left for the prompt."""
+_TO = "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}"
+"""Keeps two bounds on one line."""
 STYLES = {"fault": "bold red", "large": "bold yellow", "normal": "bold green", "undecided": "bold cyan"}
 _ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=", "‖": "||", "±": "+-", "·": "*", "²": "^2",
           "Δ": "d", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum", "→": "->", "’": "'", "“": '"',
@@ -87,15 +89,19 @@ class _Screen:
         stay as long as the first row does."""
         cells = [tuple(_printable(cell, self.unicode) for cell in row) for row in (*headers, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        widths[0] = max(12, min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths)))
+        if self.height is not None:
+            widths[0] = max(12, min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths)))
         block = len(self.lines)
         for number, row in enumerate(cells, -len(headers)):
             rest = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-            first, *more = textwrap.wrap(row[0], widths[0], subsequent_indent="    ", break_on_hyphens=False) or [""]
+            first, *more = textwrap.wrap(
+                row[0].replace(" to ", _TO), widths[0], subsequent_indent="    ", break_on_hyphens=False
+            ) or [""]
             style = "bold" if number < 0 or (marks and marks[number] == ">") else ""
             block = len(self.lines) if number > 0 else block
             for line in (f"  {first:<{widths[0]}}{rest}", *(f"  {line}" for line in more)):
-                self.lines.append(_Line(line.rstrip(), ranks[max(number, 0)], style, block=block))
+                line = line.replace(_TO, " to ").rstrip()
+                self.lines.append(_Line(line, ranks[max(number, 0)], style, block=block))
 
     def shortened(self, text: str, width: int) -> str:
         """As much of it as there is room for, and then an ellipsis."""

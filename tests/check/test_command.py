@@ -223,7 +223,11 @@ GOOD_LINE = '{"train_log_probs": [-1.0, -2.0]}\n'
         ("", GOOD_LINE, "no response"),
         ("{nonsense", GOOD_LINE, "records.jsonl"),
         (GOOD_RECORD.replace("{", '{"mask": [1], '), GOOD_LINE, "`mismatch-plugin check --help` shows one"),
-        (GOOD_RECORD.replace("response_ids", "replies"), GOOD_LINE, "lacks token ids of the responses. It has prompt_ids"),
+        (
+            GOOD_RECORD.replace("response_ids", "replies"),
+            GOOD_LINE,
+            "lacks token ids of the responses. It has prompt_ids",
+        ),
         (GOOD_RECORD, "{nonsense", "line 1"),
         (GOOD_RECORD, '{"log_probs": [-1.0]}', "log_probs"),
         (GOOD_RECORD, '{"train_log_probs": [-1.0, "low"]}', "train_log_probs.1"),

@@ -172,6 +172,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     fields: dict[str, Any] = {
         "verdict": verdict,
         "headline": headlines[verdict],
+        "next_step": "Inspect a larger dump." if verdict == "undecided" else "",
         "source": f"runs/debug/rollout_{verdict}.pt",
         "format": "slime debug dump",
         "samples": len(of["lengths"]),

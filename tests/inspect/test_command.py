@@ -174,3 +174,18 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
     assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
+
+
+def test_a_rollout_side_alone_asks_for_the_other() -> None:
+    result = _inspect(RECORDS, "--no-report")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 3 and "There is no training side: add TRAINING, --checkpoint NOW" in text
+    assert text.lower().count("not decided") == 1 and "larger dump" not in text and "shift_by_one" not in text
+    told = json.loads(_inspect(RECORDS, "--no-report", "--json").stdout)
+    assert told["one_sided"] and "shift_by_one" in told["undecided"][0]
+
+
+def test_help_groups_the_options() -> None:
+    text = _inspect("--help").output
+    places = [text.index(f"─ {name} ─") for name in ("Dump", "Server", "Output", "Run's metrics")]
+    assert places == sorted(places) and "docs/inspect.md has the names" in " ".join(text.replace("│", " ").split())

@@ -64,7 +64,7 @@ def test_a_gap_of_another_kind_s_size_names_that_kind() -> None:
     found = is_normal(level(0.03, 0.018), Hints(engine="bf16", trainer="bf16"))
     assert (
         found.startswith("not normal for dense bf16, 22 times the largest published")
-        and 'of the size of "int4 engine"' in found
+        and '; of the size of "fp8 or fp4 engine, bf16 trainer" or "int4 engine".' in found
     )
     assert found.count('"') <= 4
     hints = Hints(engine="bf16", trainer="bf16")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from mismatch_plugin.check.findings import Place
+from mismatch_plugin.inspect.drawing import places_on_range
 from mismatch_plugin.inspect.page import write_page
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Group, Verdict
 from tests.inspect.browser import Browser, start
@@ -92,7 +93,7 @@ def test_a_page_of_every_verdict(verdict: Verdict, tmp_path: Path):
     assert "Is this normal?" in first and "<svg" in first
     assert all(flags.split()[0] in first for flags in FLAGS.values()) == (verdict in ("large", "normal"))
     assert ("Fix this first" in first) == (verdict == "fault")
-    assert ("inspect a larger dump" in first) == (verdict == "undecided")
+    assert ("Inspect a larger dump" in first) == (verdict == "undecided")
     assert ".." not in re.sub("<svg.*?</svg>", "", first, flags=re.DOTALL) and "`" not in first
     folded = re.findall(r"<details><summary>(Try|What)", html)
     assert folded == ([] if verdict != "fault" else ["Try"])  # a fault has no predictions here
@@ -232,3 +233,18 @@ def test_bounds_outside_the_picture_are_said_to_be(tmp_path: Path):
         html, _ = write(base.model_copy(update={"recommendation": advice}), tmp_path)
         assert ("the recommended bounds lie outside the picture" in html) == said
         assert (">upper 2<" in html) != said
+
+
+def test_flags_and_fix_are_above_the_picture_on_a_phone(tmp_path: Path, browser: Browser):
+    for verdict in ("fault", "normal"):
+        write(diagnosis(verdict), tmp_path)
+        browser.open(tmp_path / "report.html", 360)
+        top = "document.querySelector('{}').getBoundingClientRect().top"
+        assert browser.evaluate(f"{top.format('.act')} < {top.format('svg')}")
+        folded = "[...document.querySelectorAll('#bounds details')].map(d => d.open)"
+        assert browser.evaluate(folded) == ([False] if verdict == "fault" else [])
+
+
+def test_twice_above_and_below_a_published_range_is_drawn():
+    for _, low, high, _, near, far in places_on_range(diagnosis("normal").normal):
+        assert 0 <= near < low <= high < far <= 100
