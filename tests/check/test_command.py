@@ -14,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from mismatch_plugin.check.command import check
 from mismatch_plugin.check.findings import FAULTS, CheckResult
+from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from tests.fixtures.sglang_check.policies import FOLDER, policy, recorded, score, training
@@ -151,6 +152,20 @@ def test_a_checkpoint_is_a_training_side(checkpoint: Path):
     (finding,) = CheckResult.model_validate_json(raw.stdout).findings
     assert (finding.fault, finding.side) == ("temperature", "rollout")
     assert finding.statistics["temperature"] == pytest.approx(1.0, abs=0.01)
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_checkpoint_is_loaded_without_progress_bars(checkpoint: Path, capfd: pytest.CaptureFixture[str], shown: bool):
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    change = {True: logging.enable_progress_bar, False: logging.disable_progress_bar}
+    try:
+        change[shown]()
+        Checkpoint(checkpoint)
+        assert "%|" not in capfd.readouterr().err and logging.is_progress_bar_enabled() is shown
+    finally:
+        change[before]()
 
 
 def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path):
