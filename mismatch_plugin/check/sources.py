@@ -48,9 +48,18 @@ class Checkpoint:
             raise InputError(f"{folder} is no folder: --checkpoint wants one with config.json and weights.")
         try:
             with _no_progress_bars():
-                model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        except (OSError, ValueError, KeyError) as error:
-            raise InputError(f"cannot load a causal language model from {folder}: {str(error)[:300]}") from None
+                # Code in the folder is never run, nor asked about.
+                given = {"dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+                pair: Any = AutoModelForCausalLM.from_pretrained(folder, **given)
+                model, loaded = pair
+        except Exception as error:  # whatever a damaged or half-written folder makes transformers raise
+            said = " ".join(str(error).split())[:300]
+            raise InputError(f"cannot load a causal language model from {folder}: {said}") from None
+        if absent := sorted(loaded["missing_keys"]):
+            raise InputError(
+                f"{folder} lacks {len(absent)} tensors of its model, such as {absent[0]}, which would be random: "
+                f"save them under the model's own names (without a prefix such as module.)."
+            )
         self.folder, self.model = folder, model.eval().requires_grad_(False)
         self.vocab = int(model.get_output_embeddings().weight.shape[0])
 

@@ -211,7 +211,7 @@ def inspect(
             gate_kl=gate_kl,
             live=live,
         )
-    except (InputError, ValueError, OSError, ImportError) as error:
+    except (ValueError, ArithmeticError, OSError, ImportError) as error:
         if as_json:
             typer.echo(json.dumps({"verdict": "cannot_read", "headline": str(error)}))
         else:
@@ -242,4 +242,7 @@ def _refuse(given: Mapping[str, Any], what: str) -> None:
 
 
 def _default_folder(path: Path | None) -> Path:
-    return Path("live_inspect") if path is None else path.with_name(f"{path.stem}_inspect")
+    if path is None:
+        return Path("live_inspect")
+    path = path.resolve()
+    return path.with_name(f"{path.name if path.is_dir() else path.stem}_inspect")

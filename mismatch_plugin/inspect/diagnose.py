@@ -65,6 +65,8 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
         raise ValueError(f"--flags {flags!r}: {error}.") from None
     if unknown:
         raise ValueError(f"--flags {flags!r} holds {unknown[0]}, which is no flag of this package: leave it out.")
+    if getattr(known, "mismatch_explain_only", None):
+        raise ValueError("--flags holds --mismatch-explain-only, which explains settings and inspects nothing.")
     return MismatchConfig.from_args(known)
 
 
@@ -87,6 +89,8 @@ def diagnose(
     Raises InputError where nothing can be compared at all.
     """
     batch = inputs.batch
+    if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
+        gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
     check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
     common = {
         "source": inputs.source,
@@ -97,9 +101,8 @@ def diagnose(
         "undecided": tuple(f"{', '.join(item.faults)}: {item.reason}" for item in check.undecided),
         "check": check,
     }
-    level = check.mismatch
-    found = _packed(batch, check)
-    if level is None or found is None:
+
+    def unmeasured() -> Diagnosis:
         verdict: Verdict = "fault" if check.status == "faults" else "undecided"
         return Diagnosis(
             verdict=verdict,
@@ -109,12 +112,20 @@ def diagnose(
             notes=check.notes,
             **common,
         )
-    packed, notes = found
-    part, said = subset(packed)
-    config = own or MismatchConfig()
-    metrics, size = measure(batch, config, packed)
-    predictions = predict(part, own)
-    bounds = bounds_for(part)
+
+    level = check.mismatch
+    if level is None:  # one side alone, or two that have no token in common
+        return unmeasured()
+    try:
+        packed, notes = packed_of(batch)
+        part, said = subset(packed)
+        metrics, size = measure(batch, own or MismatchConfig(), packed)
+        predictions = predict(part, own)
+        bounds = bounds_for(part)
+    except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
+        if check.status != "faults":
+            raise
+        return unmeasured()
     figures = figures_of(packed, stale=_stale(batch), one_step=one_step, expensive_pass=expensive_pass)
     hints = hints or Hints(stale=figures.stale)
     advice = recommend(
@@ -144,16 +155,6 @@ def diagnose(
         notes=tuple(dict.fromkeys((*check.notes, *notes, *said))),
         **common,
     )
-
-
-def _packed(batch: Batch, check: CheckResult) -> tuple[PackedSequences, tuple[str, ...]] | None:
-    """`packed_of`; None for one side alone, sides that have no token in common, and a fault in every number."""
-    try:
-        return packed_of(batch)
-    except InputError:
-        if check.mismatch is not None and check.status == "clean":
-            raise
-        return None
 
 
 def _stale(batch: Batch) -> float | None:

@@ -317,3 +317,25 @@ def test_a_trainers_dump_is_checked_with_the_side_that_it_holds(tmp_path: Path):
     assert _run(tmp_path / "one.pt", tmp_path / "both.pt").exit_code == 0
     result = _run(tmp_path / "both.pt", "--format", "slime")
     assert result.exit_code == 2 and "holds no list of samples" in " ".join(result.output.split())
+
+
+def test_a_checkpoint_that_lacks_weights_or_holds_code_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    prefixed, coded = tmp_path / "prefixed", tmp_path / "coded"
+    shutil.copytree(checkpoint, prefixed)
+    tensors = load_file(prefixed / "model.safetensors")
+    named = {f"module.{name}": value for name, value in tensors.items()}
+    save_file(named, prefixed / "model.safetensors", metadata={"format": "pt"})
+    result = _run(FOLDER / f"{CLEAN}.jsonl", "--checkpoint", prefixed)
+    assert result.exit_code == 2 and "tensors of its model, such as" in " ".join(result.output.split())
+    coded.mkdir()
+    marker = tmp_path / "ran"
+    (coded / "own.py").write_text(f"open({str(marker)!r}, 'w')\n")
+    told = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (coded / "config.json").write_text(json.dumps(told))
+    arguments = [str(FOLDER / f"{CLEAN}.jsonl"), "--checkpoint", str(coded)]
+    result = CliRunner().invoke(app, arguments, input="y\ny\n")
+    assert result.exit_code == 2 and not marker.exists() and "cannot load a causal language model" in result.output

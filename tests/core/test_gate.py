@@ -82,3 +82,11 @@ def test_the_error_names_the_step_and_crosses_processes() -> None:
         check_gate(math.nan, 0.01)
     with pytest.raises(GateError, match="k3_kl inf"):
         check_gate(math.inf, 0.01)
+
+
+@pytest.mark.parametrize("policy", ["neutral", "drop-token", "drop-sequence"])
+def test_a_step_without_one_valid_log_prob_fails_whatever_becomes_of_them(policy: str) -> None:
+    settings: dict[str, Any] = {"use_tis": True, "rollout_log_prob_policy": policy, "gate_kl": 1e-3}
+    with pytest.raises(GateError, match="no token has valid log-probs"):
+        metrics(packed(0.0, rollout=-math.inf), **settings)
+    metrics(packed(0.0), **settings)

@@ -189,3 +189,27 @@ def test_help_groups_the_options() -> None:
     text = _inspect("--help").output
     places = [text.index(f"─ {name} ─") for name in ("Dump", "Server", "Output", "Run's metrics")]
     assert places == sorted(places) and "docs/inspect.md has the names" in " ".join(text.replace("│", " ").split())
+
+
+def test_settings_of_ones_own_with_a_gate_are_judged_by_it(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+    for bar, status in (("1e-6", 1), ("0.1", 0)):
+        result = _inspect(RECORDS, path, "--json", "--no-report", "--flags", f"--use-tis --mismatch-gate-kl {bar}")
+        assert result.exit_code == status and json.loads(result.stdout)["gate"]["bar"] == float(bar)
+    result = _inspect(RECORDS, path, "--json", "--flags", "--mismatch-explain-only")
+    assert result.exit_code == 2 and json.loads(result.stdout)["verdict"] == "cannot_read"
+
+
+def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None:
+    result = _inspect(RECORDS, _training(tmp_path, lambda values: [-1e308] * len(values)), "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and "floor" in [f["kind"] for f in told["findings"]]
+
+
+def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = tmp_path / "run.1"
+    dumps.mkdir()
+    write_records(dumps / "0.jsonl", recorded(CLEAN))
+    monkeypatch.chdir(dumps)
+    _inspect(".", _training(tmp_path))
+    assert (tmp_path / "run.1_inspect" / "report.html").exists()

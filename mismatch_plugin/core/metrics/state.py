@@ -84,13 +84,16 @@ class Statistics:
     def k3_kl(self) -> Tensor:
         """What the gate judges: mean k3 of the measured tokens (0-d, float64, no sync).
 
-        0 where the step has no token; NaN where none of its tokens was measured.
+        0 where the step has no token; NaN where none of its tokens was measured, or none is valid.
         """
         if "k3@tokens" not in self.sum_names:
             return self.sums.new_full((), torch.nan)
         measured = self.sum_of("one@tokens")
         trained = self.sum_of("trained_tokens") if "trained_tokens" in self.sum_names else measured
-        return torch.where(trained > 0, self.sum_of("k3@tokens") / measured, 0.0)
+        mean = torch.where(trained > 0, self.sum_of("k3@tokens") / measured, 0.0)
+        if "invalid_sound" in self.sum_names:  # under a policy that replaces or drops, all of them may be invalid
+            mean = mean.masked_fill((self.sum_of("invalid_sound") == 0) & (trained > 0), torch.nan)
+        return mean
 
     def metrics(self, averaged_only: bool = False) -> dict[str, float]:
         """Every metric that this configuration declares. One transfer to the host.
