@@ -308,8 +308,10 @@ def test_records_alone_are_checked_as_far_as_they_go():
 
 @pytest.mark.parametrize(
     ("version", "number"),
-    [("v12", 12), (12, 12), ("0" * 17 + "7", 7), ("main", None), (10**30, None), ("9" * 19, None), ("9" * 5000, None)]
-    + [(10**5000, None), ("v999999999999999999", 10**18 - 1)],
+    [
+        *(("v12", 12), (12, 12), ("0" * 17 + "7", 7), ("v" + "9" * 18, 10**18 - 1)),
+        *((value, None) for value in ("main", 10**30, "9" * 19, "9" * 5000, 10**5000)),
+    ],
     ids=range(9),
 )
 def test_version_numbers_that_are_no_count_are_none(version: str | int, number: int | None):

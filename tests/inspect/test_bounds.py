@@ -116,6 +116,4 @@ def random_pair(worst: float) -> mp.PackedSequences:
     rows = [[-1.0, -1.1], [-1.0, -1.2], [-1.0, -1.3], [-1.0, worst]]
     double = [torch.tensor(row, dtype=torch.float64) for row in rows]
     rollout = [torch.full((2,), -1.0, dtype=torch.float64) for _ in rows]
-    return mp.PackedSequences.from_lists(
-        rollout_log_probs=rollout, old_log_probs=double, loss_masks=[[1, 1]] * 4
-    )
+    return mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=double, loss_masks=[[1, 1]] * 4)
