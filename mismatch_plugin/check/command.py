@@ -120,7 +120,9 @@ def check(
             accept=accept or (),
             format=format,
         )
-    except InputError as error:
+    except (InputError, MemoryError) as error:
+        if isinstance(error, MemoryError):
+            error = InputError(f"{records} needs more memory than there is: give fewer files or samples.")
         if as_json:
             typer.echo(json.dumps({"status": "cannot_check", "verdict": str(error)}))
         else:

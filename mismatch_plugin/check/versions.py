@@ -35,9 +35,14 @@ def find_versions(batch: Batch) -> Outcome:
 
 
 def version_number(version: str | int) -> int | None:
-    """The number at the end of a version's name ("v12", "step-12", 12); None if there is none."""
-    found = re.search(r"(\d+)$", str(version))
-    return int(found[1]) if found else None
+    """The number at the end of a version's name ("v12", "step-12", 12); None if there is none.
+
+    More than 18 digits are a hash or a time, no count of steps, and do not fit 64 bits.
+    """
+    if isinstance(version, int) and abs(version) >= 10**18:
+        return None  # Python refuses to write numbers of 5000 digits
+    found = re.search(r"(?<![0-9])[0-9]{1,18}$", str(version))
+    return int(found[0]) if found else None
 
 
 def _by_version(sample: Sample) -> dict[str, Bools]:

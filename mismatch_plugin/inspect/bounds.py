@@ -32,6 +32,8 @@ _FINENESS = 1e-3
 _ROUNDING = 1e-12
 _SLACK = 1e-9
 """1 − 0.99 is a little less than 0.01."""
+_LARGEST = 1e300
+"""What is above it cannot be rounded outwards, and stays without a bound."""
 _NOTHING = np.zeros(0)
 
 
@@ -114,5 +116,7 @@ def _above(values: Floats, share: float) -> float:
     kept = len(values) - 1 - int(len(values) * (1.0 - share) + _SLACK)
     values.partition(kept)
     value = max(float(values[kept]), _SMALLEST**2) * (1.0 + _ROUNDING)
+    if not value < _LARGEST:
+        return math.inf
     digits = -math.floor(math.log10(_FINENESS * value))
     return round(math.ceil(value * 10.0**digits) / 10.0**digits, max(digits, 0))

@@ -211,7 +211,9 @@ def inspect(
             gate_kl=gate_kl,
             live=live,
         )
-    except (ValueError, ArithmeticError, OSError, ImportError) as error:
+    except (ValueError, ArithmeticError, OSError, ImportError, MemoryError) as error:
+        if isinstance(error, MemoryError):
+            error = InputError(f"{path or 'this'} needs more memory than there is: give fewer files or samples.")
         if as_json:
             typer.echo(json.dumps({"verdict": "cannot_read", "headline": str(error)}))
         else:

@@ -144,6 +144,10 @@ class _Reference:
         return cls(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), units)
 
 
+_HUGE = 1e30
+"""Advantages above it are scaled: no sum of their squares is finite in float32."""
+
+
 class _Data:
     """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already."""
 
@@ -151,6 +155,8 @@ class _Data:
         assert packed.old_log_probs is not None
         self.real = packed.advantages is not None
         given = torch.ones_like(packed.old_log_probs) if packed.advantages is None else packed.advantages
+        if given.numel() and (largest := float(given.abs().max())) > _HUGE:
+            given = given / largest  # predictions are of ratios of sums, which would overflow
         self.advantages_T = torch.where(packed.loss_mask, given, 0.0).to(packed.old_log_probs.dtype)
         self.packed = packed.replace(advantages=self.advantages_T)
         self.plain = correct(self.packed, MismatchConfig(metrics="off"))

@@ -149,7 +149,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
     refuse_special(path)
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
-            groups = (file.metadata.row_group(at).total_byte_size for at in range(file.metadata.num_row_groups))
+            groups = (_bytes(file.metadata.row_group(at)) for at in range(file.metadata.num_row_groups))
             if (largest := max(groups, default=0)) > MAX_ROW_GROUP:
                 raise ValueError(
                     f"{path} has a row group of {largest / MIB:.0f} MiB, {MAX_ROW_GROUP / MIB:.0f} at most are read: "
@@ -158,6 +158,12 @@ def open_parquet(path: Path) -> Iterator[Any]:
             yield file
     except pa.ArrowInvalid as error:
         raise ValueError(f"{path} is no Parquet file: {error}.") from None
+
+
+def _bytes(group: Any) -> int:
+    """Bytes of a row group in memory: equal values take next to none of the file, and 8 bytes each as numbers."""
+    values = sum(group.column(at).num_values for at in range(group.num_columns))
+    return max(group.total_byte_size, 8 * values)
 
 
 def _read_parquet(path: Path) -> Iterator[RolloutRecord]:

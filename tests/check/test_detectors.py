@@ -19,6 +19,7 @@ from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.training import TrainingSample
+from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
@@ -303,3 +304,15 @@ def test_records_alone_are_checked_as_far_as_they_go():
     result = check_batch(batch_of([[-1.0, NAN]], None))
     assert [item.fault for item in result.findings] == ["nan"]
     assert "temperature" in result.undecided[0].faults and result.mismatch is None
+
+
+@pytest.mark.parametrize(
+    ("version", "number"),
+    [
+        *(("v12", 12), (12, 12), ("0" * 17 + "7", 7), ("v" + "9" * 18, 10**18 - 1)),
+        *((value, None) for value in ("main", 10**30, "9" * 19, "9" * 5000, 10**5000)),
+    ],
+    ids=range(9),
+)
+def test_version_numbers_that_are_no_count_are_none(version: str | int, number: int | None):
+    assert version_number(version) == number

@@ -102,3 +102,18 @@ def test_what_is_asked_for_must_make_sense():
         bounds_for(PACKED, (99,))
     with pytest.raises(ValueError, match="need old_log_probs and rollout_log_probs"):
         bounds_for(PACKED.replace(rollout_log_probs=None))
+
+
+def test_a_statistic_without_a_limit_has_no_bound():
+    batch = random_pair(-1e308)
+    found = bounds_for(batch, (1.0, 0.5))["sequence_max_k2"]
+    assert found["100%"] == (0.0, math.inf)
+    assert 0.0 < found["50%"][1] < 1.0
+
+
+def random_pair(worst: float) -> mp.PackedSequences:
+    """Four responses of two tokens; one training log-prob is `worst`."""
+    rows = [[-1.0, -1.1], [-1.0, -1.2], [-1.0, -1.3], [-1.0, worst]]
+    double = [torch.tensor(row, dtype=torch.float64) for row in rows]
+    rollout = [torch.full((2,), -1.0, dtype=torch.float64) for _ in rows]
+    return mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=double, loss_masks=[[1, 1]] * 4)

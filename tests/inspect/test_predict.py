@@ -305,3 +305,11 @@ def test_of_more_tokens_whole_responses_are_drawn():
     for index, row in zip(part.sequence_ids, part.unpack(part.old_log_probs), strict=True):
         assert isinstance(index, int) and torch.equal(rows[index], row)
     assert subset(packed) == (packed, ())
+
+
+def test_huge_advantages_predict_what_their_ratios_do():
+    packed = random_batch()
+    signs = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64).repeat(sum(packed.lengths))[: sum(packed.lengths)]
+    small, huge = (packed.replace(advantages=signs * scale) for scale in (1.0, 1e308))
+    for left, right in zip(predict(small), predict(huge), strict=True):
+        assert left.variance == pytest.approx(right.variance) and left.bias == pytest.approx(right.bias)

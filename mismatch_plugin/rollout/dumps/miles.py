@@ -118,6 +118,8 @@ def _join(files: Iterable[tuple[Path, _Rank]]) -> Part:
 def _row(key: _Key, sample: _Sample) -> Row:
     place = f"{sample.path}, sample {key[1]}"
     length = values.count(sample.row["response_lengths"], f"{place}: response_lengths")
+    if length > (total := len(sample.row["tokens"])):
+        raise ValueError(f"{place}: response_lengths is {length}, the sample has {total} tokens.")
     row = {**sample.row, "sample_indices": key[1], "rollout_id": key[0]}
     for name, parts in sample.slices.items():
         row[name] = _assembled(f"{place}: {name}", sample, parts, length)
@@ -134,9 +136,9 @@ def _assembled(called: str, sample: _Sample, parts: Mapping[int, Floats], length
                 f"dump that does not name its cp_rank?"
             )
         return parts[0]
-    if lacking := sorted({*range(size)} - {*parts}):
+    if (lacking := next((rank for rank in range(size) if rank not in parts), None)) is not None:  # size may be anything
         raise ValueError(
-            f"{called}: the slice of context parallel rank {lacking[0]} of {size} is not there: give the folder with "
+            f"{called}: the slice of context parallel rank {lacking} of {size} is not there: give the folder with "
             f"the files of all ranks."
         )
     chunk, before = -(-sample.chunks_of // (2 * size)), total - length - 1

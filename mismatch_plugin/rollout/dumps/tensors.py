@@ -22,6 +22,8 @@ MAX_PICKLE = 1024 * MIB
 """Bytes of the objects next to the tensors of a .pt file: 10 M tokens in Python lists are some 200 MiB."""
 MAX_ARRAY = 4096 * MIB
 """Bytes of one tensor or array once it is unpacked."""
+MAX_REPEATED = 256 * MIB
+"""Bytes of all tensors of a file that repeat their values (`expand`), once each value is a value of its own."""
 _KINDS = "biuf"
 _DTYPES = {
     str(dtype): dtype
@@ -69,7 +71,7 @@ def inner_torch(path: Path, data: bytes) -> Any:
 def _load(path: Path, file: Any, mmap: bool) -> Any:
     try:
         with _only_ours():
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # bytes made up by others can fail in any way; none of them is a fault of ours
         refused = isinstance(error, pickle.UnpicklingError)
         if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
@@ -83,6 +85,34 @@ def _load(path: Path, file: Any, mmap: bool) -> Any:
             ) from None
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
+    if (repeated := _repeated(content)) > MAX_REPEATED:
+        raise ValueError(
+            f"{path} holds tensors of {repeated / MIB:.0f} MiB that repeat the values of smaller ones (expand), "
+            f"{MAX_REPEATED / MIB:.0f} at most are read: save fewer samples a file, or tensor.contiguous()."
+        )
+    return content
+
+
+def _repeated(content: Any) -> int:
+    """Bytes of the tensors that have more elements than their storage holds."""
+    found, seen, left = 0, {id(content)}, [content]
+    while left:
+        item = left.pop()
+        if isinstance(item, torch.Tensor):
+            if item.layout is torch.strided and not item.is_nested:
+                size = item.numel() * item.element_size()
+                found += size if size > item.untyped_storage().nbytes() else 0
+            continue
+        if isinstance(item, DataProto):
+            item = item.state
+        elif isinstance(item, _Array):
+            item = item.value
+        inside = item.values() if isinstance(item, Mapping) else item if isinstance(item, (list, tuple)) else ()
+        for entry in inside:
+            if isinstance(entry, _HOLDERS) and id(entry) not in seen:  # lists may hold each other
+                seen.add(id(entry))
+                left.append(entry)
+    return found
 
 
 @contextmanager
@@ -272,6 +302,9 @@ _SAFE = (
     (_Inert, "miles.utils.types.AdapterRef"),
     (_Inert, "miles.utils.types.RewardSpec"),
 )
+
+
+_HOLDERS = (torch.Tensor, Mapping, list, tuple, _Array, DataProto)
 
 
 def plain(value: Any) -> Any:
