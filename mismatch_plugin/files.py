@@ -21,7 +21,7 @@ _KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a p
 
 
 def encodable(text: str) -> str:
-    """Lone surrogates, of broken JSON or of a file name that is not UTF-8, as `\\ud800`: no file takes them as such.
+    r"""Lone surrogates, of broken JSON or of a file name that is not UTF-8, as `\ud800`: no file takes them as such.
 
     Names that differ still differ.
     """

@@ -212,7 +212,7 @@ def test_names_that_no_file_takes_are_told_in_ascii(tmp_path: Path, name: str) -
     dump = _strange(tmp_path, name)
     out = tmp_path / "out"
     result = _inspect(dump, "--json", "--out", out)
-    assert result.exit_code == 1, result.output
+    assert result.exit_code == 1 and result.output, result.exception
     found = json.loads(result.output)
     assert Path(found["source"]).name == name.encode("utf-8", "backslashreplace").decode()
     assert r"\ud800" in str(found["findings"][0]["first"]) or r"\ud800" in result.output
@@ -226,7 +226,7 @@ def test_no_command_of_a_dump_reaches_the_terminal(tmp_path: Path) -> None:
     for command in (["check"], ["inspect", "--no-report"]):
         result = CliRunner().invoke(app, [*command, str(dump)], env={"COLUMNS": "160", "TERM": "dumb"})
         assert result.exit_code == 1 and "\x1b" not in result.output and "\x07" not in result.output
-    dump.write_text('{"response_ids": "\\u001b]0;x\\u0007", "\\u001b[2J": 1}\n')
+    dump.write_text('{"response_ids": [1], "prompt_ids": [2], "\\u001b[2J": 1}\n')
     for command, said in (("check", "cannot check: "), ("inspect", "cannot inspect: ")):
         result = CliRunner().invoke(app, [command, str(dump)])
         assert result.exit_code == 2 and said in result.output and "?[2J" in result.output, result.output
