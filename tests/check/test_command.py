@@ -330,4 +330,4 @@ def test_a_terminal_of_ascii_gets_ascii(tmp_path: Path) -> None:
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show(check_files(records, path), Console(file=out, width=160, highlight=False, markup=False))
     out.flush()
-    assert b"KL(rollout || train" in out.buffer.getvalue()  # type: ignore[attr-defined]
+    assert b"KL(rollout || train" in out.buffer.getvalue()
