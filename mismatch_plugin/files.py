@@ -20,6 +20,14 @@ MAX_FILE = 512 * MIB
 _KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
 
+def encodable(text: str) -> str:
+    r"""Lone surrogates, of broken JSON or of a file name that is not UTF-8, as `\ud800`: no file takes them as such.
+
+    Names that differ still differ.
+    """
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 def refuse_special(path: Path) -> None:
     """Raise ValueError for a device, pipe or socket: reading one may never end. What is absent is left to `open`."""
     try:

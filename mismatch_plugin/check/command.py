@@ -105,6 +105,7 @@ def check(
     """
     from mismatch_plugin.check.inputs import check_files
     from mismatch_plugin.check.training import InputError
+    from mismatch_plugin.report.table import printable
 
     try:
         result = check_files(
@@ -126,7 +127,7 @@ def check(
         if as_json:
             typer.echo(json.dumps({"status": "cannot_check", "verdict": str(error)}))
         else:
-            typer.echo(f"cannot check: {error}", err=True)
+            typer.echo("cannot check: " + printable(str(error), keep="\n"), err=True)
         raise typer.Exit(CANNOT_CHECK) from None
     if as_json:
         typer.echo(result.model_dump_json(indent=2))

@@ -14,6 +14,7 @@ from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.servers import compare_servers, workers_of
 from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, TrainingSide
 from mismatch_plugin.check.training import InputError
+from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.responses import Dump
 
@@ -74,7 +75,7 @@ def read_inputs(
     source = next((name for name, value in given.items() if value is not None), None)
     if records_only and source is not None:
         raise InputError("--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url.")
-    named = "the running servers" if isinstance(records, Dump) else str(records)
+    named = "the running servers" if isinstance(records, Dump) else encodable(str(records))
     dump = records if isinstance(records, Dump) else _dump(records, format, training_path)
     responses = dump.responses
     if source is None and dump.scored is None and needs_training and not records_only:
@@ -109,7 +110,7 @@ def read_inputs(
         batch = replace(
             batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own, between=mix
         )
-    return Inputs(batch, tuple(notes), tuple(findings), named, dump.format)
+    return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format)
 
 
 def _dump(path: Path, format: str | None, training: Path | None) -> Dump:

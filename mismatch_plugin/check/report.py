@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.report.table import NOTHING, Table, printable, shows_unicode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -42,18 +42,24 @@ def mismatch_table(result: CheckResult) -> Table | None:
 
 def show(result: CheckResult, console: Console) -> None:
     """Print everything, the verdict last."""
+    unicode = shows_unicode(console.encoding)
+
+    def said(text: str) -> str:
+        return printable(text, unicode)
+
     for note in result.notes:
-        console.print(note, soft_wrap=True)  # a path or an address stays whole
+        console.print(said(note), soft_wrap=True)  # a path or an address stays whole
     level = mismatch_table(result)
     if level is not None:
-        console.print(level.to_rich())
+        console.print(level.printable(unicode).to_rich())
     if result.findings:
-        console.print(findings_table(result).to_rich())
+        console.print(findings_table(result).printable(unicode).to_rich())
     for number, item in enumerate(result.findings, start=1):
-        console.print(f"{number}. {_named(item)}, {item.confidence}: {item.evidence}\n   Fix: {item.fix}")
+        first = said(f"{number}. {_named(item)}, {item.confidence}: {item.evidence}")
+        console.print(f"{first}\n   Fix: {said(item.fix)}")
     for item in result.undecided:
-        console.print(f"not decided: {', '.join(item.faults)}: {item.reason}.")
-    console.print(result.verdict)
+        console.print(said(f"not decided: {', '.join(item.faults)}: {item.reason}."))
+    console.print(said(result.verdict))
 
 
 def _named(item: Finding) -> str:

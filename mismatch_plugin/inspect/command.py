@@ -151,6 +151,7 @@ def inspect(
     """
     from mismatch_plugin.check.training import InputError
     from mismatch_plugin.inspect.kinds import kind_of
+    from mismatch_plugin.report.table import printable
 
     try:
         host = host.replace("-", "_")  # as --mismatch-host spells them
@@ -217,7 +218,7 @@ def inspect(
         if as_json:
             typer.echo(json.dumps({"verdict": "cannot_read", "headline": str(error)}))
         else:
-            typer.echo(f"cannot inspect: {error}", err=True)
+            typer.echo("cannot inspect: " + printable(str(error), keep="\n"), err=True)
         raise typer.Exit(CANNOT_READ) from None
     from mismatch_plugin.inspect.output import write_report
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,8 +34,8 @@ _READ = 1 << 24
 
 @dataclass
 class Tail:
-    """The steps of a `metrics.jsonl` that grows, read once each. A file that became shorter is another run's: it is
-    read anew. A line without its end is still being written."""
+    """The steps of a `metrics.jsonl` that grows, read once each. A file that became shorter, or was replaced, is
+    another run's: it is read anew. A line without its end is still being written."""
 
     path: Path
     rows: list[dict[str, float]] = field(default_factory=list)
@@ -42,6 +43,7 @@ class Tail:
     numbers: list[float] = field(default_factory=list)
     _offset: int = 0
     _lines: int = 0
+    _file: tuple[int, int] | None = None
 
     def read(self) -> int:
         """Read what was written since; returns how many steps are new. Raises ValueError, OSError as `read_steps`."""
@@ -49,10 +51,12 @@ class Tail:
             return 0
         refuse_special(self.path)
         before = len(self.rows)
-        if self.path.stat().st_size < self._offset:
-            before, self._offset, self._lines = 0, 0, 0
-            self.rows, self.others, self.numbers = [], [], []
         with self.path.open("rb") as stream:
+            now = os.fstat(stream.fileno())
+            file = now.st_dev, now.st_ino
+            if now.st_size < self._offset or file != self._file:
+                before, self._offset, self._lines, self._file = 0, 0, 0, file
+                self.rows, self.others, self.numbers = [], [], []
             stream.seek(self._offset)
             rest = b""
             while block := stream.read(_READ):

@@ -57,25 +57,23 @@ def inspect_metrics(
     Judged are the newest steps: the last tenth of the run, at least ten. Exit status: 0 sound; 1 where numbers are
     broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside [0.5, 2] in any judged step), k3 has grown
     more than 100 times, the correction does not hold, a large mismatch is not corrected, or the gate failed; 2 nothing
-    to judge; 3 sound, but the gate could not be decided.
+    to judge; 3 sound, but the gate could not be decided. Raises ValueError, OSError where there is nothing to judge.
     """
     from mismatch_plugin.inspect.judge import counted, inspect_steps
     from mismatch_plugin.inspect.recommend import recommend
     from mismatch_plugin.inspect.sources import read_source
     from mismatch_plugin.inspect.trends import sentence, trend_of
     from mismatch_plugin.report.log import to_json
+    from mismatch_plugin.report.table import printable
 
     if no_pictures and pictures is not None:
-        raise typer.BadParameter(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
-    try:
-        source = read_source(path, run)
-        settings, where = own.of(source.path)
-        trend = trend_of(source.numbers, source.rows, source.others)
-        known = where is not None
-        result = inspect_steps(list(source.rows), settings, known, _together(source, settings), trend)
-        gate = result.gate(bar) if gated else None
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error), param_hint="PATH") from None
+        raise ValueError(f"--pictures {pictures} and --no-pictures contradict each other: leave one out.")
+    source = read_source(path, run)
+    settings, where = own.of(source.path)
+    trend = trend_of(source.numbers, source.rows, source.others)
+    known = where is not None
+    result = inspect_steps(list(source.rows), settings, known, _together(source, settings), trend)
+    gate = result.gate(bar) if gated else None
     status = 0 if result.sound and (gate is None or gate.passed) else 1
     if result.sound and gate is not None and gate.passed is None:
         status = 3
@@ -101,7 +99,7 @@ def inspect_metrics(
         typer.echo(to_json(body, indent=2))
     else:
         for said in source.notes:
-            typer.echo(f"note: {said}.")
+            typer.echo(f"note: {printable(said)}.")
         from rich.console import Console
 
         console = Console(highlight=False, markup=False)

@@ -24,7 +24,7 @@ from mismatch_plugin.inspect.words import (
     undecided,
     without_advice,
 )
-from mismatch_plugin.report.table import NOTHING, figure
+from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,9 +34,6 @@ SMALLEST, LARGEST = 24, 35
 _TO = "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}"
 """Keeps two bounds on one line."""
 STYLES = {"fault": "bold red", "large": "bold yellow", "normal": "bold green", "undecided": "bold cyan"}
-_ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=", "‖": "||", "±": "+-", "·": "*", "²": "^2",
-          "Δ": "d", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum", "→": "->", "’": "'", "“": '"',
-          "”": '"'}  # fmt: skip
 
 
 @dataclass
@@ -77,7 +74,7 @@ class _Screen:
     def wrapped(self, text: str, width: int, first: str = "", rest: str = "", most: int | None = None) -> list[str]:
         """Lines of at most this width; at most so many on a terminal."""
         return textwrap.wrap(
-            _printable(text, self.unicode), width, initial_indent=first, subsequent_indent=rest,
+            printable(text, self.unicode), width, initial_indent=first, subsequent_indent=rest,
             max_lines=None if self.height is None else most, placeholder=" " + self.cut, break_on_hyphens=False,
         )  # fmt: skip
 
@@ -87,7 +84,7 @@ class _Screen:
     ) -> None:  # fmt: skip
         """Columns; all but the first to the right, and the first wrapped into what room there is. headers: lines, which
         stay as long as the first row does."""
-        cells = [tuple(_printable(cell, self.unicode) for cell in row) for row in (*headers, *rows)]
+        cells = [tuple(printable(cell, self.unicode) for cell in row) for row in (*headers, *rows)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         if self.height is not None:
             widths[0] = max(12, min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths)))
@@ -127,7 +124,7 @@ def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report:
     from rich.cells import cell_len, set_cell_size
     from rich.text import Text
 
-    unicode = console.encoding.lower().replace("-", "").startswith("utf")
+    unicode = shows_unicode(console.encoding)
     height = min(max(console.height, SMALLEST), LARGEST) - 1 if console.is_terminal else None
     screen = _Screen(console.width, height, unicode)
     _verdict(screen, diagnosis)
@@ -138,17 +135,10 @@ def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report:
     if report is not None:
         screen.add([f"Report: {report}"], whole=True)
     for line in screen.fitted():
-        text = _printable(line.text, unicode)
+        text = printable(line.text, unicode)
         if height and not line.whole and cell_len(text) > console.width:  # some letters are two wide
             text = set_cell_size(text, console.width - 3) + "..."
         console.print(Text(text, style=line.style), soft_wrap=True)
-
-
-def _printable(text: str, unicode: bool) -> str:
-    """Without control characters: a sample's id could hold a terminal's commands."""
-    if not unicode:
-        text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "replace").decode()
-    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:

@@ -146,7 +146,7 @@ _warned: set[str] = set()
 def _write_or_warn(folder: Path, *rest: Any) -> None:
     try:
         write_step(folder, *rest)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever it is: the thread writes the next step, and training goes on
         _warn(folder, error)
 
 
@@ -270,7 +270,7 @@ def numbers_of_line(path: Path, number: int, line: str) -> dict[str, float] | No
         numbers = {name: number_in(value) for name, value in step.items()}
         return {name: value for name, value in numbers.items() if value is not None}
     except (ValueError, OverflowError, RecursionError) as error:
-        if line.startswith("{") and not line.endswith("}"):  # its writer was killed
+        if line.startswith("{") and isinstance(error, json.JSONDecodeError):  # its writer was killed
             return None
         raise ValueError(f"{path}, line {number} is no step: {error}.") from None
 

@@ -15,6 +15,9 @@ NOTHING = "–"
 NARROW = 5
 """A table of at most so many columns has room on a terminal for names that are not broken."""
 
+_ASCII = {"–": "-", "—": "-", "−": "-", "…": "...", "≤": "<=", "≥": ">=", "‖": "||", "±": "+-", "·": "*", "²": "^2",
+          "Δ": "d", "π": "pi", "ρ": "rho", "χ": "chi", "θ": "theta", "Σ": "sum", "→": "->", "’": "'", "“": '"',
+          "”": '"'}  # fmt: skip
 _NUMBER = re.compile(r"[<+−]? ?[\d.]+(e-\d+)?( ± [\d.]+)?( to [+−]?[\d.]+)?( %)?( [▲▼])?")
 
 
@@ -50,6 +53,13 @@ class Table:
         """The same rows with these columns, in this order."""
         columns = zip(*(self.column(header) for header in headers), strict=True)
         return replace(self, headers=headers, rows=tuple(columns), code=self.code & set(headers))
+
+    def printable(self, unicode: bool) -> Table:
+        """The same for a terminal: without control characters, and in ASCII where it shows no more."""
+        rows = tuple(tuple(printable(cell, unicode) for cell in row) for row in self.rows)
+        headers = tuple(printable(header, unicode) for header in self.headers)
+        code = frozenset(printable(header, unicode) for header in self.code)
+        return replace(self, title=printable(self.title, unicode), headers=headers, rows=rows, code=code)
 
     def to_markdown(self) -> str:
         """GitHub's markdown; code columns in backticks, `|` escaped, one line a row, notes as a list below."""
@@ -132,6 +142,21 @@ def figure(value: float, digits: int = 3) -> str:
     else:
         text = f"{value:.0e}"
     return re.sub(r"e([+-])0*(\d)", lambda found: "e" + found[1].strip("+") + found[2], text)
+
+
+def printable(text: str, unicode: bool = True, keep: str = "") -> str:
+    """Without control characters but those to keep: what a file holds could hold a terminal's commands.
+
+    unicode: whether the terminal shows more than ASCII.
+    """
+    if not unicode:
+        text = "".join(_ASCII.get(c, c) for c in text).encode("ascii", "replace").decode()
+    return "".join(c if c.isprintable() or c in keep else "?" for c in text)
+
+
+def shows_unicode(encoding: str) -> bool:
+    """Whether a terminal of this encoding shows more than ASCII."""
+    return encoding.lower().replace("-", "").startswith("utf")
 
 
 def _line(cells: Iterable[str]) -> str:

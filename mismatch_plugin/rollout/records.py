@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
+from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.sampling import SamplingParameters, remaining_bias
 
 __all__ = [
@@ -63,7 +64,7 @@ class WeightSpan(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    version: str
+    version: Annotated[str, AfterValidator(encodable)]
     start: int = Field(ge=0)
     end: int = Field(ge=0)
 

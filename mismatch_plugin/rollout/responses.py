@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan, versions_by_token
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
@@ -47,6 +48,11 @@ class Response:
     dp_rank: int | None = None
     reward: float | None = None
     finish_reason: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sample_id", "group", "server"):
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, encodable(value))
 
     @classmethod
     def of(cls, record: RolloutRecord) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from mismatch_plugin.check.command import check
 from mismatch_plugin.check.findings import FAULTS, CheckResult
+from mismatch_plugin.check.inputs import check_files
+from mismatch_plugin.check.report import show
 from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
@@ -339,3 +343,13 @@ def test_a_checkpoint_that_lacks_weights_or_holds_code_is_refused(checkpoint: Pa
     arguments = [str(FOLDER / f"{CLEAN}.jsonl"), "--checkpoint", str(coded)]
     result = CliRunner().invoke(app, arguments, input="y\ny\n")
     assert result.exit_code == 2 and not marker.exists() and "cannot load a causal language model" in result.output
+
+
+def test_a_terminal_of_ascii_gets_ascii(tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    write_records(records, recorded(CLEAN))
+    path = _training_file(tmp_path, train_log_probs=lambda _, line: [v - 1.0 for v in line["train_log_probs"]])
+    out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    show(check_files(records, path), Console(file=out, width=160, highlight=False, markup=False))
+    out.flush()
+    assert b"KL(rollout || train" in out.buffer.getvalue()

@@ -213,3 +213,45 @@ def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(dumps)
     _inspect(".", _training(tmp_path))
     assert (tmp_path / "run.1_inspect" / "report.html").exists()
+
+
+def _strange(folder: Path, name: str = "dump.jsonl") -> Path:
+    """A dump of names that no file takes and of a terminal's commands, with a shift of all tokens."""
+    rows = []
+    for index, sample in enumerate(training("float32", CLEAN)):
+        values = [-0.5 - 0.01 * at for at in range(len(sample.train_log_probs))]
+        shifted = [value - 1.0 for value in values]
+        rows.append({
+            "prompt_ids": [1, 2], "response_ids": list(range(len(values))), "rollout_log_probs": values,
+            "log_probs": shifted, "sample_id": f"\ud800\x1b[31m{index}", "weight_versions": ["\udfff\x1b]0;x\x07"],
+            "group": "\ud801", "\x1b[2Jcolumn": 1,
+        })  # fmt: skip
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["dump.jsonl", "dump\udcff.jsonl"])
+def test_names_that_no_file_takes_are_told_in_ascii(tmp_path: Path, name: str) -> None:
+    dump = _strange(tmp_path, name)
+    out = tmp_path / "out"
+    result = _inspect(dump, "--json", "--out", out)
+    assert result.exit_code == 1 and result.output, result.exception
+    found = json.loads(result.output)
+    assert Path(found["source"]).name == name.encode("utf-8", "backslashreplace").decode()
+    assert r"\ud800" in str(found["findings"][0]["first"]) or r"\ud800" in result.output
+    assert (out / "report.html").exists()
+    checked = CliRunner().invoke(app, ["check", str(dump), "--json"])
+    assert checked.exit_code == 1 and json.loads(checked.output)["status"] == "faults"
+
+
+def test_no_command_of_a_dump_reaches_the_terminal(tmp_path: Path) -> None:
+    dump = _strange(tmp_path)
+    for command in (["check"], ["inspect", "--no-report"]):
+        result = CliRunner().invoke(app, [*command, str(dump)], env={"COLUMNS": "160", "TERM": "dumb"})
+        assert result.exit_code == 1 and "\x1b" not in result.output and "\x07" not in result.output
+    dump.write_text('{"response_ids": [1], "prompt_ids": [2], "\\u001b[2J": 1}\n')
+    for command, said in (("check", "cannot check: "), ("inspect", "cannot inspect: ")):
+        result = CliRunner().invoke(app, [command, str(dump)])
+        assert result.exit_code == 2 and said in result.output and "?[2J" in result.output, result.output
+        assert "\x1b" not in result.output

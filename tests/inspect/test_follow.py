@@ -137,6 +137,17 @@ def test_a_tail_reads_each_line_once_and_whole(tmp_path: Path) -> None:
         tail.read()
 
 
+def test_a_longer_file_in_the_place_of_the_old_one_is_read_anew(tmp_path: Path) -> None:
+    file, other = tmp_path / "metrics.jsonl", tmp_path / "other"
+    file.write_text(to_json({"step": 1, **metrics()}) + "\n")
+    tail = Tail(file)
+    assert tail.read() == 1
+    other.write_text("".join(to_json({"step": step, "a_longer": 1.5, **metrics()}) + "\n" for step in (7, 8)))
+    other.replace(file)
+    assert (tail.read(), tail.numbers) == (2, [7.0, 8.0])
+    assert tail.read() == 0
+
+
 def test_what_cannot_be_followed_is_refused(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text(json.dumps({"prompt_ids": [1], "response_ids": [2]}) + "\n")
     for arguments in (

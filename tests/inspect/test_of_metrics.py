@@ -133,3 +133,13 @@ def test_an_empty_report_folder_has_no_step_yet(tmp_path: Path) -> None:
     (tmp_path / "other" / "notes.txt").write_text("else")
     status, output = _inspected(tmp_path / "other")
     assert status == 2 and "holds no dump" in output and "step yet" not in output
+
+
+def test_metrics_that_cannot_be_read_are_one_sentence_or_json(tmp_path: Path) -> None:
+    path = _run(tmp_path, [6e-4] * 10)
+    (path / "metrics.jsonl" if path.is_dir() else path).write_text('{"rollout_corr/kl": 0.1}\n[1]\n')
+    status, output = _inspected(path)
+    assert status == 2 and output.startswith("cannot inspect: ") and "line 2 is no step" in output
+    status, output = _inspected(path, "--json")
+    found = json.loads(output)
+    assert status == 2 and found["verdict"] == "cannot_read" and "line 2 is no step" in found["headline"]

@@ -113,6 +113,30 @@ def test_a_hook_warns_once_and_goes_on_where_metrics_cannot_be_written(
     assert numbers(tmp_path) == [1]
 
 
+def test_a_step_that_cannot_be_written_does_not_end_the_writer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_warned", set())
+    deep: Any = 0.1
+    for _ in range(100_000):
+        deep = [deep]
+    with caplog.at_level(logging.WARNING, logger="mismatch_plugin"):
+        for value in (deep, deep, 0.1):
+            log_step(tmp_path, CONFIG, {"rollout_corr/kl": value})
+    assert len(caplog.records) == 1 and "recursion" in caplog.records[0].message
+    assert numbers(tmp_path) == [1]
+
+
+def test_a_line_that_a_kill_cut_is_left_out_however_it_ends(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "state": {"a": 1}\n{"step": 3, "x\n{"step": 4}\n')
+    assert numbers(tmp_path) == [1, 4]
+    for line in ('"step": 5}', "[1]", "step 5"):
+        path.write_text('{"step": 1}\n' + line + '\n{"step": 6}\n')
+        with pytest.raises(ValueError, match="line 2 is no step"):
+            numbers(tmp_path)
+
+
 def test_a_loop_of_ones_own_is_told_at_once(tmp_path: Path, full_disk: list[bool]) -> None:
     with pytest.raises(OSError, match="No space left"):
         write_step(tmp_path, CONFIG, {"rollout_corr/kl": 0.1})
