@@ -25,6 +25,6 @@ def check_gate(k3_kl: float, bar: float, step: int | None = None) -> None:
         what = f"k3_kl cannot be compared with the bar of --mismatch-gate-kl, {bar:g}: no token has valid log-probs"
     raise GateError(
         f"{where}{what}. Find the cause with mismatch-plugin check on records of this step, and see the run with "
-        f"mismatch-plugin inspect; engines of one precision are below {DEFAULT_GATE_KL:g} (fp8, int4 and MoE routing "
-        f"need more). If this much is meant, raise the bar or leave it out."
+        f"mismatch-plugin inspect; dense engines of one precision are below {DEFAULT_GATE_KL:g} (fp8, int4 and MoE "
+        f"routing need more). If this much is meant, raise the bar or leave it out."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,18 @@ HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as ins
 SAMPLES, MAX_NEW_TOKENS = 64, 128
 _BEFORE_A_STEP = {"settings.json", "config.json", "plots"}
 """What the report folder of a run may hold before its first step."""
+
+
+class Precision(str, Enum):
+    """As inspect.normal has them."""
+
+    fp32 = "fp32"
+    fp16 = "fp16"
+    bf16 = "bf16"
+    fp8 = "fp8"
+    fp4 = "fp4"
+    int8 = "int8"
+    int4 = "int4"
 
 
 def inspect(
@@ -72,6 +85,22 @@ def inspect(
     host: Annotated[
         str, typer.Option(help=f"Whose flags are shown first: {', '.join(HOSTS)}.", rich_help_panel=_SETTINGS)
     ] = HOSTS[0],
+    engine: Annotated[
+        Precision | None,
+        typer.Option(help="Precision of the rollout engine, for what is normal.", rich_help_panel=_DUMP),
+    ] = None,
+    trainer: Annotated[
+        Precision | None, typer.Option(help="Precision of the trainer, for what is normal.", rich_help_panel=_DUMP)
+    ] = None,
+    moe: Annotated[
+        bool | None, typer.Option("--moe/--dense", help="A mixture of experts, or not.", rich_help_panel=_DUMP)
+    ] = None,
+    one_step: Annotated[
+        bool, typer.Option("--one-step", help="One optimizer step a rollout batch.", rich_help_panel=_SETTINGS)
+    ] = False,
+    expensive_pass: Annotated[
+        bool, typer.Option("--expensive-pass", help="Save the pass for old log-probs.", rich_help_panel=_SETTINGS)
+    ] = False,
     weight_version: Annotated[
         str | None, typer.Option(help="Version of the training side's weights.", rich_help_panel=_DUMP)
     ] = None,
@@ -163,6 +192,8 @@ def inspect(
             "TRAINING": training, "--url": url, "--checkpoint": checkpoint, "--format": format, "--accept": accept,
             "--reference-checkpoint": reference_checkpoint, "--prompts": prompts, "--weight-version": weight_version,
             "--eos-id": eos_id, "--max-staleness": max_staleness != 1, "--samples": samples != SAMPLES,
+            "--engine": engine, "--trainer": trainer, "--moe/--dense": moe is not None, "--one-step": one_step,
+            "--expensive-pass": expensive_pass,
             "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--temperature": temperature != 1.0,
         }  # fmt: skip
         if follow or follow_for is not None:
@@ -193,6 +224,9 @@ def inspect(
         if run is not None:
             raise InputError(f"--run {run} chooses among the runs of a metrics file, and PATH is a dump: leave it out.")
         from mismatch_plugin.inspect.diagnose import Live, diagnose_files, own_settings
+        from mismatch_plugin.inspect.normal import Hints
+
+        pair: dict[str, Any] = {"engine": engine and engine.value, "trainer": trainer and trainer.value, "moe": moe}
 
         live = Live(samples, max_new_tokens, temperature, prompts)
         diagnosis = diagnose_files(
@@ -211,6 +245,9 @@ def inspect(
             gate=gate or gate_kl is not None,
             gate_kl=gate_kl,
             live=live,
+            hints=Hints(**pair),
+            one_step=one_step,
+            expensive_pass=expensive_pass,
         )
     except (ValueError, ArithmeticError, OSError, ImportError, MemoryError) as error:
         if isinstance(error, MemoryError):

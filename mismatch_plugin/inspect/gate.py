@@ -14,7 +14,7 @@ FEWEST = 100
 SPREAD = 10.0
 """Assumed deviation of the tokens' k3 over its mean, where none is given: √2 for Gaussian noise, more with tails."""
 SOURCE = (
-    f"default {DEFAULT_GATE_KL:g}: engines of one precision on one set of weights are below it, fp8 with unlike "
+    f"default {DEFAULT_GATE_KL:g}: dense engines of one precision on one set of weights are below, fp8 with unlike "
     "quantisation is above (8.7e-3, InternLM/xtuner#2044). slime's CI bounds the mean |Δ log p| by 0.1, which Gaussian "
     "noise reaches at k3 0.008"
 )

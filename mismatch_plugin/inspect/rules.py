@@ -33,7 +33,7 @@ class Figures:
 
     k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
     mean_length, max_length: trained tokens a response; inf where nobody knows.
-    tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise has none.
+    tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise of one size has none.
     drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one; each
     token's limited to six medians of |l|, so that single tokens are no drift.
     stale: weight versions that the oldest tokens are behind.
@@ -243,7 +243,7 @@ def rules_table(short: bool = False) -> Table:
     notes = (
         "The first row that fits is taken, by k3 as the estimate of KL. mismatch-plugin inspect does it, predicts what "
         "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
-        "For every row the tests make data at the ends of its range, and fail where less is kept or another is taken.",
+        "For every row the tests make data in its range, and fail where less is kept or another is taken.",
     )
     table = Table("Which setting to choose", headers, tuple(rows), notes=notes)
     return Table(table.title, headers[:4], tuple(row[:4] for row in rows)) if short else table

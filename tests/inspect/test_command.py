@@ -174,6 +174,7 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
     assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
+    assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
 
 
 def test_a_rollout_side_alone_asks_for_the_other() -> None:
@@ -255,3 +256,24 @@ def test_no_command_of_a_dump_reaches_the_terminal(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, [command, str(dump)])
         assert result.exit_code == 2 and said in result.output and "?[2J" in result.output, result.output
         assert "\x1b" not in result.output
+
+
+def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+
+    def told(*more: str) -> dict[str, Any]:
+        return json.loads(_inspect(RECORDS, path, "--json", "--no-report", *more).stdout)
+
+    assert told("--engine", "int8")["normal"][0]["pair"] == "int8 engine"
+    assert told("--engine", "bf16", "--trainer", "fp32", "--dense")["normal"][0]["pair"] == "bf16 engine, fp32 trainer"
+    assert told("--moe")["normal"][0]["pair"].startswith("MoE")
+    assert told("--expensive-pass", "--one-step")["recommendation"]["preset"] == "pg_is"
+    assert _inspect(RECORDS, path, "--engine", "fp12").exit_code == 2
+
+
+def test_an_exact_zero_is_said_with_both_readings(tmp_path: Path) -> None:
+    path = tmp_path / "same.jsonl"
+    path.write_text("".join(json.dumps({"train_log_probs": r.rollout_log_probs}) + "\n" for r in recorded(CLEAN)))
+    result = _inspect(RECORDS, path, "--no-report")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0 and "equal to the last bit: aligned kernels work, or one list was given twice" in text
