@@ -51,7 +51,7 @@ def read_inputs(
     records: Path | Dump,
     training_path: Path | None = None,
     *,
-    checkpoint: Path | None = None,
+    checkpoint: Path | Checkpoint | None = None,
     reference_checkpoint: Path | None = None,
     urls: Sequence[str] = (),
     weight_version: str | None = None,
@@ -63,9 +63,10 @@ def read_inputs(
 ) -> Inputs:
     """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
 
-    records: a file, a folder, or a dump that was read. reference_checkpoint: the weights that the run began with. urls:
-    servers or routers. records_only: no training side, and that is meant. needs_training: an error without one. format:
-    of the records, a name of `rollout.dumps.registry.FORMATS`.
+    records: a file, a folder, or a dump that was read. checkpoint: its folder, or what was loaded of it.
+    reference_checkpoint: the weights that the run began with. urls: servers or routers. records_only: no training side,
+    and that is meant. needs_training: an error without one. format: of the records, a name of
+    `rollout.dumps.registry.FORMATS`.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
@@ -83,7 +84,7 @@ def read_inputs(
             "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
         )
     workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
-    model = None if checkpoint is None else Checkpoint(checkpoint)
+    model = Checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     given |= {"--checkpoint": model, "--url": next(iter(workers), None)}
     side = None
     if source is not None and source != "TRAINING":

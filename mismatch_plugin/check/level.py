@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch
+from mismatch_plugin.check.batch import Batch, Floats
 from mismatch_plugin.check.findings import Mismatch
 
 CLAMP = 20.0
@@ -36,6 +36,12 @@ def size_class(level: Mismatch) -> SizeClass:
     return "small" if level.k3_kl <= SMALL_K3 else "moderate" if level.k3_kl <= MODERATE_K3 else "large"
 
 
+def k3(gap: Floats) -> Floats:
+    """e^d − 1 − d, d clamped to ±20."""
+    clamped = np.clip(gap, -CLAMP, CLAMP)
+    return np.expm1(clamped) - clamped
+
+
 def mismatch(batch: Batch) -> Mismatch | None:
     """Over all tokens that train and have a number on both sides; None if there is none. Formulas: `Mismatch`."""
     tokens = batch.tokens
@@ -49,7 +55,7 @@ def mismatch(batch: Batch) -> Mismatch | None:
         tokens=len(tokens),
         samples=len(np.unique(tokens.sample)),
         kl=-float(gap.mean()),
-        k3_kl=float((np.expm1(gap) - gap).mean()),
+        k3_kl=float(k3(gap).mean()),
         abs_mean=float(absolute.mean()),
         abs_p50=p50,
         abs_p90=p90,

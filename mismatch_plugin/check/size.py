@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome
 from mismatch_plugin.check.findings import FaultName, Finding
-from mismatch_plugin.check.level import CLAMP, ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3
+from mismatch_plugin.check.level import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3, k3
 from mismatch_plugin.check.profile import scaled
 
 SURE = 2.0
@@ -81,9 +81,8 @@ class Gaps:
 
     @cached_property
     def k3(self) -> Floats:
-        """e^d − 1 − d, d clamped to ±20."""
-        clamped = np.clip(self.gap, -CLAMP, CLAMP)
-        return np.expm1(clamped) - clamped
+        """Of each."""
+        return k3(self.gap)
 
     @cached_property
     def homogeneous(self) -> bool:
@@ -120,11 +119,10 @@ def find_size(batch: Batch) -> Outcome:
 def is_far(batch: Batch) -> bool:
     """k3 or mean |gap| is above its bar by `SURE` standard errors, of samples where there are 8, else of tokens."""
     tokens = batch.tokens
-    clamped = np.clip(tokens.gap, -CLAMP, CLAMP)
     groups = tokens.sample if len(np.unique(tokens.sample)) >= 8 else np.arange(len(tokens))
     _, index = np.unique(groups, return_inverse=True)
     counts = np.bincount(index)
-    for values, bar in ((np.expm1(clamped) - clamped, FAR_K3), (np.abs(tokens.gap), FAR_ABS_MEAN)):
+    for values, bar in ((k3(tokens.gap), FAR_K3), (np.abs(tokens.gap), FAR_ABS_MEAN)):
         mean = float(values.mean())
         left = np.bincount(index, values - mean)  # of Σ values − mean · Σ counts, the ratio's linearisation
         error = math.sqrt(float((left**2).sum()) * len(counts) / max(len(counts) - 1, 1)) / counts.sum()
@@ -249,7 +247,7 @@ def _other_weights(batch: Batch) -> bool:
 
 def _far(gaps: Gaps) -> Finding:
     size, noise = np.abs(gaps.batch.tokens.gap), _logit_noise(gaps)
-    k3 = float(gaps.k3.sum()) / len(size)
+    k3_kl = float(gaps.k3.sum()) / len(size)
     fits = ""
     if noise and max(noise) <= FLAT * min(noise):
         form = next(name for bar, name in NOISE_FORMS if float(np.median(noise)) <= bar)
@@ -260,10 +258,10 @@ def _far(gaps: Gaps) -> Finding:
         gaps,
         np.abs(gaps.gap) > FAR_ABS_MEAN,
         "far_apart",
-        f"Mean |gap| {size.mean():.3g} nats, k3 {k3:.3g} over {len(size)} tokens: more than any sound pair of engines "
-        f"is known to have (mean |gap| {FAR_ABS_MEAN}, k3 {FAR_K3}), and no known fault explains it.{fits}",
+        f"Mean |gap| {size.mean():.3g} nats, k3 {k3_kl:.3g} over {len(size)} tokens: more than any sound pair of "
+        f"engines is known to have (mean |gap| {FAR_ABS_MEAN}, k3 {FAR_K3}), and no known fault explains it.{fits}",
         FAR_FIX,
-        {"abs_mean": float(size.mean()), "k3": k3},
+        {"abs_mean": float(size.mean()), "k3": k3_kl},
         True,
         sure=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -35,6 +35,9 @@ _SLACK = 1e-9
 _LARGEST = 1e300
 """What is above it cannot be rounded outwards, and stays without a bound."""
 _NOTHING = np.zeros(0)
+
+Bounds = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Level or criterion → wished share kept ("99%") → (lower, upper)."""
 
 
 def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dict[str, dict[str, tuple[float, float]]]:

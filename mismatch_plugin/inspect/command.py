@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
+from mismatch_plugin.inspect.hosts import HOSTS
+
 CANNOT_READ = 2
 _DUMP, _SETTINGS, _SERVER, _METRICS, _OUTPUT = "Dump", "Your settings", "Server", "Run's metrics", "Output"
-HOSTS = ("slime", "miles", "megatron_lm", "verl", "nemo_rl", "python")  # as inspect.flags has them
 
 SAMPLES, MAX_NEW_TOKENS = 64, 128
 _BEFORE_A_STEP = {"settings.json", "config.json", "plots"}
@@ -84,7 +85,7 @@ def inspect(
     ] = None,
     host: Annotated[
         str, typer.Option(help=f"Whose flags are shown first: {', '.join(HOSTS)}.", rich_help_panel=_SETTINGS)
-    ] = HOSTS[0],
+    ] = "slime",
     engine: Annotated[
         Precision | None,
         typer.Option(help="Precision of the rollout engine, for what is normal.", rich_help_panel=_DUMP),
@@ -201,7 +202,7 @@ def inspect(
 
             if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
                 raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
-            shown = {"--host": host != HOSTS[0]}
+            shown = {"--host": host != "slime"}
             at_end = {"--gate": gate, "--gate-kl": gate_kl, "--run": run, "--all": show_all, "--pictures": out}
             _refuse(dump_only | at_end | shown, "--follow watches the metrics of a run and prints each step")
             follow_metrics(path, Own(config, preset, flags), interval, follow_for)

@@ -21,6 +21,7 @@ from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.flags import config_of
 from mismatch_plugin.inspect.gate import gate as judge_gate
 from mismatch_plugin.inspect.histograms import histograms
 from mismatch_plugin.inspect.measure import measure
@@ -121,8 +122,8 @@ def diagnose(
         packed, notes = packed_of(batch)
         part, said = subset(packed)
         metrics, size = measure(batch, own or MismatchConfig(), packed)
-        predictions = predict(part, own)
         bounds = bounds_for(part)
+        predictions = predict(part, own, bounds)
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
         if check.status != "faults":
             raise
@@ -131,15 +132,15 @@ def diagnose(
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
     hints = replace(hints or Hints(), stale=figures.stale)
-    advice = recommend(
-        figures,
-        predictions,
-        bounds,
-        status=check.status,
-        predict=lambda config: predict_one(part, config, "recommended"),
-    )
+    tried: dict[MismatchConfig, Prediction] = {}
+
+    def try_setting(config: MismatchConfig) -> Prediction:
+        tried[config] = predict_one(part, config, "tried")
+        return tried[config]
+
+    advice = recommend(figures, predictions, bounds, status=check.status, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
-        predictions.append(predict_one(part, MismatchConfig.build(advice.settings), advice.setting))
+        predictions.append(tried[config_of(advice.settings)].model_copy(update={"setting": advice.setting}))
     answer = normality(level, hints, name_others=check.status != "faults")
     verdict = _verdict(check, answer.normal)
     return Diagnosis(
@@ -264,6 +265,7 @@ def diagnose_files(
 
     reading: what else `read_inputs` takes. Raises InputError where something cannot be read or compared."""
     refuse_unknown_faults(accept)
+    model: Path | Checkpoint | None = checkpoint
     if path is not None:
         source: Path | Dump = path
     elif urls:
@@ -273,6 +275,6 @@ def diagnose_files(
         source = sample_live(urls, model, **(live or Live())._asdict())
     else:
         raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
-    inputs = read_inputs(source, training, urls=urls, checkpoint=checkpoint, **reading)
+    inputs = read_inputs(source, training, urls=urls, checkpoint=model, **reading)
     judged = {"accept": accept, "gate": gate, "gate_kl": gate_kl, "hints": hints}
     return diagnose(inputs, own=own, one_step=one_step, expensive_pass=expensive_pass, **judged)

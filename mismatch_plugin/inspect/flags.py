@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from mismatch_plugin.config import MismatchConfig, preset
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
-from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.config.presets import PRESETS, find_preset
 from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.inspect.hosts import HOSTS, Host
 from mismatch_plugin.report.presets import as_flags, criterion_spec
 
-Host = Literal["slime", "miles", "megatron_lm", "verl", "nemo_rl", "python"]
-HOSTS: tuple[Host, ...] = get_args(Host)
 _COMMANDS: dict[str, str] = {
     "slime": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
     "miles": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
@@ -63,6 +63,14 @@ _OWNED: dict[str, dict[str, str]] = {
     },
 }
 """Host → start of the path of a setting that is its own to set → what sets it there ("nothing": it cannot be had)."""
+
+
+def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
+    """Of settings as a file for --mismatch-config has them, `preset: NAME` among them. Raises ValueError as `build`."""
+    own = {name: value for name, value in settings.items() if name != "preset"}
+    base = find_preset(str(settings["preset"])).settings() if "preset" in settings else {}
+    with no_notes():
+        return MismatchConfig.build(merge(base, own))
 
 
 def flags_for(config: MismatchConfig, host: Host) -> str:

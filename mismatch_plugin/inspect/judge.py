@@ -41,8 +41,8 @@ CHECK_KL = 1e-2
 class Inspection:
     """steps: how many. full: the full metrics, None where the run wrote none. figures: the rows of both as numbers, by
     header. warnings: of each kind the newest, with the number of steps that gave it. data: how large the mismatch is.
-    correction: what is left of it. grown: k3 has grown more than MAX_GROWTH times, to more than QUIET_KL. k3_kl: of
-    the judged steps, NaN where it was not recorded; tokens: theirs, None where they were not recorded.
+    correction: what is left of it. grown: k3 has grown more than MAX_GROWTH times, to more than QUIET_KL. k3_kl,
+    ess: of the judged steps' tokens, NaN where not recorded; tokens: how many, None where that was not recorded.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
     correction repairs it), k3 has not `grown`, and a mismatch that is large otherwise is not left uncorrected.
@@ -57,6 +57,7 @@ class Inspection:
     correction: str
     grown: bool
     k3_kl: float
+    ess: float
     tokens: int | None
     sound: bool
 
@@ -86,10 +87,8 @@ class Inspection:
         """What of the rules' figures the metrics tell; None where they lack k3."""
         if math.isnan(self.k3_kl):
             return None
-        named = (row for row in self.figures if row["metric"] == "rollout_is_ratio_eff_sample_size")
-        of_window = (v for row in named for k, v in row.items() if k.endswith("together") or k.startswith("mean of"))
-        ess = float(next(of_window, math.nan))
-        return Figures(k3_kl=self.k3_kl, ess=1.0 if math.isnan(ess) else ess, mean_length=math.inf, max_length=math.inf)
+        ess = 1.0 if math.isnan(self.ess) else self.ess
+        return Figures(k3_kl=self.k3_kl, ess=ess, mean_length=math.inf, max_length=math.inf)
 
 
 @dataclass(frozen=True)
@@ -164,9 +163,10 @@ def inspect_steps(
     data = _data_verdict(window, warnings, shifted, trend if grown else None)
     correction = _correction_verdict(window, warnings, config if config_known else None)
     tokens = sum(step.get(f"{PREFIX}tokens", math.nan) for step in recent)
-    k3_kl, counted_tokens = window.mean("k3_kl"), int(tokens) if math.isfinite(tokens) else None
+    judged_by = window.mean("k3_kl"), window.mean("rollout_is_ratio_eff_sample_size")
+    counted_tokens = int(tokens) if math.isfinite(tokens) else None
     about_all = (len(steps), table, full, (*figures, *more), warnings, data, correction)
-    return Inspection(*about_all, grown, k3_kl, counted_tokens, sound)
+    return Inspection(*about_all, grown, *judged_by, counted_tokens, sound)
 
 
 def _is_basic(name: str) -> bool:

@@ -21,7 +21,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum
 from mismatch_plugin.core.units import UNITS, units_of
-from mismatch_plugin.inspect.bounds import LEVELS, bounds_for
+from mismatch_plugin.inspect.bounds import LEVELS, Bounds, bounds_for
 from mismatch_plugin.inspect.packing import subset
 from mismatch_plugin.inspect.result import Prediction
 
@@ -39,7 +39,9 @@ class Setting(NamedTuple):
     config: MismatchConfig
 
 
-def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[Prediction]:
+def predict(
+    packed: PackedSequences, own: MismatchConfig | None = None, bounds: Bounds | None = None
+) -> list[Prediction]:
     """What every setting would do in the first optimizer step on these data; the user's own settings come first.
 
     With w the weight that multiplies a token's loss, 0 where it is rejected (in algorithm 1 times the ratio of
@@ -58,10 +60,10 @@ def predict(packed: PackedSequences, own: MismatchConfig | None = None) -> list[
     What training reports, too, is read from the statistics that it reports: equal to the last digit for the same batch.
     In algorithms 1 and 3 the training side is π_θ, which is π_old in the first step. A dry run is predicted as if it
     were none. Above `packing.MAX_TOKENS` tokens a random part is taken (`packing.subset`, whose note says so).
-    Raises InvalidLogProbError, ValueError as `correct`.
+    bounds: `bounds_for` these tokens, where the caller has it. Raises InvalidLogProbError, ValueError as `correct`.
     """
     packed, _ = subset(packed)
-    return predict_settings(packed, settings_for(packed, own))
+    return predict_settings(packed, settings_for(packed, own, bounds))
 
 
 def predict_settings(packed: PackedSequences, settings: Iterable[Setting]) -> list[Prediction]:
@@ -72,10 +74,12 @@ def predict_settings(packed: PackedSequences, settings: Iterable[Setting]) -> li
 
 def predict_one(packed: PackedSequences, config: MismatchConfig, name: str) -> Prediction:
     """`predict` for one setting alone."""
-    return _prediction(Setting(name, config.model_dump(mode="json", exclude_unset=True), config), _Data(packed))
+    return predict_settings(packed, [setting_of(name, config)])[0]
 
 
-def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> Iterator[Setting]:
+def settings_for(
+    packed: PackedSequences, own: MismatchConfig | None = None, bounds: Bounds | None = None
+) -> Iterator[Setting]:
     """The user's own, every preset, and every algorithm × level × mode × bounds: two constants of the level, and what
     keeps 99 % of these data. Without weights the bounds are those of a ratio criterion."""
     if own is not None:
@@ -83,7 +87,7 @@ def settings_for(packed: PackedSequences, own: MismatchConfig | None = None) -> 
     with no_notes():
         for preset in PRESETS:
             yield Setting(preset.short, {"preset": preset.short}, MismatchConfig.build(preset.settings()))
-        measured = bounds_for(packed, (_SHARE,))
+        measured = bounds_for(packed, (_SHARE,)) if bounds is None else bounds
         share = f"{_SHARE:.0%}"
         for level in LEVELS:
             tried = [(upper, (1.0 / upper, upper), "") for upper in CONSTANTS[level]]

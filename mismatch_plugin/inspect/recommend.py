@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from mismatch_plugin.check.findings import Status
 from mismatch_plugin.config import MismatchConfig, preset
-from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.inspect.flags import HOSTS, flags_for, preset_of
+from mismatch_plugin.inspect.bounds import Bounds
+from mismatch_plugin.inspect.flags import config_of, flags_for, preset_of
+from mismatch_plugin.inspect.hosts import HOSTS
 from mismatch_plugin.inspect.result import Prediction, Recommendation
 from mismatch_plugin.inspect.rules import RULES, Figures, Rule
 from mismatch_plugin.report.table import figure
@@ -23,9 +23,6 @@ SHARES = ("99%", "99.9%")
 """Of the bounds from the data: the tightest that is there is taken."""
 GROWN = 2.0
 """k3 that has grown so many times within ten steps says that something has changed."""
-
-Bounds = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Level → wished share kept → (lower, upper) on the ratio."""
 
 
 def recommend(
@@ -85,15 +82,8 @@ def _predicted(
     predictions: Sequence[Prediction],
     predict: Callable[[MismatchConfig], Prediction] | None,
 ) -> Prediction | None:
-    found = next((prediction for prediction in predictions if _config(prediction.settings) == config), None)
+    found = next((prediction for prediction in predictions if config_of(prediction.settings) == config), None)
     return predict(config) if found is None and predict is not None else found
-
-
-def _config(settings: Mapping[str, Any]) -> MismatchConfig:
-    """Of settings as a file for --mismatch-config has them."""
-    base = find_preset(settings["preset"]).settings() if "preset" in settings else {}
-    with no_notes():
-        return MismatchConfig.build(merge(base, {name: value for name, value in settings.items() if name != "preset"}))
 
 
 def _rounded(lower: float, upper: float) -> tuple[float, float]:

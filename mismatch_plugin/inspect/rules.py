@@ -11,6 +11,7 @@ import torch
 
 from mismatch_plugin.core.correction import training_side
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.table import Table
 
@@ -85,7 +86,7 @@ def figures_of(
     if stale is None:
         stale = 0.0 if versions is None else float(versions[mask].max() - versions[mask].min())
     return Figures(
-        k3_kl=float((torch.expm1(log_ratio) - log_ratio).mean()),
+        k3_kl=float(k3(log_ratio).mean()),
         ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
         mean_length=float(lengths.mean()),
         max_length=float(lengths.max()),

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_plugin.check.run import NO_TRAINING
-from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
+from mismatch_plugin.inspect.flags import config_of
+from mismatch_plugin.inspect.hosts import HOSTS
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Gate, Prediction, Verdict
 from mismatch_plugin.report.table import NOTHING, figure
 
@@ -21,15 +20,6 @@ VERDICTS: dict[Verdict, str] = {
     "normal": "Normal",
     "undecided": "Not decided",
 }
-HOSTS = {
-    "slime": "slime",
-    "miles": "miles",
-    "megatron_lm": "Megatron-LM",
-    "verl": "verl",
-    "nemo_rl": "NeMo-RL",
-    "python": "Python",
-}
-"""Keys of `Recommendation.flags`, in the order in which they are shown."""
 ALTERNATIVES = 3
 
 _FIGURES = (
@@ -62,7 +52,8 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
     """Host → its name as people write it, of the hosts that have flags; hosts unknown here come last."""
-    return {host: HOSTS.get(host, host) for host in (*HOSTS, *sorted(flags.keys() - HOSTS.keys())) if host in flags}
+    names: dict[str, str] = {**HOSTS}
+    return {host: names.get(host, host) for host in (*names, *sorted(flags.keys() - names.keys())) if host in flags}
 
 
 def count(number: int) -> str:
@@ -211,11 +202,8 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
 
 def controls_of(settings: Mapping[str, object]) -> Controls | None:
     """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
-    given = dict(settings)
-    name = given.pop("preset", None)
     try:
-        with no_notes():
-            config = MismatchConfig.build(merge(find_preset(str(name)).settings() if name else {}, given))
+        config = config_of(settings)
     except ValueError:
         return None
     bounds = acting_bounds(config)

@@ -130,6 +130,18 @@ def report_step(
         log_step(config.report_dir, config, {"step": step, **metrics}, statistics and state_of(statistics))
 
 
+def report_logged(
+    config: MismatchConfig, step: int, metrics: Mapping[str, Any], statistics: Statistics | None = None
+) -> bool:
+    """`report_step` of what a host hands its logger. Returns whether it was a training step: others, such as a
+    validation, hold none of our metrics and are left out."""
+    numbers = numbers_in(metrics)
+    is_step = any(name.startswith(PREFIX) for name in numbers)
+    if is_step:
+        report_step(config, step, numbers, statistics)
+    return is_step
+
+
 def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a host's metrics, ours under the names that begin with `rollout_corr/`; the rest is left out."""
     found: dict[str, float] = {}

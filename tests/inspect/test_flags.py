@@ -15,7 +15,8 @@ from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.hooks.base import HOSTS as LAUNCHED
 from mismatch_plugin.hooks.base import Plan, find_host
-from mismatch_plugin.inspect.flags import HOSTS, Host, available, flags_for, preset_of, shortest_flags
+from mismatch_plugin.inspect.flags import available, flags_for, preset_of, shortest_flags
+from mismatch_plugin.inspect.hosts import HOSTS, Host
 from mismatch_plugin.inspect.rules import RULES
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line

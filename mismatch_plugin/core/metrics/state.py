@@ -107,12 +107,13 @@ class Statistics:
         return compute_metrics(*self.on_host(), self.config, averaged_only)
 
     def on_host(self) -> tuple[dict[str, float], dict[str, float]]:
-        """(sums, maxima) by name. One transfer to the host, with a gate two. Raises as `metrics`."""
-        values = torch.cat([self.sums, self.maxima]).tolist()
+        """(sums, maxima) by name. One transfer to the host. Raises as `metrics`."""
+        gated = [] if self.config.gate_kl is None else [self.k3_kl().reshape(1)]
+        values = torch.cat([self.sums, self.maxima, *gated]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))
         self._raise_if_invalid(sums)
         if self.config.gate_kl is not None:
-            check_gate(float(self.k3_kl()), self.config.gate_kl)
+            check_gate(values.pop(), self.config.gate_kl)
         return sums, dict(zip(self.maximum_names, values[len(self.sum_names) :], strict=True))
 
     def _raise_if_invalid(self, sums: Mapping[str, float]) -> None:

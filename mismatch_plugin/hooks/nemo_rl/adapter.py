@@ -21,13 +21,12 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
-from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
-from mismatch_plugin.report.log import numbers_in, refuse_other_settings, report_step
+from mismatch_plugin.report.log import refuse_other_settings, report_logged
 
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
@@ -203,9 +202,7 @@ def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
     @wraps(own)
     def log_metrics(metrics: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
         own(metrics, step, *args, **kwargs)
-        numbers = numbers_in(metrics)
-        if any(name.startswith(PREFIX) for name in numbers):  # those of a training step
-            report_step(config, int(step), numbers)
+        report_logged(config, int(step), metrics)
 
     loggers[0].log_metrics = log_metrics
 

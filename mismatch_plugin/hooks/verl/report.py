@@ -12,10 +12,9 @@ from functools import wraps
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.report.log import numbers_in, report_step
+from mismatch_plugin.report.log import report_logged
 
 _WRAPPED = "mismatch_plugin_wraps"
 
@@ -33,10 +32,8 @@ class StepReport:
 
     def write(self, config: MismatchConfig, metrics: Mapping[str, Any], step: int) -> None:
         """A line, where the metrics are those of a training step (verl logs its validation, too)."""
-        numbers = numbers_in(metrics)
-        if any(name.startswith(PREFIX) for name in numbers):
-            kept, self._statistics = self._statistics, None
-            report_step(config, step, numbers, kept)
+        if report_logged(config, step, metrics, self._statistics):
+            self._statistics = None
 
 
 STEP = StepReport()
