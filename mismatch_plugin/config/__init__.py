@@ -3,7 +3,8 @@
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.config.model import MismatchConfig, preset
-from mismatch_plugin.config.settings import ALGORITHM_NAMES, ImportanceSampling, PPOClip, Settings, Terms
+from mismatch_plugin.config.sections import ImportanceSampling, PPOClip, Terms
+from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning
 
 __all__ = [

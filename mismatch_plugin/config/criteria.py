@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
 from mismatch_plugin.config.fields import Frozen, described
-from mismatch_plugin.config.values import number, unknown
+from mismatch_plugin.config.values import number, unknown, whole
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
 Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
+Condition = Literal["any", "negative", "away"]
+JudgedPolicy = Literal["auto", "current"]
+GroupPolicy = Literal["keep", "exclude", "drop"]
 
-_SPEC = "AGGREGATE:STATISTIC:UPPER or AGGREGATE:STATISTIC:LOWER:UPPER, for example sequence_max:k2:0.5"
+_SPEC = "AGGREGATE:STATISTIC[:LOWER]:UPPER[@CONDITION], for example sequence_max:k2:0.5 or token:tv:0.15@away"
 
 
 class Criterion(Frozen):
@@ -21,6 +24,11 @@ class Criterion(Frozen):
 
     `ratio` and `k1` are synonyms: they aggregate l = log ρ and their bounds are bounds on ρ itself. The others have
     an upper bound in their own unit (nats; `tv`: probability) and no lower bound unless one is given.
+
+    condition: on which units the criterion is judged; the others stay.
+    any: all
+    negative: where A < 0; of a sequence, where its mean advantage over the loss mask is
+    away: tokens that the step moves further from π_rollout: A > 0 and π > π_rollout, or A ≤ 0 and π < π_rollout
     """
 
     statistic: Statistic = "ratio"
@@ -32,10 +40,13 @@ class Criterion(Frozen):
         None, "upper bound; for ratio and k1 the TIS upper bound if absent", flag="--rs-upper-bound", gt=0.0
     )
 
+    condition: Condition = "any"
+
     @property
     def name(self) -> str:
-        """`aggregate_statistic`, as used in metric names."""
-        return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}"
+        """`aggregate_statistic`, and `_condition` where there is one, as used in metric names."""
+        condition = "" if self.condition == "any" else f"_{self.condition}"
+        return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}{condition}"
 
     @property
     def in_log_space(self) -> bool:
@@ -84,21 +95,31 @@ class Criterion(Frozen):
         return self
 
     @model_validator(mode="after")
-    def _ordered(self) -> Criterion:
+    def _means_something(self) -> Criterion:
+        if self.condition == "away" and not self.judges_tokens:
+            raise ValueError(
+                f"rs criterion {self.name}: a sequence has tokens on both sides of π_rollout, so that away is for "
+                f"aggregate token: choose that, or condition negative."
+            )
         return self.in_order()
 
 
 def parse_criterion(value: Any) -> Any:
-    """`"sequence_max:k2:0.5"` as a dict of Criterion fields; anything but a string is passed through."""
+    """`"sequence_max:k2:0.5@negative"` as a dict of Criterion fields; anything but a string is passed through."""
     if not isinstance(value, str):
         return value
-    parts = value.split(":")
+    spec, at, condition = value.partition("@")
+    parts = spec.split(":")
     if len(parts) not in (2, 3, 4):
         raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
     fields: dict[str, Any] = {"aggregate": parts[0], "statistic": parts[1]}
     for name, kinds in (("aggregate", get_args(Aggregate)), ("statistic", get_args(Statistic))):
         if fields[name] not in kinds:
             raise unknown(f"the {name} of rs criterion {value!r},", fields[name], kinds)
+    if at:
+        if condition not in get_args(Condition):
+            raise unknown(f"the condition of rs criterion {value!r},", condition, get_args(Condition))
+        fields["condition"] = condition
     limits = [number(limit, f"a bound of rs criterion {value!r}") for limit in parts[2:]]
     return fields | dict(zip(("upper_bound", "lower_bound"), reversed(limits), strict=False))
 
@@ -109,11 +130,12 @@ class Rejection(Frozen):
     criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
         (),
         f"rejection criteria, ANDed ({_SPEC}); aggregates: {', '.join(get_args(Aggregate))}; statistics: "
-        f"{', '.join(get_args(Statistic))}",
+        f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}",
         flag="--rs-criterion",
         slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",
-        source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl)",
+        source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl); arXiv 2602.04879 (away); "
+        "DeepSeek-V3.2, arXiv 2512.02556 (negative)",
     )
     veto_threshold: float | None = described(
         None,
@@ -126,6 +148,38 @@ class Rejection(Frozen):
         gt=0.0,
         lt=1.0,
     )
+    policy: JudgedPolicy = described(
+        "auto",
+        "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew at "
+        "every mini-batch",
+        flag="--rs-policy",
+    )
+    group: GroupPolicy = described(
+        "keep",
+        "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
+        "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",
+        flag="--rs-group",
+        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses",
+    )
+    min_group: int | None = described(
+        None,
+        "accepted responses that a group needs under rs.group drop",
+        flag="--rs-min-group",
+        unit="responses",
+        ge=2,
+    )
+    max_staleness: int | None = described(
+        None,
+        "tokens sampled more than this many weight versions before the trainer's leave the loss",
+        flag="--rs-max-staleness",
+        unit="versions",
+        ge=0,
+    )
+
+    @field_validator("min_group", "max_staleness", mode="before")
+    @classmethod
+    def _whole(cls, value: Any, info: ValidationInfo) -> Any:
+        return None if value is None else whole(value, f"rs.{info.field_name}")
 
 
 LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}

@@ -65,12 +65,13 @@ def flag_names(model: type[BaseModel]) -> dict[str, str]:
 
 
 def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:
-    """(value, default) of the field at a dotted path."""
+    """(value, default) of the field at a dotted path; defaults that hang on other settings are in `own_defaults`."""
     part: Any = config
     *parents, name = path.split(".")
     for parent in parents:
         part = getattr(part, parent)
-    return getattr(part, name), type(part).model_fields[name].get_default(call_default_factory=True)
+    default = type(part).model_fields[name].get_default(call_default_factory=True)
+    return getattr(part, name), getattr(config, "own_defaults", {}).get(path, default)
 
 
 class Frozen(BaseModel):

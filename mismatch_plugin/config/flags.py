@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
 from mismatch_plugin.config.settings import Settings
-from mismatch_plugin.config.values import number
+from mismatch_plugin.config.values import number, whole
 
 _CRITERIA = "rs.criteria"
 _USE_RS = "--use-rs"
@@ -160,9 +160,11 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     default = f" (default: {leaf.default})" if leaf.default not in (None, False, ()) else ""
     options: dict[str, Any] = {"help": f"{shown}{default}".replace("%", "%%")}
     if leaf.path == _CRITERIA:
-        return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER"}
+        return options | {"action": "append", "metavar": "AGGREGATE:STATISTIC:[LOWER:]UPPER[@CONDITION]"}
     if leaf.annotation is bool:
         return options | {"action": "store_true"}
+    if int in (leaf.annotation, *get_args(leaf.annotation)):
+        return options | {"type": whole, "metavar": unit.upper()}
     if float in (leaf.annotation, *get_args(leaf.annotation)):
         return options | {"type": number, "metavar": unit.upper() if unit.isalpha() else "NUMBER"}
     if get_origin(leaf.annotation) is Literal:

@@ -14,7 +14,7 @@ from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names, plain_error, spell
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.rules import notes_on
+from mismatch_plugin.config.rules import contradictions, notes_on
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
 
@@ -45,12 +45,8 @@ class MismatchConfig(Settings):
 
     @model_validator(mode="after")
     def _means_something(self, info: ValidationInfo) -> MismatchConfig:
-        if self.tis.level == "none" and self.algorithm != 3:
-            template = (
-                "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: "
-                "set both, or choose token, sequence or geometric."
-            )
-            raise ValueError(spell(template, info, "tis.level"))
+        for path, template in contradictions(self):
+            raise ValueError(spell(template, info, path))
         names = [criterion.name for criterion in self.criteria]  # raises where a bound is missing
         if len(set(names)) < len(names):
             raise ValueError(f"rs.criteria names the same criterion twice ({', '.join(names)}): give each one once.")
@@ -102,6 +98,7 @@ class MismatchConfig(Settings):
         tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
         if self.weighted:
             bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
+            bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
             tried = " (dry run: computed, not applied)" if self.dry_run else ""
             lines.append(f"weights: {tis.level} level, {tis.mode}, {bounds}{scope}{tried}")
@@ -110,12 +107,27 @@ class MismatchConfig(Settings):
         rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
         if self.rs.veto_threshold is not None:
             rejections.append(f"veto below {self.rs.veto_threshold:g}")
+        if self.judges_current:
+            rejections.append("judged by π_θ")
+        if self.rs.max_staleness is not None:
+            rejections.append(f"tokens of more than {self.rs.max_staleness} weight versions before")
         lines.append(
             f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
         )
-        if self.algorithm == 0 and self.rejects:  # the guide's geo_rs is "3 policies"
+        if (
+            self.algorithm == 0 and self.rejects_by_log_probs and not self.judges_current
+        ):
             lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
+        if self.rs.group != "keep":
+            fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""
+            lines.append(f"advantages: of a group's accepted responses only{fewer}")
+        if self.algorithm != 3 and self.objective != "ppo":
+            clip = f", ratio in [{1 - self.ppo.eps_clip_low:g}, {1 + self.ppo.eps_clip_high:g}]"
+            lines.append(f"objective: {self.objective}{clip if self.objective != 'reinforce' else ''}")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
+        if self.terms.rollout_kl_coef:
+            kind, on = self.terms.rollout_kl_type, self.terms.rollout_kl_on
+            lines.append(f"penalty: {self.terms.rollout_kl_coef:g} · {kind} to π_rollout, on {on} tokens")
         invalid = self.rollout_log_prob_policy
         if self.leaves_out_invalid:
             invalid = "counted and left out of the metrics (nothing else reads them)"

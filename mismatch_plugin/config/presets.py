@@ -6,8 +6,9 @@ their own, nearly reciprocal defaults both accept the same ratios to one in 10^6
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
@@ -38,6 +39,8 @@ class Preset:
     """With their defaults."""
     summary: str
     when: str
+    required: Parameters = field(default_factory=dict)
+    """Parameters that have no default, with an example each."""
 
     @property
     def name(self) -> str:
@@ -56,17 +59,22 @@ class Preset:
 
     def settings(self, **overrides: Any) -> Settings:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
+        if missing := [f"{name}={example}" for name, example in self.required.items() if name not in overrides]:
+            raise ValueError(
+                f"preset {self.name} has no default for {', '.join(missing)}: give it, such as "
+                f'preset("{self.name}", {", ".join(missing)}), or as flags (mismatch-plugin presets {self.name}).'
+            )
         for name in overrides:
-            if name in self.parameters:
+            if name in self.parameters or name in self.required:
                 continue
             if name in Fields.model_fields:
                 raise ValueError(
                     f"{name} is a setting, no parameter of preset {self.name}. To change it: "
                     f"preset(…).replace({name}=…)."
                 )
-            if not self.parameters:
+            if not self.parameters and not self.required:
                 raise ValueError(f"preset {self.name} has no parameter {name!r}: leave it out, it takes none.")
-            raise unknown(f"parameter of preset {self.name}", name, self.parameters)
+            raise unknown(f"parameter of preset {self.name}", name, [*self.parameters, *self.required])
         switches = {"use_rollout_log_probs": self.algorithm & 1, "use_tis": self.algorithm & 2}
         given: Settings = {name: True for name, on in switches.items() if on}
         return reduce(merge, (part({**self.parameters, **overrides}) for part in self.parts), given)
@@ -131,6 +139,33 @@ def _unweighted(_: Parameters) -> Settings:
     return {"tis": {"level": "none"}}
 
 
+def _criteria(*specs: tuple[str, str, str], condition: str = "any") -> Callable[[Parameters], Settings]:
+    """Criteria of (aggregate, statistic, the parameter that is its upper bound)."""
+
+    def made(given: Parameters) -> Settings:
+        names = ("aggregate", "statistic", "upper_bound")
+        criteria = (zip(names, (*spec[:2], number(given[spec[2]], spec[2])), strict=True) for spec in specs)
+        return {"rs": {"criteria": tuple({**dict(entry), "condition": condition} for entry in criteria)}}
+
+    return made
+
+
+def _opsm(given: Parameters) -> Settings:
+    lower = math.exp(-number(given["delta"], "delta"))  # mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ
+    criterion = {"aggregate": "sequence_mean", "statistic": "k1", "lower_bound": lower, "upper_bound": math.inf}
+    criteria = ({**criterion, "condition": "negative"},)
+    return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}
+
+
+def _prefix(given: Parameters) -> Settings:
+    growth = number(given["bound_growth"], "bound_growth")
+    return {"tis": {"level": "prefix", "mode": "clip", "bound_growth": growth, **_bounds(given, "threshold")}}
+
+
+def _original(_: Parameters) -> Settings:
+    return {"denominator": "original"}
+
+
 _TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
 _K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
@@ -143,6 +178,8 @@ _RS_RATIO: Parameters = {"rs_threshold": 2.0, "rs_threshold_lower": None}
 _RS_GEO: Parameters = {"rs_threshold": "0.999_1.001"}
 _RS_K3: Parameters = {"rs_threshold": 0.01}
 _IS: Parameters = {"is_threshold": 2.0}
+_DIVERGENCE: Parameters = {"is_threshold": 20.0}
+_WINDOW: Parameters = {"threshold": math.exp(0.05), "threshold_lower": math.exp(-0.025), "bound_growth": 0.5}
 
 # fmt: off
 PRESETS = (
@@ -213,6 +250,30 @@ PRESETS = (
     Preset("bypass_pg_geo_rs_token_tis", 3, (_TOKEN, _GEO), _IS | _RS_GEO,
         "REINFORCE, truncated token weights, rejection by geometric mean",
         "as pg_is on long responses, less variance for some bias"),
+    Preset("kpop", 0, (_criteria(("token", "binary_kl", "threshold"), ("token", "binary_kl_reverse", "threshold")),),
+        {"threshold": 0.1},
+        "PPO without weights, tokens rejected by the binary KL in either direction (KPop)",
+        "single tokens that drift far; rare tokens stay, whose small probability may change by a large factor"),
+    Preset("trm", 0, (_criteria(("sequence_max", "k2", "max_k2"), ("sequence_mean", "k3", "mean_k3")),), {},
+        "PPO without weights, sequences rejected for their worst token or their mean divergence (TRM)",
+        "mixture-of-experts models and long responses, where one token far off spoils a sequence; with bounds from "
+        "inspect",
+        {"max_k2": 0.5, "mean_k3": 0.01}),
+    Preset("dppo_tv", 3, (_TOKEN, _original, _criteria(("token", "tv", "threshold"), condition="away")),
+        {"threshold": 0.15} | _DIVERGENCE,
+        "REINFORCE, token weights, no gradient where a step leads further than a total variation from π_rollout (DPPO)",
+        "several steps a rollout without an old log-probs pass: a trust region that does not punish rare tokens"),
+    Preset("dppo_kl", 3, (_TOKEN, _original, _criteria(("token", "binary_kl", "threshold"), condition="away")),
+        {"threshold": 0.05} | _DIVERGENCE,
+        "as dppo_tv, by the binary KL",
+        "as dppo_tv"),
+    Preset("opsm", 0, (_opsm,), {},
+        "PPO without weights, sequences of negative advantage rejected once π_θ has left the sampler (DeepSeek-V3.2)",
+        "stale or far sequences that would only be pushed down further; δ of 0.05 to 0.2 is used",
+        {"delta": 0.1}),
+    Preset("prefix_is", 2, (_prefix,), _WINDOW,
+        "decoupled PPO, weights of the product up to each token, clipped in a window that widens with √t",
+        "advantages that differ from token to token: exact for A_t = Q(s_t, a_t), varies less than sequence level"),
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

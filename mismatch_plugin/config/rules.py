@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from pydantic import ValidationInfo
 
 from mismatch_plugin.config.fields import spell, value_and_default
+from mismatch_plugin.config.sections import GROWING
 from mismatch_plugin.config.settings import Settings
 
 
@@ -39,7 +41,7 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
 
     `<path>` in the sentence stands for a setting: see `spell`.
     """
-    tis = ("mode", "lower_bound", "upper_bound", "batch_normalize", "batch_normalize_scope")
+    tis = ("mode", "lower_bound", "upper_bound", "bound_growth", "batch_normalize", "batch_normalize_scope")
     if not config.use_tis:
         for name in ("level", *tis):
             yield f"tis.{name}", "changes no weight without <use_tis>: add <use_tis>, or leave it out."
@@ -53,14 +55,24 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
                 "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction): choose clip or mask, "
                 "or leave it out.",
             )
+        if config.tis.level not in GROWING:
+            yield (
+                "tis.bound_growth",
+                f"needs a <tis.level> whose ratio is a product ({', '.join(GROWING)}): choose one.",
+            )
         if not config.tis.batch_normalize:
             yield (
                 "tis.batch_normalize_scope",
                 "changes nothing without <tis.batch_normalize>: add it, or leave the scope out.",
             )
     if config.algorithm == 3:
+        yield "objective", "changes nothing in algorithm 3, which is REINFORCE: leave it out."
+    if config.policy_objective == "reinforce":
+        where = "in algorithm 3" if config.algorithm == 3 else "under <objective> reinforce"
         for name in ("eps_clip_low", "eps_clip_high", "dual_clip"):
-            yield f"ppo.{name}", "changes nothing in algorithm 3 (REINFORCE has no clip): leave it out."
+            yield f"ppo.{name}", f"changes nothing {where} (REINFORCE has no clip): leave it out."
+    if config.policy_objective == "cispo":
+        yield "ppo.dual_clip", "changes nothing under <objective> cispo, whose ratio has no gradient: leave it out."
     if config.aggregation != "seq-mean-token-sum":
         yield "length_norm", "needs <aggregation> seq-mean-token-sum: choose it, or leave the norm out."
     if not config.terms.kl_coef:
@@ -68,10 +80,46 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
             yield f"terms.{name}", "changes nothing without <terms.kl_coef>: set it, or leave this out."
     if not config.weighted:
         yield "terms.kl_importance_weighted", "needs importance weights: add <use_tis>, or leave it out."
+    if not config.terms.rollout_kl_coef:
+        for name in ("rollout_kl_type", "rollout_kl_on"):
+            yield f"terms.{name}", "changes nothing without <terms.rollout_kl_coef>: set it, or leave this out."
+    if not config.rejects:
+        yield "terms.rollout_kl_on", "needs something that rejects tokens: add a criterion, or leave it out."
+        yield "rs.group", "needs something that rejects responses: add a criterion, or leave it out."
+    if not config.judges:
+        yield "rs.policy", "needs a criterion or a veto to judge: add one, or leave it out."
+    if config.use_rollout_log_probs and config.rs.policy == "current":
+        yield "rs.policy", f"changes nothing in algorithm {config.algorithm}, which judges π_θ anyway: leave it out."
+    if config.rs.group != "drop":
+        yield "rs.min_group", "changes nothing without <rs.group> drop: choose it, or leave the number out."
     if config.metrics == "off":
         yield "gate_kl", "compares k3_kl, which <metrics> off does not form: choose basic, or leave the gate out."
-    if not config.weighted and not config.rs.criteria and config.rs.veto_threshold is None:
+    if not config.weighted and not config.judges and config.rs.max_staleness is None:
         yield "dry_run", "has nothing to try: add <use_tis>, a criterion or a veto, or leave it out."
+
+
+def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
+    """(path, sentence) of settings that exclude each other, whoever gave them."""
+    if config.tis.level == "none" and config.algorithm != 3:
+        yield (
+            "tis.level",
+            "<tis.level> none is REINFORCE with rejection only: it needs <use_rollout_log_probs> and <use_tis>: set "
+            "both, or choose another level.",
+        )
+    if config.rs.group == "drop" and config.rs.min_group is None:
+        yield (
+            "rs.group",
+            "<rs.group> drop needs <rs.min_group>, the accepted responses that a group must have: give it.",
+        )
+    if config.rs.group != "keep":
+        first = f"<rs.group> {config.rs.group} needs to know what is accepted before advantages are computed"
+        if config.use_rollout_log_probs:
+            yield "rs.group", f"{first}, and algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2."
+        if config.judges_current:
+            yield "rs.group", f"{first}, and <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto."
+        if config.needs_advantages:
+            names = ", ".join(criterion.name for criterion in config.criteria if criterion.condition != "any")
+            yield "rs.group", f"{first}, and criterion {names} needs these: choose keep, or another criterion."
 
 
 def outside_known_range(config: Settings) -> list[str]:
@@ -82,13 +130,18 @@ def outside_known_range(config: Settings) -> list[str]:
         notes.append(f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")
     for criterion in config.criteria:
         upper = criterion.upper_bound
-        if criterion.aggregate == "sequence_mean" and criterion.in_log_space and upper is not None and upper > 1.1:
+        if criterion.aggregate == "sequence_mean" and criterion.in_log_space and 1.1 < (upper or 0.0) < math.inf:
             notes.append(
                 f"rs criterion {criterion.name} with upper bound {upper:g} rejects hardly anything: {geometric}."
             )
     if config.algorithm == 3 and config.tis.level == "token":
         notes.append("algorithm 3 at token level is biased: sequence level is what the method's page recommends.")
-    if config.algorithm == 3 and not config.weighted and not config.criteria and config.rs.veto_threshold is None:
+    if config.policy_objective == "gspo" and config.aggregation != "seq-mean-token-mean":
+        notes.append(
+            f"objective gspo with aggregation {config.aggregation}: the paper's loss is seq-mean-token-mean, in which "
+            f"every response counts the same."
+        )
+    if config.algorithm == 3 and not config.weighted and not config.judges:
         notes.append(
             "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch. "
             "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs)."

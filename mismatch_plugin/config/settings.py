@@ -5,198 +5,22 @@ The argparse group (`flags.py`) and the table of docs/settings.md are generated 
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from mismatch_plugin.config.criteria import Criterion, Rejection
-from mismatch_plugin.config.fields import Section, described, spell
-from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.config.fields import Section, described
+from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Objective, PPOClip, Terms
 
-Level = Literal["token", "sequence", "geometric", "none"]
-Mode = Literal["truncate", "clip", "mask"]
-Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
 Denominator = Literal["auto", "accepted", "original"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
-KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
 MetricsLevel = Literal["off", "basic", "full"]
 LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
-
-
-class ImportanceSampling(Section):
-    """How importance weights are made from the ratio ρ = π_train / π_rollout."""
-
-    model_config = ConfigDict(validate_default=True)
-
-    mode: Mode = described(
-        "truncate",
-        "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
-        "mask = rejected (weight 0, out of the loss)",
-        flag="--tis-mode",
-        slime="tis_mode",
-        verl='rollout_is_threshold ("lo_hi" = mask)',
-        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop)",
-    )
-    level: Level = described(
-        "token",
-        "how ratios are aggregated: token, sequence (product), geometric (geometric mean); none = weight 1, REINFORCE "
-        "with rejection only",
-        flag="--tis-level",
-        slime="tis_level",
-        verl="rollout_is",
-        source="rollout-correction guide, 3.3",
-    )
-    lower_bound: float | None = described(
-        None,
-        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off",
-        flag="--tis-lower-bound",
-        unit="ratio",
-        slime="tis_lower_bound, tis_clip_low",
-        verl='rollout_is_threshold ("lo_hi")',
-        ge=0.0,
-    )
-    upper_bound: float = described(
-        2.0,
-        "upper bound hi of the aggregated ratio; inf means e^20",
-        flag="--tis-upper-bound",
-        unit="ratio",
-        slime="tis_upper_bound, tis_clip",
-        verl="rollout_is_threshold",
-        gt=0.0,
-    )
-    batch_normalize: bool = described(
-        False,
-        "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)",
-        flag="--tis-batch-normalize",
-        slime="tis_batch_normalize",
-        verl="rollout_is_batch_normalize",
-        source="rollout-correction guide, 3.6",
-    )
-    batch_normalize_scope: Scope = described(
-        "auto",
-        "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
-        "host gives",
-        flag="--tis-batch-normalize-scope",
-    )
-
-    @property
-    def lower(self) -> float:
-        """lo with its default filled in: 1/hi, clamped to e^-20; under truncate at most hi."""
-        return min(1.0 / self.upper, self.upper) if self.lower_bound is None else self.lower_bound
-
-    @property
-    def upper(self) -> float:
-        """hi, with inf replaced by the safety bound e^20."""
-        return min(self.upper_bound, math.exp(SAFETY_BOUND))
-
-    @model_validator(mode="after")
-    def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
-        if self.upper_bound < math.exp(-SAFETY_BOUND):
-            template = (
-                f"<tis.upper_bound> {self.upper_bound:g} is below e^-20 = 2.1e-9, the smallest ratio that is told "
-                f"apart: raise it (2.0 is usual)."
-            )
-            raise ValueError(spell(template, info, "tis.upper_bound"))
-        if self.lower > self.upper:
-            template = (
-                f"<tis.lower_bound> {self.lower:g} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the "
-                f"other."
-            )
-            raise ValueError(spell(template, info, "tis.upper_bound", "tis.lower_bound"))
-        if self.mode != "truncate" and self.lower_bound is None and self.upper < 1.0:
-            template = (
-                f"<tis.upper_bound> {self.upper:g} is below the lower bound that <tis.mode> {self.mode} has by "
-                f"default, 1/hi = {1.0 / self.upper:g}: give <tis.lower_bound>, or raise the upper one."
-            )
-            raise ValueError(spell(template, info, "tis.upper_bound"))
-        return self
-
-
-class PPOClip(Section):
-    """The clipped surrogate of algorithms 0, 1 and 2."""
-
-    eps_clip_low: float = described(
-        0.2,
-        "ε of the lower clip bound 1 − ε",
-        flag="--mismatch-eps-clip-low",
-        slime="eps_clip",
-        verl="clip_ratio_low",
-        source="Schulman et al. 2017",
-        ge=0.0,
-        le=1.0,
-    )
-    eps_clip_high: float = described(
-        0.2,
-        "ε of the upper clip bound 1 + ε",
-        flag="--mismatch-eps-clip-high",
-        slime="eps_clip_high",
-        verl="clip_ratio_high",
-        source="Yu et al. 2025 (DAPO)",
-        ge=0.0,
-    )
-    dual_clip: float | None = described(
-        None,
-        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off",
-        flag="--mismatch-dual-clip",
-        slime="eps_clip_c",
-        verl="clip_ratio_c",
-        source="Ye et al. 2020",
-        gt=1.0,
-    )
-
-    @model_validator(mode="after")
-    def _within_ratios(self, info: ValidationInfo) -> PPOClip:
-        if math.exp(SAFETY_BOUND) < self.eps_clip_high < math.inf:
-            template = (
-                f"<ppo.eps_clip_high> {self.eps_clip_high:g} is above e^20 = 4.9e8, the largest ratio: write inf for "
-                f"no upper clip."
-            )
-            raise ValueError(spell(template, info, "ppo.eps_clip_high"))
-        return self
-
-
-class Terms(Section):
-    """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
-
-    entropy_coef: float = described(
-        0.0,
-        "entropy bonus: −coef · entropy is added to the loss",
-        flag="--mismatch-entropy-coef",
-        unit="1/nat",
-        slime="entropy_coef",
-        verl="entropy_coeff",
-        allow_inf_nan=False,
-    )
-    kl_coef: float = described(
-        0.0,
-        "KL penalty to the reference policy",
-        flag="--mismatch-kl-coef",
-        unit="1/nat",
-        slime="kl_loss_coef",
-        verl="kl_loss_coef",
-        ge=0.0,
-        allow_inf_nan=False,
-    )
-    kl_type: KlType = described(
-        "low_var_kl",
-        "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
-        "k3 bounded to ±10",
-        flag="--mismatch-kl-type",
-        slime="kl_loss_type",
-        verl="kl_loss_type",
-        source="Schulman 2020, Approximating KL divergence",
-    )
-    kl_importance_weighted: bool = described(
-        False,
-        "multiply the KL penalty by the importance weight (unbiased under the rollout policy)",
-        flag="--mismatch-kl-importance-weighted",
-        source="DeepSeek-V3.2, arXiv 2512.02556",
-    )
 
 
 class Settings(Section):
@@ -216,6 +40,15 @@ class Settings(Section):
         flag="--use-tis",
         slime="use_tis",
         verl="rollout_is (not null)",
+    )
+    objective: Objective = described(
+        "ppo",
+        "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
+        "geometric mean; cispo = −sg(clip(r))·A·log π_θ; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
+        flag="--mismatch-objective",
+        slime="advantage_estimator",
+        verl="loss_mode",
+        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); Williams 1992",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
@@ -280,10 +113,32 @@ class Settings(Section):
         source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
     )
 
+    @model_validator(mode="after")
+    def _with_own_clip(self) -> Settings:
+        """ε that was not given is the objective's own; it does not count as given."""
+        own = {path.removeprefix("ppo."): value for path, value in self.own_defaults.items()}
+        given = self.ppo.model_fields_set
+        if missing := {name: value for name, value in own.items() if name not in given}:
+            ppo = self.ppo.model_copy(update=missing)
+            ppo.__pydantic_fields_set__ = given
+            object.__setattr__(self, "ppo", ppo)
+        return self
+
+    @property
+    def own_defaults(self) -> dict[str, float]:
+        """Dotted path → default of the settings whose default hangs on another one."""
+        names = ("ppo.eps_clip_low", "ppo.eps_clip_high")
+        return dict(zip(names, EPS_CLIP.get(self.policy_objective, ()), strict=False))
+
     @property
     def algorithm(self) -> int:
         """0 PPO, 1 bypass PPO, 2 decoupled PPO, 3 REINFORCE + IS."""
         return int(self.use_rollout_log_probs) + 2 * int(self.use_tis)
+
+    @property
+    def policy_objective(self) -> Objective:
+        """The objective that acts: algorithm 3 is REINFORCE."""
+        return "reinforce" if self.algorithm == 3 else self.objective
 
     @property
     def weighted(self) -> bool:
@@ -291,21 +146,46 @@ class Settings(Section):
         return self.use_tis and self.tis.level != "none"
 
     @property
-    def rejects(self) -> bool:
-        """True where some token or sequence may leave the loss."""
+    def judges(self) -> bool:
+        """True where criteria or veto judge tokens or sequences."""
+        return bool(self.rs.criteria) or self.rs.veto_threshold is not None
+
+    @property
+    def rejects_by_log_probs(self) -> bool:
+        """True where some token or sequence may leave the loss for its log-probs."""
         masks = self.weighted and self.tis.mode == "mask"
         drops = self.rollout_log_prob_policy in ("drop-token", "drop-sequence")
-        return masks or drops or bool(self.rs.criteria) or self.rs.veto_threshold is not None
+        return masks or drops or self.judges
+
+    @property
+    def rejects(self) -> bool:
+        """True where some token or sequence may leave the loss."""
+        return self.rejects_by_log_probs or self.rs.max_staleness is not None
+
+    @property
+    def judges_current(self) -> bool:
+        """True where criteria and veto judge π_θ while weights and metrics are those of π_old."""
+        return self.judges and self.rs.policy == "current" and not self.use_rollout_log_probs
+
+    @property
+    def keep_known_before_step(self) -> bool:
+        """True where it is known before the forward pass which tokens are accepted, if log-probs of π_old are there."""
+        return not (self.use_rollout_log_probs or self.judges_current)
+
+    @property
+    def needs_advantages(self) -> bool:
+        """True where a criterion holds only under a condition on the advantage."""
+        return any(criterion.condition != "any" for criterion in self.rs.criteria)
 
     @property
     def compares(self) -> bool:
         """True where tokens are compared with the rollout's in any algorithm: for rejection or the gate."""
-        return self.rejects or self.gate_kl is not None
+        return self.rejects_by_log_probs or self.gate_kl is not None
 
     @property
     def needs_rollout_log_probs(self) -> bool:
         """True where a step cannot run without them; else they are for the metrics alone."""
-        return self.algorithm != 0 or self.compares
+        return self.algorithm != 0 or self.compares or self.terms.rollout_kl_coef > 0
 
     @property
     def normalizes(self) -> bool:
@@ -325,16 +205,22 @@ class Settings(Section):
     @property
     def other_terms(self) -> list[str]:
         """The sources of gradient next to the policy term, by name."""
-        terms = {"an entropy term": self.terms.entropy_coef, "a KL term": self.terms.kl_coef}
+        terms = {
+            "an entropy term": self.terms.entropy_coef,
+            "a KL term": self.terms.kl_coef,
+            "a penalty on the distance to the sampler": self.terms.rollout_kl_coef,
+        }
         return [name for name, coefficient in terms.items() if coefficient]
 
     @property
     def uses_rollout_values(self) -> bool:
-        """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, or in what is rejected.
+        """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, in what is rejected, or in
+        the penalty on the distance to the sampler.
 
         Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
         """
-        return self.algorithm == 1 or (not self.dry_run and (self.weighted or self.rejects))
+        acts = not self.dry_run and (self.weighted or self.rejects_by_log_probs)
+        return self.algorithm == 1 or acts or self.terms.rollout_kl_coef > 0
 
     @property
     def leaves_out_invalid(self) -> bool:
@@ -342,7 +228,7 @@ class Settings(Section):
 
         A dry run under neutral, drop-token or drop-sequence shows what that policy would do.
         """
-        previews = self.rollout_log_prob_policy != "error" and (self.weighted or self.rejects)
+        previews = self.rollout_log_prob_policy != "error" and (self.weighted or self.rejects_by_log_probs)
         return not self.uses_rollout_values and not previews
 
     @property

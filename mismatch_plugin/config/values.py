@@ -64,6 +64,14 @@ def number(value: Any, name: str = "the value") -> float:
     raise ValueError(f"{name} is {shown(value)}, which is not a number: write one, for example 2.0.")
 
 
+def whole(value: Any, name: str = "the value") -> int:
+    """A whole number, or a string that spells one. Raises ValueError naming `name` and the value."""
+    plain = isinstance(value, int) and not isinstance(value, bool)
+    if plain or (isinstance(value, str) and value.strip().lstrip("-").isdecimal()):
+        return int(value)
+    raise ValueError(f"{name} is {shown(value)}, which is not a whole number: write one, for example 2.")
+
+
 def bounds(value: Any, name: str) -> tuple[float | None, float]:
     """(lower, upper) of a number, which is the upper bound, or of verl's "lower_upper" string, such as "0.5_2.0"."""
     if isinstance(value, str) and "_" in value:

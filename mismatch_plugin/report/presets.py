@@ -8,7 +8,7 @@ from typing import Any
 
 from mismatch_plugin.config import ALGORITHM_NAMES, Criterion, MismatchConfig, MismatchWarning, preset
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
-from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES
+from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, find_preset
 from mismatch_plugin.report.kept import SHARE, keeps
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -28,7 +28,8 @@ def presets_table() -> Table:
     for entry in PRESETS:
         config = quiet_preset(entry.name)
         names = ", ".join((entry.name, *entry.aliases))
-        parameters = ", ".join(f"{name}={value}" for name, value in entry.parameters.items())
+        given = [f"{name}={show(value)}" for name, value in entry.parameters.items()]
+        parameters = ", ".join(given + [f"{name} (required, here {value:g})" for name, value in entry.required.items()])
         flags = " ".join(as_flags(config))
         about = (entry.summary, entry.when, keeps(config), parameters or NOTHING, flags or NOTHING)
         rows.append((names, str(config.algorithm), *about))
@@ -75,11 +76,12 @@ def as_flags(config: MismatchConfig) -> list[str]:
 
 
 def criterion_spec(criterion: Criterion) -> str:
-    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper]."""
+    """A criterion as `--rs-criterion` takes it: aggregate:statistic[[:lower]:upper][@condition]."""
     bounds = [bound for bound in (criterion.lower_bound, criterion.upper_bound) if bound is not None]
     if criterion.lower_bound is not None and criterion.upper_bound is None:
         bounds.append(math.inf)
-    return ":".join((criterion.aggregate, criterion.statistic, *(show(bound) for bound in bounds)))
+    spec = ":".join((criterion.aggregate, criterion.statistic, *(show(bound) for bound in bounds)))
+    return spec if criterion.condition == "any" else f"{spec}@{criterion.condition}"
 
 
 def show(value: Any) -> str:
@@ -97,7 +99,7 @@ def show(value: Any) -> str:
 
 
 def quiet_preset(name: str) -> MismatchConfig:
-    """A preset without its warnings: a table is no use of it."""
+    """A preset without its warnings: a table is no use of it. What has no default gets its example."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MismatchWarning)
-        return preset(name)
+        return preset(name, **find_preset(name).required)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.settings import Level
+from mismatch_plugin.config.sections import Level
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 
 LOG_RATIO = torch.tensor([0.1, 0.0, 0.5, -0.4])  # the second token is masked, the third sequence is empty

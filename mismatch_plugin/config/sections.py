@@ -1,0 +1,232 @@
+"""The sections of the settings: importance weights, the clip of the objectives, losses next to the policy term."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import ConfigDict, ValidationInfo, model_validator
+
+from mismatch_plugin.config.fields import Section, described, spell
+from mismatch_plugin.limits import SAFETY_BOUND
+
+Level = Literal["token", "turn", "sequence", "geometric", "prefix", "none"]
+Mode = Literal["truncate", "clip", "mask"]
+Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
+KlType = Literal["k1", "k2", "k3", "low_var_kl"]
+RolloutKlType = Literal["k2", "k3"]
+KlOn = Literal["all", "accepted"]
+GROWING = ("turn", "sequence", "prefix")
+"""Levels whose log-ratio is a sum, whose spread grows with the number of its tokens."""
+
+
+class ImportanceSampling(Section):
+    """How importance weights are made from the ratio ρ = π_train / π_rollout."""
+
+    model_config = ConfigDict(validate_default=True)
+
+    mode: Mode = described(
+        "truncate",
+        "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
+        "mask = rejected (weight 0, out of the loss)",
+        flag="--tis-mode",
+        slime="tis_mode",
+        verl='rollout_is_threshold ("lo_hi" = mask)',
+        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop)",
+    )
+    level: Level = described(
+        "token",
+        "how ratios are aggregated: token, turn (product over a turn), sequence (product), geometric (geometric mean), "
+        "prefix (product up to the token); none = weight 1, REINFORCE with rejection only",
+        flag="--tis-level",
+        slime="tis_level",
+        verl="rollout_is",
+        source="rollout-correction guide, 3.3; Precup et al. 2000 (prefix: per-decision importance sampling)",
+    )
+    lower_bound: float | None = described(
+        None,
+        "lower bound lo of the aggregated ratio; 1/hi if absent, 0 turns it off",
+        flag="--tis-lower-bound",
+        unit="ratio",
+        slime="tis_lower_bound, tis_clip_low",
+        verl='rollout_is_threshold ("lo_hi")',
+        ge=0.0,
+    )
+    upper_bound: float = described(
+        2.0,
+        "upper bound hi of the aggregated ratio; inf means e^20",
+        flag="--tis-upper-bound",
+        unit="ratio",
+        slime="tis_upper_bound, tis_clip",
+        verl="rollout_is_threshold",
+        gt=0.0,
+    )
+    bound_growth: float = described(
+        0.0,
+        "g: log lo and log hi grow as n^g with the n tokens that a product is over (turn, sequence, prefix), at most "
+        "to ±20; 0.5 keeps the share outside nearly independent of the length",
+        flag="--tis-bound-growth",
+        source="arXiv 2605.07331",
+        ge=0.0,
+        le=1.0,
+    )
+    batch_normalize: bool = described(
+        False,
+        "divide the bounded weights by their mean, so that it is 1 (self-normalised importance sampling)",
+        flag="--tis-batch-normalize",
+        slime="tis_batch_normalize",
+        verl="rollout_is_batch_normalize",
+        source="rollout-correction guide, 3.6",
+    )
+    batch_normalize_scope: Scope = described(
+        "auto",
+        "what the mean runs over: the optimizer step, the rollout batch, or one micro-batch; auto = the widest the "
+        "host gives",
+        flag="--tis-batch-normalize-scope",
+    )
+
+    @property
+    def lower(self) -> float:
+        """lo with its default filled in: 1/hi, clamped to e^-20; under truncate at most hi."""
+        return min(1.0 / self.upper, self.upper) if self.lower_bound is None else self.lower_bound
+
+    @property
+    def upper(self) -> float:
+        """hi, with inf replaced by the safety bound e^20."""
+        return min(self.upper_bound, math.exp(SAFETY_BOUND))
+
+    @model_validator(mode="after")
+    def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
+        if self.upper_bound < math.exp(-SAFETY_BOUND):
+            template = (
+                f"<tis.upper_bound> {self.upper_bound:g} is below e^-20 = 2.1e-9, the smallest ratio that is told "
+                f"apart: raise it (2.0 is usual)."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound"))
+        if self.lower > self.upper:
+            template = (
+                f"<tis.lower_bound> {self.lower:g} is above <tis.upper_bound> {self.upper:g}: lower it, or raise the "
+                f"other."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound", "tis.lower_bound"))
+        if self.mode != "truncate" and self.lower_bound is None and self.upper < 1.0:
+            template = (
+                f"<tis.upper_bound> {self.upper:g} is below the lower bound that <tis.mode> {self.mode} has by "
+                f"default, 1/hi = {1.0 / self.upper:g}: give <tis.lower_bound>, or raise the upper one."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound"))
+        if self.bound_growth and not ("upper_bound" in self.model_fields_set and self.lower <= 1.0 <= self.upper):
+            template = (
+                f"<tis.bound_growth> {self.bound_growth:g} needs bounds around 1 for a product of one token, such as "
+                f"<tis.lower_bound> 0.975 and <tis.upper_bound> 1.05: give them."
+            )
+            raise ValueError(spell(template, info, "tis.bound_growth"))
+        return self
+
+
+class PPOClip(Section):
+    """The clip of the objective in algorithms 0, 1 and 2. What is not given is the objective's own: see `EPS_CLIP`."""
+
+    eps_clip_low: float = described(
+        0.2,
+        "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound)",
+        flag="--mismatch-eps-clip-low",
+        slime="eps_clip",
+        verl="clip_ratio_low",
+        source="Schulman et al. 2017",
+        ge=0.0,
+        le=1.0,
+    )
+    eps_clip_high: float = described(
+        0.2,
+        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4",
+        flag="--mismatch-eps-clip-high",
+        slime="eps_clip_high",
+        verl="clip_ratio_high",
+        source="Yu et al. 2025 (DAPO)",
+        ge=0.0,
+    )
+    dual_clip: float | None = described(
+        None,
+        "dual-clip constant c: for negative advantages the loss is at most −c·A; absent = off",
+        flag="--mismatch-dual-clip",
+        slime="eps_clip_c",
+        verl="clip_ratio_c",
+        source="Ye et al. 2020",
+        gt=1.0,
+    )
+
+    @model_validator(mode="after")
+    def _within_ratios(self, info: ValidationInfo) -> PPOClip:
+        if math.exp(SAFETY_BOUND) < self.eps_clip_high < math.inf:
+            template = (
+                f"<ppo.eps_clip_high> {self.eps_clip_high:g} is above e^20 = 4.9e8, the largest ratio: write inf for "
+                f"no upper clip."
+            )
+            raise ValueError(spell(template, info, "ppo.eps_clip_high"))
+        return self
+
+
+Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
+EPS_CLIP: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2)}
+"""(low, high) ε of the objectives that have their own: arXiv 2507.18071, 5.1; arXiv 2506.13585 (no lower bound)."""
+
+
+class Terms(Section):
+    """Losses added to the policy term. The correction does not scale them: they run over the original `loss_mask`."""
+
+    entropy_coef: float = described(
+        0.0,
+        "entropy bonus: −coef · entropy is added to the loss",
+        flag="--mismatch-entropy-coef",
+        unit="1/nat",
+        slime="entropy_coef",
+        verl="entropy_coeff",
+        allow_inf_nan=False,
+    )
+    kl_coef: float = described(
+        0.0,
+        "KL penalty to the reference policy",
+        flag="--mismatch-kl-coef",
+        unit="1/nat",
+        slime="kl_loss_coef",
+        verl="kl_loss_coef",
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    kl_type: KlType = described(
+        "low_var_kl",
+        "estimator of KL(π_θ‖π_ref): k1 = d, k2 = d²/2, k3 = e^−d − 1 + d with d = log π_θ − log π_ref; low_var_kl = "
+        "k3 bounded to ±10",
+        flag="--mismatch-kl-type",
+        slime="kl_loss_type",
+        verl="kl_loss_type",
+        source="Schulman 2020, Approximating KL divergence",
+    )
+    kl_importance_weighted: bool = described(
+        False,
+        "multiply the KL penalty by the importance weight (unbiased under the rollout policy)",
+        flag="--mismatch-kl-importance-weighted",
+        source="DeepSeek-V3.2, arXiv 2512.02556",
+    )
+    rollout_kl_coef: float = described(
+        0.0,
+        "penalty on the distance of π_θ to the sampler, never scaled by weights",
+        flag="--mismatch-rollout-kl-coef",
+        unit="1/nat",
+        source="prime-rl's default loss",
+        ge=0.0,
+        allow_inf_nan=False,
+    )
+    rollout_kl_type: RolloutKlType = described(
+        "k2",
+        "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; at most "
+        "10 a token",
+        flag="--mismatch-rollout-kl-type",
+        source="Schulman 2020, Approximating KL divergence",
+    )
+    rollout_kl_on: KlOn = described(
+        "all",
+        "which tokens it runs over: all, or the accepted ones (divided by the number of all)",
+        flag="--mismatch-rollout-kl-on",
+    )
