@@ -136,6 +136,6 @@ def check(
 
         from mismatch_plugin.check.report import show
 
-        show(result, Console(highlight=False, markup=False))
+        show(result, Console(highlight=False, markup=False, emoji=False))
     if result.status != "clean":
         raise typer.Exit(FAULTS_FOUND if result.status == "faults" else NOT_DECIDED)

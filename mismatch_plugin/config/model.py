@@ -114,9 +114,7 @@ class MismatchConfig(Settings):
         lines.append(
             f"rejection: {', '.join(rejections) or 'none'}{' (dry run: none applied)' if self.dry_run else ''}"
         )
-        if (
-            self.algorithm == 0 and self.rejects_by_log_probs and not self.judges_current
-        ):
+        if self.three_policies:
             lines.append("policies: three, for rejection compares π_old with π_rollout; no weight multiplies the loss")
         if self.rs.group != "keep":
             fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""

@@ -59,10 +59,11 @@ class Preset:
 
     def settings(self, **overrides: Any) -> Settings:
         """Nested settings for `MismatchConfig.build`. Raises ValueError for a parameter that the preset lacks."""
-        if missing := [f"{name}={example}" for name, example in self.required.items() if name not in overrides]:
+        if missing := [name for name in self.required if name not in overrides]:
+            example = ", ".join(f"{name}={value}" for name, value in self.required.items())
             raise ValueError(
-                f"preset {self.name} has no default for {', '.join(missing)}: give it, such as "
-                f'preset("{self.name}", {", ".join(missing)}), or as flags (mismatch-plugin presets {self.name}).'
+                f'preset {self.name} needs {", ".join(missing)}: preset("{self.name}", {example}) is an example; '
+                f"mismatch-plugin presets {self.name} shows it as flags."
             )
         for name in overrides:
             if name in self.parameters or name in self.required:
@@ -277,3 +278,6 @@ PRESETS = (
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""
+
+COMPLETE = tuple(record for record in PRESETS if not record.required)
+"""Those whose parameters all have a default."""

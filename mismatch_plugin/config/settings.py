@@ -168,6 +168,11 @@ class Settings(Section):
         return self.judges and self.rs.policy == "current" and not self.use_rollout_log_probs
 
     @property
+    def three_policies(self) -> bool:
+        """True where π_old is compared with π_rollout for rejection, though no weight multiplies the loss."""
+        return self.algorithm == 0 and self.rejects_by_log_probs and not self.judges_current
+
+    @property
     def keep_known_before_step(self) -> bool:
         """True where it is known before the forward pass which tokens are accepted, if log-probs of π_old are there."""
         return not (self.use_rollout_log_probs or self.judges_current)

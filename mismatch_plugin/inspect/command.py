@@ -268,7 +268,7 @@ def inspect(
 
         from mismatch_plugin.inspect.screen import show
 
-        show(diagnosis, Console(highlight=False, markup=False), host=host, report=written)
+        show(diagnosis, Console(highlight=False, markup=False, emoji=False), host=host, report=written)
     if note:
         typer.echo(note, err=True)
     raise typer.Exit(diagnosis.exit_status)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mismatch_plugin.config import MismatchConfig, preset
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
-from mismatch_plugin.config.presets import PRESETS, find_preset
+from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.inspect.hosts import HOSTS, Host
 from mismatch_plugin.report.presets import as_flags, criterion_spec
@@ -99,7 +99,7 @@ def shortest_flags(config: MismatchConfig) -> list[str]:
 
 def preset_of(config: MismatchConfig) -> str | None:
     """The short name of the first preset that gives these settings."""
-    for record in PRESETS:
+    for record in COMPLETE:
         if _preset(record.name) == config:
             return record.short
     return None
@@ -135,7 +135,7 @@ def python_for(config: MismatchConfig) -> str:
     if name is not None:
         return f'mp.preset("{name}")'
     found: list[str] = []
-    for record in PRESETS:
+    for record in COMPLETE:
         base = _preset(record.name)
         changes = _changed(base, config)
         if changes is not None:

@@ -102,7 +102,7 @@ def inspect_metrics(
             typer.echo(f"note: {printable(said)}.")
         from rich.console import Console
 
-        console = Console(highlight=False, markup=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         console.print(result.verdict)
         if advice is not None and (where is None or not (result.sound or result.correction.startswith("holds"))):
             console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
@@ -140,7 +140,7 @@ def follow_metrics(path: Path, own: Own, interval: float, seconds: float | None)
         found, where = own.of(file)
         return found, where is not None
 
-    raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False), interval, seconds))
+    raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False, emoji=False), interval, seconds))
 
 
 def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None:

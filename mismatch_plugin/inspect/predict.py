@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig, PPOClip
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
-from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.config.presets import COMPLETE
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import token_loss
@@ -85,7 +85,7 @@ def settings_for(
     if own is not None:
         yield setting_of(OWN, own)
     with no_notes():
-        for preset in PRESETS:
+        for preset in COMPLETE:
             yield Setting(preset.short, {"preset": preset.short}, MismatchConfig.build(preset.settings()))
         measured = bounds_for(packed, (_SHARE,)) if bounds is None else bounds
         share = f"{_SHARE:.0%}"

@@ -126,7 +126,7 @@ def compare(
         from mismatch_plugin.report.statistics import summarise
 
         final = final_table(summarise(read_run_folder(output)))
-        console = Console(highlight=False, markup=False)
+        console = Console(highlight=False, markup=False, emoji=False)
         console.print(final.to_rich())
         for note in final.notes:
             console.print(note)

@@ -24,7 +24,7 @@ def expected_kept(config: MismatchConfig, kl: float, length: int) -> float | Non
     """Share of the tokens that rejection, veto and mask mode leave in the loss.
 
     kl: nats a token. length: trained tokens of every response. Criteria count as independent of each other. None where
-    one is of a statistic (tv, binary_kl) whose distribution the KL does not give.
+    one is of a statistic (tv, binary_kl) whose distribution the KL does not give, or hangs on the advantage.
     """
     tis, share = config.tis, 1.0
     if config.dry_run:
@@ -68,7 +68,7 @@ def keeps(config: MismatchConfig) -> str:
         return "all"
     found = [largest_kl(config, length) for length in LENGTHS]
     if any(kl is None for kl in found):
-        return "depends on the probabilities"
+        return "depends on probabilities or advantages"
     shown = ["0.1 and more" if kl == LARGEST_KL else _digits(kl or 0.0) for kl in found]
     if len(set(shown)) == 1:
         return f"KL to {shown[0]}"
@@ -82,6 +82,8 @@ def _digits(kl: float) -> str:
 
 
 def _criterion(criterion: Criterion, kl: float, length: int) -> float | None:
+    if criterion.condition != "any":
+        return None
     lower, upper = criterion.log_bounds
     low, high = -math.inf if lower is None else lower, math.inf if upper is None else upper
     aggregate, statistic = criterion.aggregate, criterion.statistic

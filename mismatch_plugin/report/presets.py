@@ -28,8 +28,8 @@ def presets_table() -> Table:
     for entry in PRESETS:
         config = quiet_preset(entry.name)
         names = ", ".join((entry.name, *entry.aliases))
-        given = [f"{name}={show(value)}" for name, value in entry.parameters.items()]
-        parameters = ", ".join(given + [f"{name} (required, here {value:g})" for name, value in entry.required.items()])
+        given = [f"{name}={_short(value)}" for name, value in entry.parameters.items()]
+        parameters = ", ".join(given + [f"{name}={value} (required)" for name, value in entry.required.items()])
         flags = " ".join(as_flags(config))
         about = (entry.summary, entry.when, keeps(config), parameters or NOTHING, flags or NOTHING)
         rows.append((names, str(config.algorithm), *about))
@@ -51,7 +51,7 @@ def preset_table(name: str) -> Table:
         mark = "" if value == default else " *"
         rows.append((field.path, show(value) + mark, field.meta.get("flag") or NOTHING))
     algorithm = f"algorithm {config.algorithm}, {ALGORITHM_NAMES[config.algorithm]}"
-    policies = (THREE_POLICIES,) if config.algorithm == 0 and config.rejects else ()
+    policies = (THREE_POLICIES,) if config.three_policies else ()
     flags = f"As flags: {' '.join(as_flags(config)) or 'none'}"
     notes = ("An asterisk marks what is not at its default.", *policies, flags)
     headers = ("field", "value", "flag")
@@ -96,6 +96,11 @@ def show(value: Any) -> str:
         short = f"{value:.10g}"
         return short if float(short) == value else repr(value)
     return str(value)
+
+
+def _short(value: Any) -> str:
+    """A default in six digits; 2.0 stays 2.0."""
+    return f"{value:.6g}" if isinstance(value, float) and not value.is_integer() else str(value)
 
 
 def quiet_preset(name: str) -> MismatchConfig:

@@ -187,7 +187,7 @@ def test_what_yaml_leaves_on_a_namespace_is_read() -> None:
     namespace = argparse.Namespace(mismatch_metrics=False, mismatch_dry_run=False, rs_criterion="token:k2:0.5")
     assert given_flags(namespace) == {"metrics": False, "rs": {"criteria": ["token:k2:0.5"]}}
     assert mp.MismatchConfig.from_args(namespace).metrics == "off"
-    with pytest.raises(ValueError, match="--tis-level is False: it should be 'token', 'sequence'"):
+    with pytest.raises(ValueError, match="--tis-level is False: it should be 'token', 'turn'"):
         mp.MismatchConfig.from_args(argparse.Namespace(use_tis=True, tis_level=False))
 
 

@@ -202,7 +202,7 @@ _BOTH = "use_tis: true, use_rollout_log_probs: true"
         ("rs: {criteria: ['token:ratio:3:2']}", "rs criterion token_ratio has lower bound 3 above upper bound 2: swap"),
         ("use_tis: true, rs: {criteria: [{lower_bound: 3}]}", "has lower bound 3 above upper bound 2: swap them."),
         ("rs: {criteria: ['token:ratio:2', 'token:k1:3']}", "rs.criteria names the same criterion twice (token_ratio,"),
-        ("rs: {criteria: [ratio]}", "rs criterion 'ratio' cannot be read: write AGGREGATE:STATISTIC:UPPER"),
+        ("rs: {criteria: [ratio]}", "rs criterion 'ratio' cannot be read: write AGGREGATE:STATISTIC[:LOWER]:UPPER"),
         ("rs: {criteria: ['tokn:ratio:2']}", "rs criterion 'tokn:ratio:2', 'tokn' is unknown: did you mean token?"),
         ("rs: {criteria: ['token:k4:2']}", "rs criterion 'token:k4:2', 'k4' is unknown: there is ratio"),
         ("rs: {criteria: ['token:ratio:1_2']}", "a bound of rs criterion 'token:ratio:1_2' is '1_2', which is not a"),
@@ -230,7 +230,7 @@ def test_errors_of_combinations(settings: str, message: str) -> None:
         ({"tis": "clip"}, "tis is 'clip': it should be a valid dictionary"),
         ({"tis": {"mdoe": "clip"}}, "setting 'tis.mdoe' is unknown: did you mean tis.mode?"),
         ({"tis_mode": "clip"}, "setting 'tis_mode' is unknown: did you mean tis.mode?"),
-        ({"rs": {"use": True}}, "setting 'rs.use' is unknown: there is rs.criteria, rs.veto_threshold."),
+        ({"rs": {"use": True}}, "setting 'rs.use' is unknown: there is rs.criteria, rs.veto_threshold, rs.policy,"),
         ({"tis": {"mode": "cap"}, "terms": {"kl_coef": -1}}, "or 'mask'. terms.kl_coef is -1:"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import warnings
 from pathlib import Path
@@ -24,6 +25,9 @@ _K3 = ("sequence_mean", "k3", None, 0.01)
 _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "denominator": "original"}
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
+_DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
+_WINDOW = {"tis.lower_bound": math.exp(-0.025), "tis.upper_bound": math.exp(0.05), "tis.bound_growth": 0.5}
+_PREFIX = {"tis.level": "prefix", "tis.mode": "clip", **_WINDOW}
 # names: (algorithm, what is not at its default, criteria, veto)
 _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
     "decoupled_token_is token_is": (2, {}, [], None),
@@ -48,7 +52,14 @@ _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | N
     "bypass_pg_geo_rs": (3, _UNWEIGHTED, [_GEO_VERL], None),
     "bypass_pg_geo_rs_seq_tis": (3, _SEQUENCE, [_GEO_VERL], None),
     "bypass_pg_geo_rs_token_tis": (3, {}, [_GEO_VERL], None),
+    "kpop": (0, {}, [("token", "binary_kl", None, 0.1), ("token", "binary_kl_reverse", None, 0.1)], None),
+    "trm": (0, {}, [("sequence_max", "k2", None, 0.5), ("sequence_mean", "k3", None, 0.01)], None),
+    "dppo_tv": (3, _DPPO, [("token", "tv", None, 0.15, "away")], None),
+    "dppo_kl": (3, _DPPO, [("token", "binary_kl", None, 0.05, "away")], None),
+    "opsm": (0, {"denominator": "original"}, [("sequence_mean", "k1", math.exp(-0.1), math.inf, "negative")], None),
+    "prefix_is": (2, _PREFIX, [], None),
 }
+_REQUIRED = {"trm": {"max_k2": 0.5, "mean_k3": 0.01}, "opsm": {"delta": 0.1}}
 
 
 def _noted(build: Any, *args: Any, **kwargs: Any) -> tuple[mp.MismatchConfig, list[str]]:
@@ -74,7 +85,8 @@ def _changed(config: mp.MismatchConfig) -> dict[str, Any]:
 
 
 def _criteria(config: mp.MismatchConfig) -> list[tuple[Any, ...]]:
-    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound) for c in config.criteria]
+    judged = ((c, () if c.condition == "any" else (c.condition,)) for c in config.criteria)
+    return [(c.aggregate, c.statistic, c.lower_bound, c.upper_bound, *condition) for c, condition in judged]
 
 
 def _same_criteria(config: mp.MismatchConfig, expected: list[Any], rel: float = 1e-12) -> bool:
@@ -90,7 +102,8 @@ def _same_criteria(config: mp.MismatchConfig, expected: list[Any], rel: float = 
 @pytest.mark.parametrize(("names", "expected"), _EXPECTED.items(), ids=list(_EXPECTED))
 def test_every_preset_under_every_name(names: str, expected: tuple[Any, ...]) -> None:
     for name in names.split():
-        config, notes = _noted(mp.preset, name)
+        config, notes = _noted(mp.preset, name, **_REQUIRED.get(name, {}))
+        assert config.rs.policy == ("current" if name == "opsm" else "auto")
         assert (config.algorithm, _changed(config), _criteria(config), config.rs.veto_threshold) == expected
         token_reinforce = config.algorithm == 3 and config.tis.level == "token"
         assert len(notes) == token_reinforce  # nothing else about a preset at its defaults is worth a warning
@@ -103,8 +116,9 @@ def test_no_preset_is_untested() -> None:
 
 @pytest.mark.parametrize("record", PRESETS, ids=lambda record: record.name)
 def test_the_table_of_presets(record: Any) -> None:
-    config, _ = _noted(mp.preset, record.name, **record.parameters)
-    assert config == _noted(mp.preset, record.name)[0]
+    config, _ = _noted(mp.preset, record.name, **record.parameters, **record.required)
+    assert config == _noted(mp.preset, record.name, **record.required)[0]
+    assert record.required == _REQUIRED.get(record.name, {})
     assert record.algorithm == config.algorithm
     assert record.summary and record.when
     assert "\n" not in record.summary + record.when
@@ -188,6 +202,10 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
         ("k3_rs", {"rs_threshold": "0.1_0.2"}, "rs_threshold is '0.1_0.2', which is not a number"),
         ("geo_rs", {"rs_threshold": "0.9_1.1", "rs_threshold_lower": 0.8}, "leave rs_threshold_lower 0.8 out"),
         ("seq_is_rs", {"rs_threshold": 2.0, "rs_threshold_lower": 3}, "lower bound 3 above upper bound 2: swap them."),
+        ("trm", {"max_k2": 1}, 'preset trm needs mean_k3: preset("trm", max_k2=0.5, mean_k3=0.01) is an example'),
+        ("opsm", {}, "preset opsm needs delta:"),
+        ("opsm", {"delta": 0.1, "beta": 1}, "parameter of preset opsm 'beta' is unknown: did you mean delta?"),
+        ("prefix_is", {"threshold_lower": 1.01}, "tis.bound_growth 0.5 needs bounds around 1"),
         ("geo_rs", {"veto_threshold": 2}, "rs.veto_threshold is 2.0: it should be less than 1."),
     ],
 )
@@ -199,7 +217,7 @@ def test_errors(name: str, parameters: dict[str, Any], message: str) -> None:
 def test_a_preset_with_another_setting() -> None:
     """As the error and the docstring say, and validated."""
     for name in preset_names():
-        base, expected = _noted(mp.preset, name)
+        base, expected = _noted(mp.preset, name, **_REQUIRED.get(name, {}))
         config, notes = _noted(mp.MismatchConfig.build, base.model_dump() | {"metrics": "full"})
         assert config.model_dump() == base.model_dump() | {"metrics": "full"}
         assert notes == expected
@@ -218,9 +236,9 @@ def test_what_the_texts_claim_about_bias() -> None:
 
 def test_rejection_alone_says_how_it_is_algorithm_0_and_has_three_policies() -> None:
     with_note = {name for name in preset_names() if THREE_POLICIES in preset_table(name).notes}
-    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs"}
+    assert with_note == {"decoupled_geo_rs", "geo_rs", "decoupled_k3_rs", "k3_rs", "kpop", "trm"}  # not opsm: π_θ
     assert THREE_POLICIES in presets_table().notes
-    blocks = {name: _noted(mp.preset, name)[0].describe() for name in preset_names()}
+    blocks = {name: _noted(mp.preset, name, **_REQUIRED.get(name, {}))[0].describe() for name in preset_names()}
     assert {name for name, block in blocks.items() if "policies: three, for rejection" in block} == with_note
 
 

@@ -23,7 +23,9 @@ def _kept(config: mp.MismatchConfig, kl: float, length: int) -> float:
 def test_a_preset_keeps_what_the_table_says_and_less_beyond(name: str, length: int) -> None:
     config = quiet_preset(name)
     at = largest_kl(config, length)
-    assert at is not None
+    if at is None:
+        assert name in ("kpop", "dppo_tv", "dppo_kl", "opsm")  # of probabilities, or under a condition
+        return
     if keeps(config) == "all":
         assert _kept(config, 1.0, length) == 1.0
         return
@@ -75,7 +77,7 @@ def test_mask_mode_at_each_level(level: str) -> None:
 def test_what_the_kl_does_not_tell_is_not_told() -> None:
     config = mp.MismatchConfig.build({"rs": {"criteria": ["token:tv:0.1"]}})
     assert expected_kept(config, 0.01, 10) is None and largest_kl(config, 10) is None
-    assert keeps(config) == "depends on the probabilities"
+    assert keeps(config) == "depends on probabilities or advantages"
 
 
 def test_the_table_shows_it() -> None:
