@@ -15,13 +15,14 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ci.methods import TABLES as METHODS
 from ci.tables import TABLES
 from mismatch_plugin.explain import explain_table
 from mismatch_plugin.report.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCKS: dict[str, Callable[[], Table]] = {**TABLES, "example": explain_table}
+BLOCKS: dict[str, Callable[[], Table]] = {**TABLES, **METHODS, "example": explain_table}
 
 _BLOCK = re.compile(r"(?P<start><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 

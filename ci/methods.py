@@ -1,0 +1,107 @@
+"""The methods of the field as points of one space: the tables of docs/methods.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from mismatch_plugin.report.table import NOTHING, Table
+
+
+class Method(NamedTuple):
+    """One method. formula: of a token, with ρ = π_train/π_rollout, r = π_θ/anchor. flags: what gives it here."""
+
+    name: str
+    source: str
+    formula: str
+    flags: str
+    elsewhere: str
+    """What others call it, or the host's own switch that gives it."""
+
+
+# fmt: off
+METHODS = (
+    Method("PPO", "Schulman et al. 2017", "−min(r A, clip(r) A)", "", "the default of every host"),
+    Method("Dual clip", "Ye et al. 2020", "at most −c A where A < 0", "--mismatch-dual-clip 3",
+        "slime --eps-clip-c; verl clip_ratio_c"),
+    Method("Decoupled PPO, TIS", "Hilton et al. 2021; Yao et al. 2025", "min(ρ_t, hi) · PPO",
+        "--mismatch-preset token_is", "slime --use-tis; verl rollout_is: token"),
+    Method("Sequence weights, MIS", "Liu & Li 2025", "Π ρ, or rejected outside [lo, hi]",
+        "--use-tis --tis-level sequence --tis-mode mask", "verl rollout_is: sequence; slime mis.yaml"),
+    Method("Geometric rejection", "rollout-correction guide", "sequences with (Π ρ)^(1/n) outside are dropped",
+        "--mismatch-preset geo_rs", "verl seq_mean_k1"),
+    Method("IcePop", "arXiv 2510.18855", "ρ_t inside [lo, hi], else 0; divided by all tokens",
+        "--mismatch-preset token_icepop", "slime icepop_function; verl \"0.5_5\""),
+    Method("Self-normalised weights", "rollout-correction guide, 3.6", "w / mean w of the step",
+        "--use-tis --tis-batch-normalize", "verl rollout_is_batch_normalize"),
+    Method("REINFORCE + IS", "Williams 1992; Liu & Li 2025", "−sg(w) A log π_θ", "--mismatch-preset pg_is",
+        "verl bypass_mode, loss_type reinforce"),
+    Method("Per-decision weights", "Precup et al. 2000; arXiv 2605.07331 (CTPO)", "Π_{k≤t} ρ_k inside [lo^√t, hi^√t]",
+        "--mismatch-preset prefix_is", "CTPO cum-token-cumprod-la"),
+    Method("Turn weights", "Precup et al. 2000, with turns as actions", "Π of the turn's ρ",
+        "--use-tis --tis-level turn", NOTHING),
+    Method("KPop", "KPop 2026", "kept where both binary KLs are ≤ 0.1", "--mismatch-preset kpop",
+        "AReaL metric=binary_kl"),
+    Method("TRM", "arXiv 2512.23075", "sequences dropped by max k2 and mean k3",
+        "--rs-criterion sequence_max:k2:0.5 --rs-criterion sequence_mean:k3:0.01", NOTHING),
+    Method("DPPO-TV", "arXiv 2602.04879",
+        "−sg(min(ρ_t, c)) A log π_θ, kept where |π_θ − π_rollout| ≤ δ or the step leads back",
+        "--mismatch-preset dppo_tv", "verl loss_mode dppo_tv"),
+    Method("DPPO-KL", "arXiv 2602.04879", "the same by the binary KL", "--mismatch-preset dppo_kl",
+        "verl loss_mode dppo_kl"),
+    Method("OPSM", "DeepSeek-V3.2, arXiv 2512.02556",
+        "sequences dropped where A < 0 and mean(log π_rollout − log π_θ) > δ",
+        "--rs-criterion sequence_mean:k1:0.905:inf@negative --rs-policy current --mismatch-denominator original",
+        "slime --use-opsm --opsm-delta; TRL off_policy_mask_threshold"),
+    Method("GSPO", "arXiv 2507.18071", "PPO-clip on s_t = exp(mean of the sequence's log r)",
+        "--mismatch-objective gspo --mismatch-aggregation seq-mean-token-mean",
+        "slime, miles --advantage-estimator gspo; verl loss_mode gspo; NeMo-RL sequence_level_importance_ratios"),
+    Method("CISPO", "arXiv 2506.13585", "−sg(min(r, 1 + ε)) A log π_θ", "--mismatch-objective cispo",
+        "slime, miles --advantage-estimator cispo; verl loss_mode cispo"),
+    Method("REINFORCE without a ratio", "Williams 1992", "−w A log π_θ, w of π_old",
+        "--use-tis --mismatch-objective reinforce", "NeMo-RL disable_ppo_ratio"),
+    Method("prime-rl's default", "prime-rl, default_loss_fn",
+        "−ρ_t A, kept where |π_θ − π_rollout| ≤ 0.2 or the step leads back, + 1e-3 l² on all tokens",
+        "--use-rollout-log-probs --use-tis --tis-upper-bound inf --rs-criterion token:tv:0.2@away "
+        "--mismatch-denominator original --mismatch-rollout-kl-coef 2e-3",
+        "prime-rl loss.type default"),
+    Method("Unbiased KL", "DeepSeek-V3.2, arXiv 2512.02556", "w · KL(π_θ‖π_ref)",
+        "--use-tis --mismatch-kl-coef 1e-3 --mismatch-kl-importance-weighted", "slime --use-unbiased-kl"),
+    Method("Group without the rejected", "GRPO with valid responses only",
+        "A = (R − mean of accepted)/(deviation of accepted)",
+        "--rs-criterion sequence_mean:k3:0.01 --rs-group exclude", "NeMo-RL valid_mask"),
+    Method("Limit on staleness", "partial rollouts", "tokens of more than n versions before are dropped",
+        "--rs-max-staleness 2", "miles --max-weight-staleness"),
+    Method("Sampling mask", "miles #1521, SGLang #27408", "π_θ over the ids that top-p, top-k, min-p left", "",
+        "needs no flag: masks come with the samples (docs/rollouts.md)"),
+)
+
+NOT_BUILT = (
+    (
+        "A-3PO (log-linear anchor)",
+        "π_old is made of π_rollout and π_θ, which hides the gap between engines",
+    ),
+    ("M2PO", "sorts the tokens of the whole step, which no split into micro-batches can do exactly"),
+    ("SAPO, VESPO", "smooth gates in place of the clip: other objectives, no correction of the mismatch"),
+    ("Adaptive learning rate, Lagrangians", "control of the optimizer, which is the host's"),
+    (
+        "Routing replay, batch-invariant kernels",
+        "remove the gap at its source, in engine and trainer: `check` says whether they work",
+    ),
+)
+# fmt: on
+"""(method, why it is no setting)."""
+
+
+def methods_table() -> Table:
+    """Every method with the flags that give it here."""
+    rows = tuple((m.name, m.source, m.formula, m.flags or NOTHING, m.elsewhere) for m in METHODS)
+    return Table("Methods", ("method", "source", "per token", "flags", "elsewhere"), rows, code=frozenset({"flags"}))
+
+
+def not_built_table() -> Table:
+    """Methods that are no setting, and why."""
+    return Table("Not built", ("method", "why"), NOT_BUILT)
+
+
+TABLES: dict[str, Callable[[], Table]] = {"methods": methods_table, "not-built": not_built_table}
