@@ -1,8 +1,8 @@
 """The objectives: what becomes of log π_θ, its anchor and the advantage at each token; and the terms added to them.
 
 References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al. 2020 (dual clip); Hilton et al. 2021,
-"Batch size-invariance for policy optimization" (decoupled PPO); Zheng et al. 2025, arXiv 2507.18071 (GSPO); MiniMax 2025,
-arXiv 2506.13585 (CISPO); Schulman 2020 (k1, k2, k3).
+"Batch size-invariance for policy optimization" (decoupled PPO); Zheng et al. 2025, arXiv 2507.18071 (GSPO); MiniMax
+2025, arXiv 2506.13585 (CISPO); Schulman 2020 (k1, k2, k3).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ LOW_VARIANCE_BOUND = 10.0
 
 
 class Entering(NamedTuple):
-    """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with gradient.
-    anchor: log π_old, or log π_rollout in algorithm 1 (log π_θ itself where that is invalid: ratio 1), detached."""
+    """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with
+    gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1)."""
 
     selected: Tensor
     log_probs: Tensor
@@ -86,10 +86,9 @@ class PPO(Objective):
 class GSPO(PPO):
     """PPO with s_t = exp(sg(mean l) + log π_θ,t − sg(log π_θ,t)) for r, l = log π_θ − log π_anchor.
 
-    The mean runs over the sequence's tokens that enter, whatever rejection leaves of them, and on whatever rank they are;
+    The mean runs over the sequence's tokens that enter, whatever rejection leaves of them and whatever rank has them;
     one whose anchor is invalid counts with l = 0. Each token carries its own gradient, so weights and advantages may
-    differ inside a sequence (the paper's GSPO-token); where they do not, the sum over the sequence has the gradient of
-    exp(mean l).
+    differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
     """
 
     def columns(self, entering: Entering) -> Iterator[Column]:
