@@ -20,6 +20,7 @@ from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
 OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+SIDES = ("high", "low", "dual")
 LEVELS = ("token", "sequence", "geometric")
 STATISTICS = get_args(Statistic)
 AGGREGATES = get_args(Aggregate)
@@ -96,14 +97,14 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
     if rng.random() < (0.5 if given["aggregation"] == "seq-mean-token-sum" else 0.03):
         given["length_norm"] = rng.choice([1.0, 7.5])
     if not (given["use_tis"] and given["use_rollout_log_probs"]) or rng.random() < 0.03:
-        objective = rng.choice(["ppo", "ppo", *OBJECTIVES])
+        objective = rng.choice(["ppo", "gspo", *OBJECTIVES])
         given["objective"] = objective
         given["ppo"] = {} if objective == "reinforce" and rng.random() < 0.9 else draw_clip(rng, objective)
     terms: dict[str, Any] = {"entropy_coef": rng.choice([0.0, 0.01, -0.3])}
     if rng.random() < 0.5:
         terms |= {"kl_coef": rng.choice([0.1, 2.0]), "kl_type": rng.choice(["k1", "k2", "k3", "low_var_kl"])}
         terms["kl_importance_weighted"] = rng.random() < (0.5 if given["use_tis"] else 0.05)
-    if rng.random() < 0.3:
+    if rng.random() < 0.3 and not measured:
         terms |= {"rollout_kl_coef": rng.choice([1e-3, 0.7]), "rollout_kl_type": rng.choice(["k2", "k3"])}
         terms["rollout_kl_on"] = rng.choice(["all", "accepted"])
     try:
@@ -263,11 +264,9 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
         names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
     names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
     names += ["kl weighted"] if config.terms.kl_importance_weighted else []
-    clipped = [side for side in ("high", "low", "dual") if any(side in t.clipped for t in tokens)]
-    names += [f"clipped {side}" for side in clipped] + [f"{objective_of(config)} clipped {side}" for side in clipped]
-    names += [
-        f"{objective_of(config)} {policy}" for policy in [config.rollout_log_prob_policy] if algorithm(config) < 3
-    ]
+    named, clipped = objective_of(config), [f"clipped {x}" for x in SIDES if any(x in t.clipped for t in tokens)]
+    names += clipped + [f"{named} {side}" for side in clipped]
+    names += [f"{named} {config.rollout_log_prob_policy}"] if algorithm(config) < 3 else []
     if config.terms.rollout_kl_coef:
         bound = "bounded" if any(token.distance == 10.0 for token in tokens) else "free"
         names += [f"rollout {config.terms.rollout_kl_type} {bound}", f"rollout on {config.terms.rollout_kl_on}"]
