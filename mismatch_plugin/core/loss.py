@@ -159,7 +159,7 @@ def token_loss(
         return Entering(selected, torch.where(selected, log_probs, 0.0), anchor)
 
     def further(tokens: Tokens) -> Iterator[Column]:
-        return objective.columns(entering(tokens))
+        return objective.columns(lambda: entering(tokens))
 
     if weights is None:
         correction = compute_correction(train, packed, config, groups, batch_factor, further)

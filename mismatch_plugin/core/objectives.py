@@ -7,7 +7,7 @@ References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ class Objective:
     Everything is [T]; the gradient passes through log_probs only; no host sync. Masking is the caller's.
     """
 
-    def columns(self, entering: Entering) -> Iterator[Column]:
+    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
         """What must be summed over whole sequences first; it travels in the correction's SUM."""
         yield from ()
 
@@ -91,7 +91,8 @@ class GSPO(PPO):
     differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
     """
 
-    def columns(self, entering: Entering) -> Iterator[Column]:
+    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
+        entering = enter()
         yield Column("objective_log_r", entering.log_ratio())
         yield Column("objective_tokens", entering.selected)
 
