@@ -63,6 +63,23 @@ def test_equals_verl(name: str, aggregation: str, way: str) -> None:
     assert 0.1 < clipped < 5.9
 
 
+@pytest.mark.parametrize("rejects", [False, True])
+def test_bypass_adds_the_distance_to_the_sampler(rejects: bool) -> None:
+    """prime-rl's l², as 2 · k2: over all tokens, also rejected ones, and divided by all."""
+    rs = {"criteria": ["token:k2:0.05"]} if rejects else {}
+    plain = mp.MismatchConfig(use_rollout_log_probs=True, rs=rs, denominator="original")  # pyright: ignore[reportArgumentType]
+    config = plain.replace(terms={"rollout_kl_coef": 2e-2})
+    data = batch(0)
+    gap = (data["log_prob"] - data["rollout_log_probs"]) * data["response_mask"]
+    given = {"old_log_prob": data["rollout_log_probs"]}
+    bare, found = (loss_and_gradient(ours(c, "token-mean"), data, **given) for c in (plain, config))
+    count = data["response_mask"].sum()
+    assert found[0] - bare[0] == pytest.approx(float(1e-2 * gap.square().sum() / count), rel=1e-6)
+    torch.testing.assert_close(found[1] - bare[1], 2e-2 * gap / count)
+    assert (found[2].get("rollout_corr/rollout_is_masked_fraction", 0.0) > 0) == rejects
+    assert found[2]["rollout_corr/rollout_kl"] == pytest.approx(float(gap.square().sum() / 2 / count), rel=1e-6)
+
+
 def test_rejected_tokens_leave_the_mean_in_decoupled_verl() -> None:
     """A difference: verl's driver takes a rejected token out of the mask, so that s is of the others alone."""
     log_prob, old = torch.tensor([[-0.5, -0.7, -0.9]]), torch.tensor([[-0.6, -0.7, -0.7]])
