@@ -164,10 +164,8 @@ def configs(draw: st.DrawFn, metrics: tuple[str, ...] = ("off", "basic", "full")
         values["length_norm"] = draw(st.sampled_from([None, 7.0]))
     if not (bypass and weighted):
         values["objective"] = draw(st.sampled_from(["ppo", "gspo", "cispo", "reinforce"]))
-        if values["objective"] != "reinforce":
-            values["ppo"] = {"eps_clip_high": 0.3}
-        if values["objective"] in ("ppo", "gspo"):
-            values["ppo"]["dual_clip"] = draw(st.sampled_from([None, 3.0]))
+        dual = {"dual_clip": draw(st.sampled_from([None, 3.0]))} if values["objective"] in ("ppo", "gspo") else {}
+        values["ppo"] = {} if values["objective"] == "reinforce" else {"eps_clip_high": 0.3, **dual}
     terms: dict[str, Any] = {"entropy_coef": draw(st.sampled_from([0.0, 0.01]))}
     if draw(st.booleans()):
         terms |= {"kl_coef": 0.1, "kl_type": draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"]))}

@@ -26,7 +26,7 @@ from tests.hooks.contracts.slime_source import function, host_root
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-9}
+TOLERANCE: dict[str, Any] = {"rtol": 1e-6, "atol": 1e-9}
 SEEDS = range(6)
 LENGTHS = (5, 1, 9, 4)
 CLIPS = {"gspo": (0.05, 0.08), "cispo": (1.0, 0.1), "cispo with a lower bound": (0.1, 0.2)}
@@ -108,7 +108,7 @@ def slimes(
 def config_of(name: str, **fields: Any) -> mp.MismatchConfig:
     low, high = CLIPS[name]
     given = {"objective": name.split()[0], "aggregation": "seq-mean-token-mean"}
-    return mp.MismatchConfig(**given | fields, ppo={"eps_clip_low": low, "eps_clip_high": high})  # pyright: ignore[reportArgumentType]
+    return mp.MismatchConfig.model_validate(given | fields | {"ppo": {"eps_clip_low": low, "eps_clip_high": high}})
 
 
 @pytest.mark.parametrize("name", CLIPS)
@@ -185,7 +185,7 @@ def test_equals_nemo_rl(name: str) -> None:
     )
     ppo = {} if mine["objective"] == "reinforce" else {"eps_clip_low": low, "eps_clip_high": high}
     ppo |= {"dual_clip": mine.pop("dual")} if "dual" in mine else {}
-    config = mp.MismatchConfig(**{"aggregation": "seq-mean-token-mean", **mine}, ppo=ppo)  # pyright: ignore[reportArgumentType]
+    config = mp.MismatchConfig.model_validate({"aggregation": "seq-mean-token-mean", **mine, "ppo": ppo})
     for seed in SEEDS:
         log_probs, packed = batch(seed)
         assert packed.old_log_probs is not None

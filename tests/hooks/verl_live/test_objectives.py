@@ -25,6 +25,10 @@ CLIPS = {"gspo": (0.04, 0.06), "cispo": (0.15, 0.2)}
 AGGREGATIONS = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")
 
 
+def settings(**fields: Any) -> mp.MismatchConfig:
+    return mp.MismatchConfig.model_validate(fields)
+
+
 def ours(config: mp.MismatchConfig, aggregation: str) -> Any:
     """Called as verl calls a policy loss."""
 
@@ -41,12 +45,12 @@ def ours(config: mp.MismatchConfig, aggregation: str) -> Any:
 def test_equals_verl(name: str, aggregation: str, way: str) -> None:
     low, high = CLIPS[name]
     theirs = actor(clip_ratio_low=low, clip_ratio_high=high)
-    config = mp.MismatchConfig(
+    config = settings(
         objective=name,
         use_rollout_log_probs=way == "bypass",
         use_tis=way == "weights",
         ppo={"eps_clip_low": low, "eps_clip_high": high},
-    )  # pyright: ignore[reportArgumentType]
+    )
     clipped = 0.0
     for seed in range(6):
         data = batch(seed)
@@ -67,7 +71,7 @@ def test_equals_verl(name: str, aggregation: str, way: str) -> None:
 def test_bypass_adds_the_distance_to_the_sampler(rejects: bool) -> None:
     """prime-rl's l², as 2 · k2: over all tokens, also rejected ones, and divided by all."""
     rs = {"criteria": ["token:k2:0.05"]} if rejects else {}
-    plain = mp.MismatchConfig(use_rollout_log_probs=True, rs=rs, denominator="original")  # pyright: ignore[reportArgumentType]
+    plain = settings(use_rollout_log_probs=True, rs=rs, denominator="original")
     config = plain.replace(terms={"rollout_kl_coef": 2e-2})
     data = batch(0)
     gap = (data["log_prob"] - data["rollout_log_probs"]) * data["response_mask"]
@@ -83,7 +87,7 @@ def test_bypass_adds_the_distance_to_the_sampler(rejects: bool) -> None:
 def test_rejected_tokens_leave_the_mean_in_decoupled_verl() -> None:
     """A difference: verl's driver takes a rejected token out of the mask, so that s is of the others alone."""
     log_prob, old = torch.tensor([[-0.5, -0.7, -0.9]]), torch.tensor([[-0.6, -0.7, -0.7]])
-    config = mp.MismatchConfig(objective="gspo", ppo={"eps_clip_low": 0.5, "eps_clip_high": 0.5})  # pyright: ignore[reportArgumentType]
+    config = settings(objective="gspo", ppo={"eps_clip_low": 0.5, "eps_clip_high": 0.5})
     ones, left = torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]])
     for mask, mean in ((ones, -0.1 / 3), (left, 0.05)):
         losses, _, _ = verl_token_loss(old, log_prob, ones, mask, config)
