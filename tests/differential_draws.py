@@ -16,9 +16,11 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
 from tests.plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
-from tests.plain_loss import Answer
+from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
+OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+SIDES = ("high", "low", "dual")
 LEVELS = ("token", "sequence", "geometric")
 STATISTICS = get_args(Statistic)
 AGGREGATES = get_args(Aggregate)
@@ -60,6 +62,16 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
     return made
 
 
+def draw_clip(rng: Random, objective: str) -> dict[str, Any]:
+    clip: dict[str, Any] = {
+        "eps_clip_low": rng.choice([0.2, 0.2, 0.05, 0.0, 0.9]),
+        "eps_clip_high": rng.choice([0.2, 0.28, 0.02, 0.0, 3.0]),
+    }
+    if objective in ("ppo", "gspo") or rng.random() < 0.05:
+        clip["dual_clip"] = rng.choice([None, 1.1, 3.0])
+    return clip
+
+
 def draw_config(rng: Random) -> mp.MismatchConfig | None:
     """None where the draw means nothing and is refused."""
     given: dict[str, Any] = {
@@ -85,15 +97,16 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
     if rng.random() < (0.5 if given["aggregation"] == "seq-mean-token-sum" else 0.03):
         given["length_norm"] = rng.choice([1.0, 7.5])
     if not (given["use_tis"] and given["use_rollout_log_probs"]) or rng.random() < 0.03:
-        given["ppo"] = {
-            "eps_clip_low": rng.choice([0.2, 0.2, 0.05, 0.0, 0.9]),
-            "eps_clip_high": rng.choice([0.2, 0.28, 0.02, 0.0, 3.0]),
-            "dual_clip": rng.choice([None, 1.1, 3.0]),
-        }
+        objective = rng.choice(["ppo", "gspo", *OBJECTIVES])
+        given["objective"] = objective
+        given["ppo"] = {} if objective == "reinforce" and rng.random() < 0.9 else draw_clip(rng, objective)
     terms: dict[str, Any] = {"entropy_coef": rng.choice([0.0, 0.01, -0.3])}
     if rng.random() < 0.5:
         terms |= {"kl_coef": rng.choice([0.1, 2.0]), "kl_type": rng.choice(["k1", "k2", "k3", "low_var_kl"])}
         terms["kl_importance_weighted"] = rng.random() < (0.5 if given["use_tis"] else 0.05)
+    if rng.random() < 0.3 and not measured:
+        terms |= {"rollout_kl_coef": rng.choice([1e-3, 0.7]), "rollout_kl_type": rng.choice(["k2", "k3"])}
+        terms["rollout_kl_on"] = rng.choice(["all", "accepted"])
     try:
         return mp.MismatchConfig.model_validate(given | {"terms": terms})
     except ValidationError:
@@ -186,7 +199,7 @@ def draw_batch(rng: Random, config: mp.MismatchConfig, stops: bool = False) -> l
         lengths[0] = 300  # another bucket of length and position
     spread, extreme = rng.choice([1e-4, 0.02, 0.3, 1.2]), rng.random() < 0.2
     may_lack = {
-        "rollout": algorithm(config) == 0 and not corrects(config),
+        "rollout": algorithm(config) == 0 and not corrects(config) and not config.terms.rollout_kl_coef,
         "old": True,
         "ref": not config.terms.kl_coef,
         "entropy": not config.terms.entropy_coef,
@@ -251,7 +264,13 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
         names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
     names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
     names += ["kl weighted"] if config.terms.kl_importance_weighted else []
-    names += [f"clipped {side}" for side in ("high", "low", "dual") if any(side in t.clipped for t in tokens)]
+    named, clipped = objective_of(config), [f"clipped {x}" for x in SIDES if any(x in t.clipped for t in tokens)]
+    names += clipped + [f"{named} {side}" for side in clipped]
+    names += [f"{named} {config.rollout_log_prob_policy}"] if algorithm(config) < 3 else []
+    if config.terms.rollout_kl_coef:
+        bound = "bounded" if any(token.distance == 10.0 for token in tokens) else "free"
+        names += [f"rollout {config.terms.rollout_kl_type} {bound}", f"rollout on {config.terms.rollout_kl_on}"]
+        names += ["rollout kl next to invalid"] if any(token.kind != "sound" for token in tokens) else []
     names += list({token.kind for token in tokens})
     names += [f"no {name}" for name in OPTIONAL if batch and name not in given_fields(batch)]
     names += ["no response"] if not batch else []
@@ -314,6 +333,10 @@ EVERYTHING = [
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
     *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
     *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
+    *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo") for side in ("high", "low")),
+    *("ppo clipped dual", "gspo clipped dual", "rollout kl next to invalid", "rollout on all", "rollout on accepted"),
+    *(f"{name} {policy}" for name in OBJECTIVES for policy in ("error", "neutral", "drop-token", "drop-sequence")),
+    *(f"rollout {kind} {bound}" for kind in ("k2", "k3") for bound in ("free", "bounded")),
     *("sound", "nan", "positive", "floor", "zero_fill", "train_not_finite", "train_positive"),
     *("left out", "left out, error", "left out, neutral", "left out, algorithm 3", "left out of a dry run"),
     *("left out without a training log-prob", "a response left out", "all left out"),

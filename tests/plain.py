@@ -53,7 +53,9 @@ class Token:
     slope: float = 0.0  # derivative of the loss with respect to log π_θ
     kl: float = 0.0
     kl_slope: float = 0.0
-    log_r: float = 0.0
+    log_r: float = 0.0  # log of the ratio that the objective clips
+    distance: float = 0.0  # penalty on the distance to the sampler
+    distance_slope: float = 0.0
     clipped: set[str] = field(default_factory=set)
 
     @property
@@ -123,8 +125,9 @@ def corrects(config: mp.MismatchConfig) -> bool:
 
 
 def loss_reads_rollout(config: mp.MismatchConfig) -> bool:
-    """As an anchor always; what is corrected only where it is applied."""
-    return algorithm(config) == 1 or (corrects(config) and not config.dry_run)
+    """As an anchor and in the penalty always; what is corrected only where it is applied."""
+    penalised = config.terms.rollout_kl_coef > 0
+    return algorithm(config) == 1 or penalised or (corrects(config) and not config.dry_run)
 
 
 def leaves_out(config: mp.MismatchConfig) -> bool:

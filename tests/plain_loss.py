@@ -26,21 +26,44 @@ class Answer:
     judged: Judged
 
 
-# Section 3.1: the objectives ------------------------------------------------------------------------------------------
+# Sections 3.1 and 3.9: the objectives -------------------------------------------------------------------------------
+
+
+def objective_of(config: mp.MismatchConfig) -> str:
+    return "reinforce" if algorithm(config) == 3 else config.objective
+
+
+def ratios(tokens: list[Token], config: mp.MismatchConfig) -> None:
+    """log r of every token of a response; for gspo their mean over those that enter."""
+    entering = [token for token in tokens if token.enters]
+    if objective_of(config) == "reinforce" or not entering:
+        return
+    for token in entering:
+        token.log_r = token.current - (token.rollout if config.use_rollout_log_probs else token.old)
+    if objective_of(config) == "gspo":
+        mean = math.fsum(token.log_r for token in entering) / len(entering)
+        for token in entering:
+            token.log_r = mean
 
 
 def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
     """The token's loss before weight and rejection, and its derivative."""
     if not token.enters:
         return
-    advantage = token.advantage
-    if algorithm(config) == 3:
+    advantage, name = token.advantage, objective_of(config)
+    if name == "reinforce":
         token.loss, token.slope = -advantage * token.current, -advantage
         return
-    token.log_r = token.current - (token.rollout if config.use_rollout_log_probs else token.old)
     r = bounded_exp(token.log_r)
     low, high, dual = 1.0 - config.ppo.eps_clip_low, 1.0 + config.ppo.eps_clip_high, config.ppo.dual_clip
     near(abs(token.log_r), SAFETY)
+    if name == "cispo":
+        near(r, low)
+        near(r, high)
+        token.clipped |= {"high"} if r > high else {"low"} if r < low else set()
+        token.slope = -advantage * clamp(r, low, high)
+        token.loss = token.slope * token.current
+        return
     if advantage > 0:  # min(rA, clip(r)A) = min(r, 1 + ε_high) A
         near(r, high)
         free = r < high
@@ -59,6 +82,21 @@ def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
                 free = False
                 token.clipped.add("dual")
     token.slope = -advantage * r if free and abs(token.log_r) < SAFETY else 0.0
+
+
+def distance(token: Token, config: mp.MismatchConfig, near: Near) -> None:
+    """Section 3.10: k2 or k3 of log π_θ − log π_rollout, at most 10, and its derivative."""
+    if token.kind != "sound" or not config.terms.rollout_kl_coef:
+        return
+    gap = token.current - token.rollout
+    near(abs(gap), SAFETY)
+    bounded = clamp(gap, -SAFETY, SAFETY)
+    value, slope = bounded * bounded / 2.0, bounded
+    if config.terms.rollout_kl_type == "k3":
+        value, slope = math.expm1(bounded) - bounded, math.expm1(bounded)
+    near(value, 10.0)
+    free = abs(gap) < SAFETY and value < 10.0
+    token.distance, token.distance_slope = min(value, 10.0), slope if free else 0.0
 
 
 def penalty(token: Token, config: mp.MismatchConfig, near: Near) -> None:
@@ -108,11 +146,13 @@ def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None
 
     shapes = [response.mask for response in batch]
     weights, keep, gradient, entropy_gradient = ([[0.0] * len(mask) for mask in shapes] for _ in range(4))
-    policy, entropy, kl = [], [], []
+    policy, entropy, kl, rollout_kl = [], [], [], []
     for n, tokens in enumerate(judged.trained):
+        ratios(tokens, config)
         for token in tokens:
             objective(token, config, near)
             penalty(token, config, near)
+            distance(token, config, near)
             weight, kept_here = (1.0, 1.0) if dry else (token.weight, float(token.keep))
             weights[n][token.place], keep[n][token.place] = weight, kept_here
             factor_of_loss = weight * kept_here * share(config, counted[n])
@@ -127,12 +167,19 @@ def plain(batch: list[Response], config: mp.MismatchConfig, factor: float | None
                 scale *= weight if config.terms.kl_importance_weighted else 1.0
                 kl.append(scale * token.kl)
                 slope += scale * token.kl_slope / max(original, 1)
+            if config.terms.rollout_kl_coef:
+                scale = config.terms.rollout_kl_coef * factor_of_terms
+                scale *= kept_here if config.terms.rollout_kl_on == "accepted" else 1.0
+                rollout_kl.append(scale * token.distance)
+                slope += scale * token.distance_slope / max(original, 1)
             gradient[n][token.place] = slope
     terms = {}
     if config.terms.entropy_coef:
         terms["entropy"] = math.fsum(entropy)
     if config.terms.kl_coef:
         terms["kl"] = math.fsum(kl)
+    if config.terms.rollout_kl_coef:
+        terms["rollout_kl"] = math.fsum(rollout_kl)
     loss_sum = math.fsum(policy)
     loss = loss_sum / max(denominator, 1) + math.fsum(terms.values()) / max(original, 1)
     return Answer(

@@ -26,7 +26,7 @@ from tests.plain import (
     units_of,
     weighted,
 )
-from tests.plain_loss import Answer, algorithm
+from tests.plain_loss import Answer, objective_of
 
 DEFECTS = ("floor", "positive", "zero_fill", "nan", "train_not_finite", "train_positive")
 QUANTILES = {"p1": 0.01, "p50": 0.5, "p99": 0.99, "p99_9": 0.999}
@@ -258,7 +258,7 @@ def distance(responses: list[list[Token]], tokens: list[Token]) -> Metrics:
 
 def the_loss(tokens: list[Token], answer: Answer, config: mp.MismatchConfig, batch: list[Response]) -> Metrics:
     found: Metrics = {"pg_loss": answer.loss_sum / max(answer.denominator, 1)}
-    if algorithm(config) != 3:
+    if objective_of(config) != "reinforce":
         sides = {side: mean(side in token.clipped for token in tokens) for side in ("high", "low", "dual")}
         found |= {
             "pg_clipfrac": sides["high"] + sides["low"],
@@ -271,6 +271,8 @@ def the_loss(tokens: list[Token], answer: Answer, config: mp.MismatchConfig, bat
         found["entropy"] = mean((token.entropy or 0.0) * token.enters for token in tokens)
     if all(response.ref is not None for response in batch):
         found["ref_kl"] = mean(token.kl for token in tokens)
+    if config.terms.rollout_kl_coef:
+        found["rollout_kl"] = mean(token.distance for token in tokens)
     return found
 
 

@@ -163,12 +163,16 @@ def configs(draw: st.DrawFn, metrics: tuple[str, ...] = ("off", "basic", "full")
     if values["aggregation"] == "seq-mean-token-sum":
         values["length_norm"] = draw(st.sampled_from([None, 7.0]))
     if not (bypass and weighted):
-        values["ppo"] = {"eps_clip_high": 0.3, "dual_clip": draw(st.sampled_from([None, 3.0]))}
+        values["objective"] = draw(st.sampled_from(["ppo", "gspo", "cispo", "reinforce"]))
+        dual = {"dual_clip": draw(st.sampled_from([None, 3.0]))} if values["objective"] in ("ppo", "gspo") else {}
+        values["ppo"] = {} if values["objective"] == "reinforce" else {"eps_clip_high": 0.3, **dual}
     terms: dict[str, Any] = {"entropy_coef": draw(st.sampled_from([0.0, 0.01]))}
     if draw(st.booleans()):
         terms |= {"kl_coef": 0.1, "kl_type": draw(st.sampled_from(["k1", "k2", "k3", "low_var_kl"]))}
         if weighted:
             terms["kl_importance_weighted"] = draw(st.booleans())
+    if draw(st.booleans()):
+        terms |= {"rollout_kl_coef": 0.2, "rollout_kl_type": draw(st.sampled_from(["k2", "k3"]))}
     values["terms"] = terms
     if weighted or values["rs"]["criteria"] or values["rs"]["veto_threshold"]:
         values["dry_run"] = draw(st.sampled_from([False, False, False, True]))

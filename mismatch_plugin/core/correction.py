@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -14,7 +14,7 @@ from mismatch_plugin.core.metrics.collect import collect_statistics, token_colum
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
-from mismatch_plugin.core.segments import Column, segment_max, segment_sum, segment_sums, spread
+from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
@@ -46,7 +46,8 @@ class Correction:
     the loss, else 0. Both in the log-probs' dtype, without gradient; the loss is multiplied by `weights · keep`.
 
     tokens: the selected log-probs. tokens_N, kept_N [N]: response tokens of each whole sequence, and how many of them
-    stay (float64). factor: the mean that batch normalisation divided by, None without it.
+    stay (float64). factor: the mean that batch normalisation divided by, None without it. sums_N: the reduced sums of
+    every column that was summed over whole sequences, by name.
     """
 
     weights: Tensor
@@ -56,6 +57,7 @@ class Correction:
     tokens_N: Tensor = field(repr=False)
     kept_N: Tensor = field(repr=False)
     factor: Tensor | float | None = None
+    sums_N: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
 
     @property
     def applied(self) -> Tensor:
@@ -102,6 +104,15 @@ def training_side(packed: PackedSequences) -> Tensor:
     return packed.old_log_probs.detach()
 
 
+Further = Callable[[Tokens], Iterable[Column]]
+"""Columns of a caller, made of the selected tokens, whose sums travel in the same SUM: see `Correction.sums_N`."""
+
+
+def nothing_further(tokens: Tokens) -> Iterable[Column]:
+    """No columns."""
+    return ()
+
+
 @torch.no_grad()
 def compute_correction(
     train_T: Tensor,
@@ -109,6 +120,7 @@ def compute_correction(
     config: MismatchConfig,
     groups: SequenceGroups | None,
     batch_factor: Tensor | float | None,
+    further: Further = nothing_further,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ)."""
     refuse_missing(packed, config)
@@ -126,6 +138,7 @@ def compute_correction(
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
+    columns = chain(columns, further(tokens))
     if leaves_out:
         columns = chain(columns, [Column("trained", packed.loss_mask)])
     names, partials = segment_sums(columns, packed.offsets)
@@ -155,16 +168,16 @@ def compute_correction(
         mask, tokens_N = packed.loss_mask.to(mask.dtype), stage.sums_N["trained"]
         trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
         statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
-        return Correction(mask, mask, statistics, tokens, tokens_N, tokens_N)
+        return Correction(mask, mask, statistics, tokens, tokens_N, tokens_N, sums_N=stage.sums_N)
     if config.dry_run:
-        return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N)
+        return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N, sums_N=stage.sums_N)
     weights = mask
     if stage.weights_U is not None:
         weights = stage.units.to_tokens(stage.weights_U.to(mask.dtype), index)
         weights = weights if stage.units.per_token else mask * weights
     if stage.factor is not None:
         weights = weights / stage.factor
-    return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor)
+    return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor, stage.sums_N)
 
 
 def _maxima(
@@ -178,13 +191,27 @@ def _maxima(
     return dict(zip(columns, (maxima if groups is None else groups.max(maxima)).unbind(0), strict=True))
 
 
-def given_correction(weights_T: Tensor, train_T: Tensor, packed: PackedSequences, config: MismatchConfig) -> Correction:
-    """A correction made elsewhere: these weights [T] where the mask trains, nothing rejected, nothing measured."""
+@torch.no_grad()
+def given_correction(
+    weights_T: Tensor,
+    train_T: Tensor,
+    packed: PackedSequences,
+    config: MismatchConfig,
+    groups: SequenceGroups | None = None,
+    further: Further = nothing_further,
+) -> Correction:
+    """A correction made elsewhere: these weights [T] where the mask trains, nothing rejected, nothing measured.
+
+    Collectives: one SUM of [K, N] with groups.
+    """
     tokens = select_tokens(train_T, packed.replace(rollout_log_probs=None))
-    counts_N = segment_sum(tokens.mask, packed.offsets)
+    names, partials = segment_sums(chain([Column("tokens", tokens.mask)], further(tokens)), packed.offsets)
+    sums = partials if groups is None else groups.sum(partials)
+    sums_N = dict(zip(names, sums.unbind(0), strict=True))
     weights = torch.where(packed.loss_mask, weights_T.to(tokens.mask.dtype), 0.0)
-    nothing = counts_N.new_zeros(0)
-    return Correction(weights, tokens.mask, Statistics(nothing, nothing, (), (), config), tokens, counts_N, counts_N)
+    nothing, counts_N = sums.new_zeros(0), sums_N["tokens"]
+    statistics = Statistics(nothing, nothing, (), (), config)
+    return Correction(weights, tokens.mask, statistics, tokens, counts_N, counts_N, sums_N=sums_N)
 
 
 def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:

@@ -17,10 +17,11 @@ from mismatch_plugin.core.correction import (
     refuse_no_config,
 )
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.objectives import kl_to_reference, ppo_clip_loss, reinforce_loss
+from mismatch_plugin.core.objectives import OBJECTIVES, Entering, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
-from mismatch_plugin.core.segments import spread
-from mismatch_plugin.core.validity import train_is_valid
+from mismatch_plugin.core.segments import Column, spread
+from mismatch_plugin.core.tokens import Tokens
+from mismatch_plugin.core.validity import SOUND, train_is_valid
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class TokenLoss:
     selected: bool, the tokens that enter: `loss_mask`, less those whose π_train is invalid. Under the policy `error`
         these stay, so that the loss shows them even before the step's error is raised.
     log_probs: log π_θ, with gradient. advantages: detached.
-    log_r: log π_θ − log π_anchor, unclamped, with gradient; None in algorithm 3, which has no clip.
+    log_r: log of the ratio that the objective clips, unclamped, with gradient; None where it has none (reinforce).
     correction: weights, what is kept, statistics.
     """
 
@@ -68,10 +69,22 @@ class TokenLoss:
         reference = torch.where(self.selected, self.packed.ref_log_probs.detach(), 0.0)
         return kl_to_reference(self.log_probs, reference, self.config.terms.kl_type)
 
-    def terms(self) -> Iterator[Term]:
-        """Entropy bonus and KL penalty, where there is what they need; one at a time, so that few live at once.
+    def rollout_kl(self) -> Tensor | None:
+        """Penalty `terms.rollout_kl_type` on the distance to π_rollout, with gradient, not weighted; None without
+        `terms.rollout_kl_coef`. 0 where a rollout log-prob is invalid."""
+        code, rollout, terms = self.correction.tokens.code, self.packed.rollout_log_probs, self.config.terms
+        if not terms.rollout_kl_coef or code is None or rollout is None:
+            return None
+        sound = self.selected.logical_and(code == SOUND)
+        sampler = torch.where(sound, rollout.detach(), self.log_probs.detach())
+        return kl_from_rollout(self.log_probs, sampler, terms.rollout_kl_type)
 
-        Rejection does not scale them; importance weights the KL where `terms.kl_importance_weighted` says so.
+    def terms(self) -> Iterator[Term]:
+        """Entropy bonus, KL penalties to the reference and to the sampler, where there is what they need; one at a
+        time, so that few live at once.
+
+        Rejection does not scale them, but takes the last one's rejected tokens where `terms.rollout_kl_on` is accepted;
+        importance weights the KL to the reference where `terms.kl_importance_weighted` says so.
         """
         terms, entropy = self.config.terms, self.entropy()
         if entropy is not None:
@@ -80,6 +93,10 @@ class TokenLoss:
         if kl is not None:
             weighted = kl * self.correction.weights.to(kl.dtype) if terms.kl_importance_weighted else kl
             yield Term("kl", kl, weighted, terms.kl_coef)
+        distance = self.rollout_kl()
+        if distance is not None:
+            kept = distance * self.correction.keep.to(distance.dtype) if terms.rollout_kl_on == "accepted" else distance
+            yield Term("rollout_kl", distance, kept, terms.rollout_kl_coef)
 
     def total(self) -> Tensor:
         """policy + Σ coefficient · added, for a host that reduces all of it in one way."""
@@ -90,20 +107,15 @@ class TokenLoss:
         return total
 
     def clip_columns(self) -> Iterator[tuple[str, Tensor]]:
-        """Tokens where the clip is active for the advantage's sign, by side; cut by the dual clip; −log r within ±20.
+        """Tokens where the clip is active, by side; cut by the dual clip; −log r within ±20. No gradient.
 
-        No gradient.
-
-        Nothing in algorithm 3.
+        Nothing where the objective has no ratio.
         """
         if self.log_r is None:
             return
-        clip, bounded = self.config.ppo, self.log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
-        r = bounded.exp()
-        if clip.dual_clip is not None:
-            yield "clip_dual", (r > clip.dual_clip).logical_and_(self.advantages < 0)
-        yield "clip_high", (r > 1.0 + clip.eps_clip_high).logical_and_(self.advantages > 0)
-        yield "clip_low", (r < 1.0 - clip.eps_clip_low).logical_and_(self.advantages < 0)
+        bounded = self.log_r.detach().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+        objective = OBJECTIVES[self.config.policy_objective]
+        yield from objective.clipped(bounded.exp(), self.advantages, self.config.ppo)
         yield "ppo_kl", bounded.neg_()
 
 
@@ -121,6 +133,7 @@ def token_loss(
     1: PPO-clip(π_θ/π_rollout)
     2: w · PPO-clip(π_θ/π_old), w from π_old/π_rollout
     3: −sg(w) A log π_θ, w from π_θ/π_rollout
+    With another `objective` (gspo, cispo, reinforce) that takes the place of PPO-clip: see `objectives`.
     π_old is `packed.old_log_probs`, or log_probs.detach() where that is absent (an exactly on-policy step).
 
     log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
@@ -135,27 +148,29 @@ def token_loss(
     if log_probs.dtype in HALF:
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
-    if weights is None:
-        correction = compute_correction(train, packed, config, groups, batch_factor)
-    else:
-        correction = given_correction(weights, train, packed, config)
+    objective = OBJECTIVES[config.policy_objective]
 
-    selected, code = packed.loss_mask, correction.tokens.code
-    if code is not None and config.rollout_log_prob_policy != "error":
-        selected = selected.logical_and(train_is_valid(code))
-    log_probs = torch.where(selected, log_probs, 0.0)
-    advantages = torch.where(selected, packed.advantages.detach(), 0.0)
-    if config.algorithm == 3:
-        losses, log_r = reinforce_loss(log_probs, advantages), None
-    else:
+    def entering(tokens: Tokens) -> Entering:
+        selected = packed.loss_mask
+        if tokens.code is not None and config.rollout_log_prob_policy != "error":
+            selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
-        anchor = torch.where(selected, correction.tokens.rollout if config.use_rollout_log_probs else old, 0.0)
-        clip = config.ppo
-        losses, log_r = ppo_clip_loss(
-            log_probs, anchor, advantages, clip.eps_clip_low, clip.eps_clip_high, clip.dual_clip
-        )
+        anchor = tokens.rollout if config.use_rollout_log_probs else old
+        return Entering(selected, torch.where(selected, log_probs, 0.0), anchor)
+
+    def further(tokens: Tokens) -> Iterator[Column]:
+        return objective.columns(lambda: entering(tokens))
+
+    if weights is None:
+        correction = compute_correction(train, packed, config, groups, batch_factor, further)
+    else:
+        correction = given_correction(weights, train, packed, config, groups, further)
+    enters = entering(correction.tokens)
+    advantages = torch.where(enters.selected, packed.advantages.detach(), 0.0)
+    log_r = objective.log_ratio(enters, correction.sums_N, packed.sequence_index)
+    losses = objective.loss(enters.log_probs, log_r, advantages, config.ppo)
     policy = losses * correction.applied.to(losses.dtype)
-    return TokenLoss(policy, selected, log_probs, advantages, log_r, correction, packed, config)
+    return TokenLoss(policy, enters.selected, enters.log_probs, advantages, log_r, correction, packed, config)
 
 
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
@@ -183,7 +198,7 @@ class PolicyLoss:
     """Sums over the local tokens, to be divided by their denominators summed over the whole step.
 
     loss_sum: policy term, 0-d, with gradient. denominator: 0-d int64, tokens or sequences it is divided by (accepted
-    ones, or all for `original`). terms: entropy and KL, coefficient included, 0-d, with gradient.
+    ones, or all for `original`). terms: entropy, kl, rollout_kl, coefficient included, 0-d, with gradient.
     terms_denominator: 0-d int64, always the original tokens or sequences, so that rejection does not scale them.
     """
 
@@ -227,7 +242,7 @@ def sum_tokens(token: TokenLoss, groups: SequenceGroups | None = None) -> Policy
     config, correction = token.config, token.correction
     totals, sums_K = token_totals(_loss_columns(token))
     dtype = token.policy.dtype
-    terms = {name: totals[f"{name} term"].to(dtype) for name in ("entropy", "kl") if f"{name} term" in totals}
+    terms = {name.removesuffix(_TERM): total.to(dtype) for name, total in totals.items() if name.endswith(_TERM)}
     if config.aggregation == "token-mean":
         original = totals["terms_denominator"].long()
         denominator = totals["denominator"].long() if "denominator" in totals else original
@@ -244,6 +259,10 @@ def sum_tokens(token: TokenLoss, groups: SequenceGroups | None = None) -> Policy
             names, sums_K = (*names, "denominator"), torch.cat([sums_K, denominator.double().reshape(1)])
         statistics = statistics.with_vector(names, sums_K)
     return PolicyLoss(totals["pg_loss"].to(dtype), denominator, terms, original, correction, statistics)
+
+
+_TERM = " term"
+"""Ends the name of the column that a term adds to the loss; without it is what the metrics show."""
 
 
 def token_totals(columns: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, Tensor], Tensor]:
@@ -270,12 +289,12 @@ def _loss_columns(token: TokenLoss) -> Iterator[tuple[str, Tensor]]:
         if config.denominator != "original":
             yield "denominator", token.correction.keep
     share_T = _share_of_unit(token, original=True)
-    metrics = {"entropy": "entropy", "kl": "ref_kl"}
+    metrics = {"entropy": "entropy", "kl": "ref_kl", "rollout_kl": "rollout_kl"}
     for name, value, added, coefficient in token.terms():
         if measured:
             yield metrics[name], value.detach()
         if coefficient:
-            yield f"{name} term", (added if share_T is None else added * share_T) * coefficient
+            yield f"{name}{_TERM}", (added if share_T is None else added * share_T) * coefficient
 
 
 def _share_of_unit(token: TokenLoss, original: bool) -> Tensor | None:

@@ -1,43 +1,122 @@
-"""The policy losses of the four algorithms, per token, and the terms that are added to them.
+"""The objectives: what becomes of log π_θ, its anchor and the advantage at each token; and the terms added to them.
 
 References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al. 2020 (dual clip); Hilton et al. 2021,
-"Batch size-invariance for policy optimization" (decoupled PPO); Schulman 2020 (k1, k2, k3).
+"Batch size-invariance for policy optimization" (decoupled PPO); Zheng et al. 2025, arXiv 2507.18071 (GSPO); MiniMax
+2025, arXiv 2506.13585 (CISPO); Schulman 2020 (k1, k2, k3).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.segments import Column, bounded_exp, spread
 from mismatch_plugin.limits import SAFETY_BOUND
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config.settings import PPOClip
 
 LOW_VARIANCE_BOUND = 10.0
 
 
-def ppo_clip_loss(
-    log_probs_T: Tensor,
-    anchor_T: Tensor,
-    advantages_T: Tensor,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(clamp(log π_θ − log π_anchor, ±20)), and log r unclamped.
+class Entering(NamedTuple):
+    """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with
+    gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1)."""
 
-    With a dual-clip constant c, where A < 0 the loss is at most −c A. All [T]; only log_probs_T carries gradient
-    (zero where the clamp or the clip is active). Masking is the caller's.
+    selected: Tensor
+    log_probs: Tensor
+    anchor: Tensor
+
+    def log_ratio(self) -> Tensor:
+        """log π_θ − log π_anchor, unclamped, 0 where nothing enters, with gradient."""
+        return self.log_probs - torch.where(self.selected, self.anchor, 0.0)
+
+
+class Objective:
+    """REINFORCE: −A log π_θ. It has no ratio and no clip; the others have both.
+
+    Everything is [T]; the gradient passes through log_probs only; no host sync. Masking is the caller's.
     """
-    log_r = log_probs_T - anchor_T
-    r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
-    loss = torch.maximum(-advantages_T * r, -advantages_T * r.clamp(1.0 - eps_low, 1.0 + eps_high))
-    if dual_clip is not None:
-        loss = torch.where(advantages_T < 0, torch.minimum(loss, -advantages_T * dual_clip), loss)
-    return loss, log_r
+
+    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
+        """What must be summed over whole sequences first; it travels in the correction's SUM."""
+        yield from ()
+
+    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+        """log r, unclamped, with gradient. sums_N: the reduced sums of `columns`. index_T: each token's sequence."""
+        return None
+
+    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+        """The loss of every token, before weight and rejection."""
+        return -advantages * log_probs
+
+    def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
+        """(name, bool) where the clip is active, by side, and the dual clip. r: within e^±20, detached."""
+        yield from ()
 
 
-def reinforce_loss(log_probs_T: Tensor, advantages_T: Tensor) -> Tensor:
-    """−A log π_θ, [T]. The importance weight multiplies it outside, without gradient."""
-    return -advantages_T * log_probs_T
+class PPO(Objective):
+    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(clamp(log r, ±20)), log r = log π_θ − log π_anchor.
+
+    With a dual-clip constant c, where A < 0 the loss is at most −c A. No gradient where the clamp or a clip is active.
+    """
+
+    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+        return entering.log_ratio()
+
+    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+        assert log_r is not None
+        r = log_r.clamp(-SAFETY_BOUND, SAFETY_BOUND).exp()
+        clipped = r.clamp(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
+        loss = torch.maximum(-advantages * r, -advantages * clipped)
+        if clip.dual_clip is not None:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * clip.dual_clip), loss)
+        return loss
+
+    def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
+        if clip.dual_clip is not None:
+            yield "clip_dual", (r > clip.dual_clip).logical_and_(advantages < 0)
+        yield "clip_high", (r > 1.0 + clip.eps_clip_high).logical_and_(advantages > 0)
+        yield "clip_low", (r < 1.0 - clip.eps_clip_low).logical_and_(advantages < 0)
+
+
+class GSPO(PPO):
+    """PPO with s_t = exp(sg(mean l) + log π_θ,t − sg(log π_θ,t)) for r, l = log π_θ − log π_anchor.
+
+    The mean runs over the sequence's tokens that enter, whatever rejection leaves of them and whatever rank has them;
+    one whose anchor is invalid counts with l = 0. Each token carries its own gradient, so weights and advantages may
+    differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
+    """
+
+    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
+        entering = enter()
+        yield Column("objective_log_r", entering.log_ratio())
+        yield Column("objective_tokens", entering.selected)
+
+    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+        mean_N = sums_N["objective_log_r"] / sums_N["objective_tokens"].clamp(min=1)
+        log_probs = entering.log_probs
+        mean_T = torch.where(entering.selected, spread(mean_N.to(log_probs.dtype), index_T), 0.0)
+        return mean_T + (log_probs - log_probs.detach())
+
+
+class CISPO(PPO):
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π_θ, r as in PPO: what is clipped keeps its gradient."""
+
+    def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
+        assert log_r is not None
+        r = bounded_exp(log_r.detach()).clamp_(1.0 - clip.eps_clip_low, 1.0 + clip.eps_clip_high)
+        return -(r * advantages) * log_probs
+
+    def clipped(self, r: Tensor, advantages: Tensor, clip: PPOClip) -> Iterator[tuple[str, Tensor]]:
+        yield "clip_high", r > 1.0 + clip.eps_clip_high
+        yield "clip_low", r < 1.0 - clip.eps_clip_low
+
+
+OBJECTIVES: dict[str, Objective] = {"ppo": PPO(), "gspo": GSPO(), "cispo": CISPO(), "reinforce": Objective()}
 
 
 def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str, bound: float = SAFETY_BOUND) -> Tensor:
@@ -60,6 +139,17 @@ def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str, bound: float 
     if kind == "low_var_kl":
         return value.clamp(-LOW_VARIANCE_BOUND, LOW_VARIANCE_BOUND)
     raise ValueError(f"kl_type {kind!r} is unknown: choose k1, k2, k3 or low_var_kl.")
+
+
+def kl_from_rollout(log_probs_T: Tensor, rollout_T: Tensor, kind: str) -> Tensor:
+    """Penalty on the distance to the sampler at each token, [T], with gradient through log_probs_T.
+
+    With l = log π_θ − log π_rollout, clamped to ±20, and the value bounded to 10 (no gradient beyond either):
+    k2: l²/2
+    k3: e^l − 1 − l, which estimates KL(π_rollout ‖ π_θ)
+    prime-rl's default loss has l², k2 with twice the coefficient.
+    """
+    return kl_to_reference(rollout_T, log_probs_T, kind).clamp(max=LOW_VARIANCE_BOUND)
 
 
 def score_function_kl(

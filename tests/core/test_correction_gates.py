@@ -100,6 +100,39 @@ def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
     assert not counter.syncs
 
 
+def loss(sequences: int, algorithm: int, **fields: Any) -> OperationCounter:
+    """Of `policy_loss` and its backward pass."""
+    config = mp.MismatchConfig(use_rollout_log_probs=bool(algorithm & 1), use_tis=bool(algorithm & 2), **fields)
+    packed = batch(sequences)
+    assert packed.old_log_probs is not None
+    log_probs = packed.old_log_probs.clone().requires_grad_()
+    with OperationCounter() as counter:
+        mp.policy_loss(log_probs, packed, config).loss.backward()
+    return counter
+
+
+PENALTY = {"terms": {"rollout_kl_coef": 0.1, "rollout_kl_type": "k3"}}
+LOSSES: dict[str, tuple[dict[str, Any], int]] = {  # settings, kernels more than PPO-clip takes
+    "ppo": ({}, 0),
+    "gspo": ({"objective": "gspo"}, 14),
+    "cispo": ({"objective": "cispo"}, -25),
+    "reinforce": ({"objective": "reinforce"}, -32),
+    "distance to the sampler": (PENALTY, 31),
+}
+PPO_KERNELS = {"off": (95, 95, 99), "basic": (160, 150, 178)}
+"""Of algorithms 0 to 2, forward and backward."""
+
+
+@pytest.mark.parametrize("algorithm", [0, 1, 2])
+@pytest.mark.parametrize("metrics", PPO_KERNELS)
+@pytest.mark.parametrize("name", LOSSES)
+def test_kernels_of_the_loss(name: str, metrics: str, algorithm: int) -> None:
+    fields, more = LOSSES[name]
+    few, many = (loss(number, algorithm, metrics=metrics, **fields) for number in (8, 64))
+    assert few.kernels == many.kernels and not many.syncs
+    assert many.total <= PPO_KERNELS[metrics][algorithm] + more
+
+
 def test_the_counter_sees_syncs() -> None:
     """The gate itself must be able to fail."""
     values = torch.ones(4)

@@ -18,6 +18,8 @@ import mismatch_plugin as mp
 
 EOS = 0
 
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
 
 class Problem:
     """Every response of a small problem, with three tabular policies and a reward."""
@@ -67,7 +69,8 @@ class Problem:
             advantages=list(mu * self.reward),
         )
         result = mp.policy_loss(torch.cat(self.token_log_probs(theta)), packed, config)
-        assert int(result.denominator) == len(self.responses)
+        counts = sum(map(len, self.responses)) if config.aggregation == "token-mean" else len(self.responses)
+        assert int(result.denominator) == counts
         result.loss_sum.backward()
         assert theta.grad is not None
         return -theta.grad
@@ -93,6 +96,9 @@ def _problem(request: pytest.FixtureRequest) -> Problem:
     return PROBLEMS[request.param]
 
 
+OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+
+
 @pytest.mark.parametrize("on_policy", [True, False])
 def test_reinforce_with_untruncated_sequence_weights_is_the_true_gradient(problem: Problem, on_policy: bool) -> None:
     theta = problem.old if on_policy else problem.theta
@@ -111,6 +117,49 @@ def test_all_algorithms_agree_when_the_three_policies_are_one(problem: Problem) 
         tis = {"tis": {"level": "sequence"}} if algorithm & 2 else {}
         got = problem.gradient(config(algorithm, **tis), problem.rollout, problem.rollout)
         assert relative(got, problem_gradient) < 1e-10, algorithm
+
+
+@pytest.mark.parametrize("algorithm", [0, 1, 2])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"])
+def test_at_the_anchor_every_objective_has_reinforces_gradient(
+    problem: Problem, algorithm: int, aggregation: str
+) -> None:
+    """r = s = 1 there. In algorithm 2 under sequence weights, which are not 1."""
+    theta = problem.rollout if algorithm == 1 else problem.old
+    tis = {"tis": {"level": "sequence", "upper_bound": math.inf}} if algorithm == 2 else {}
+    found = {
+        name: problem.gradient(config(algorithm, objective=name, aggregation=aggregation, **tis), theta, problem.old)
+        for name in OBJECTIVES
+    }
+    for name in OBJECTIVES:
+        assert relative(found[name], found["reinforce"]) < 1e-10, name
+    if aggregation == "seq-mean-token-sum" and algorithm:
+        assert relative(found["reinforce"], problem.true_gradient(theta)) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["gspo", "cispo", "reinforce"])
+def test_objectives_away_from_the_anchor_have_the_gradient_of_their_formula(problem: Problem, name: str) -> None:
+    """Algorithm 0 at θ ≠ old, response by response: Σ_y μ(y) R(y) Σ_t c_t ∇ log π_θ(y_t), c by plain Python floats."""
+    logits = problem.theta.clone().requires_grad_()
+    total, cut = torch.zeros((), dtype=torch.float64), 0
+    rows, behind = problem.token_log_probs(logits), problem.token_log_probs(problem.old)
+    mus = problem.sequence_log_probs(problem.rollout).exp().tolist()
+    for row, anchor, mu, reward in zip(rows, behind, mus, problem.reward.tolist(), strict=True):
+        ratios = [math.exp(float(a) - float(b)) for a, b in zip(row.detach(), anchor, strict=True)]
+        if name == "reinforce":
+            factors = [1.0] * len(ratios)
+        elif name == "cispo":
+            factors = [min(max(r, 0.9), 1.2) for r in ratios]
+        else:
+            s = math.prod(ratios) ** (1 / len(ratios))
+            factors = [0.0 if (reward > 0 and s > 1.2) or (reward < 0 and s < 0.9) else s] * len(ratios)
+        cut += factors[0] in (0.0, 0.9, 1.2)
+        total = total + mu * reward * sum(c * t for c, t in zip(factors, row, strict=True))
+    total.backward()
+    assert logits.grad is not None and (cut > 0) == (name != "reinforce")
+    ppo = {} if name == "reinforce" else {"ppo": {"eps_clip_low": 0.1, "eps_clip_high": 0.2}}
+    got = problem.gradient(config(0, objective=name, **ppo), problem.theta, problem.old)
+    assert relative(got, logits.grad) < 1e-10
 
 
 def test_without_stop_gradient_the_result_is_wrong(problem: Problem) -> None:
@@ -152,7 +201,6 @@ def expected_biased_gradient(problem: Problem, algorithm: int, level: str, mode:
 @pytest.mark.parametrize("algorithm", [2, 3])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
-@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 def test_bounded_weights_have_the_bias_they_must(problem: Problem, algorithm: int, level: str, mode: str) -> None:
     """θ = old for algorithm 2 (its ratio r is 1 there, no clip active), θ ≠ old for algorithm 3."""
     lower = 0.8 if mode != "truncate" else None

@@ -19,6 +19,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.parallel.context import ContextLayout, shard
 
 FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", "weight_versions")
+OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
 DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
@@ -80,6 +81,10 @@ class Settings:
     def weighted(self) -> bool:
         return self.algorithm in (2, 3) and self.level != "none"
 
+    @property
+    def objective(self) -> str:
+        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 4]
+
     def config(self, scope: str = "", **changes: Any) -> mp.MismatchConfig:
         """scope: of batch normalisation, where there is one."""
         aggregation, _, norm = self.aggregation.partition("/")
@@ -104,10 +109,18 @@ class Settings:
             tis = {"level": "none"}
         values["tis"] = tis
         if self.algorithm != 3:
-            values["ppo"] = {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
-            values["ppo"] |= {"dual_clip": 3.0} if self.rotation // 2 % 2 else {}
+            values["objective"] = self.objective
+            values["ppo"] = {} if self.objective == "reinforce" else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
+            if self.objective == "gspo":
+                values["ppo"] = {"eps_clip_low": 0.03, "eps_clip_high": 0.02}
+            dual = self.rotation // 2 % 2 and self.objective in ("ppo", "gspo")
+            values["ppo"] |= {"dual_clip": 3.0} if dual else {}
+        values["terms"] = {}
         if self.rotation % 3 == 0 and not (self.algorithm == 3 and self.normalizes):
-            values["terms"] = {"entropy_coef": 0.01, "kl_coef": 0.1}
+            values["terms"] |= {"entropy_coef": 0.01, "kl_coef": 0.1}
+        if self.rotation % 3 < 2 and not (self.algorithm == 3 and self.normalizes):
+            values["terms"] |= {"rollout_kl_coef": 0.2, "rollout_kl_type": ("k2", "k3")[self.rotation // 3 % 2]}
+            values["terms"] |= {"rollout_kl_on": "accepted"} if self.rejects and self.rotation // 6 % 2 else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mp.MismatchWarning)
             return mp.MismatchConfig.model_validate(values | changes)

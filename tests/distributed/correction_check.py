@@ -97,8 +97,10 @@ def distances(batch: str, settings: Settings) -> list[float]:
         pairs += [(reduced, bound) for bound in criterion.log_bounds if bound is not None]
     pairs += [(torch.cat(rollout).exp(), edge) for edge in PROBABILITY_EDGES]
     anchor = torch.cat(rollout if config.use_rollout_log_probs else _trained(batch, "old_log_probs"))
-    step = (torch.cat(_trained(batch, "log_probs")) - anchor).exp()
-    pairs += [(step, bound) for bound in (1 - config.ppo.eps_clip_low, 1 + config.ppo.eps_clip_high, 3.0)]
+    step = torch.cat(_trained(batch, "log_probs")) - anchor
+    if settings.objective == "gspo":
+        step = torch.stack([row.mean() for row in step.split([len(row) for row in rollout])])
+    pairs += [(step.exp(), bound) for bound in (1 - config.ppo.eps_clip_low, 1 + config.ppo.eps_clip_high, 3.0)]
     distances = [float((values - bound).abs().min()) for values, bound in pairs]
     width = 2 * HISTOGRAM_EDGE / HISTOGRAM_BINS
     place = (flat / HISTOGRAM_SCALE).asinh() / width

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -24,6 +25,7 @@ def verl_token_loss(
     All inputs [B, S]. Bypass (algorithms 1, 3): old_log_prob is log π_rollout; weights and rejection are made here, and
     the mask is what is left, or the response mask where the denominator is `original`. Otherwise (0, 2): old_log_prob
     is log π_old, and rollout_is_weights and response_mask are what the driver made.
+    The penalty on the distance to the sampler is in the losses (verl adds entropy and KL itself).
     Raises: ValueError where weights are needed and missing; InvalidLogProbError.
     """
     mask = response_mask.bool()
@@ -59,6 +61,9 @@ def verl_token_loss(
     if columns:
         report["actor/pg_clipfrac"] = columns["clip_high"] | columns["clip_low"]
         report["actor/pg_clipfrac_lower"] = columns.get("clip_dual", torch.zeros_like(mask))
+    distance = token.rollout_kl()
+    if distance is not None:
+        report[f"{PREFIX}rollout_kl"] = distance.detach().view(shape)
     means = torch.stack([(column * aggregated).sum() for column in report.values()]) / aggregated.sum().clamp(min=1)
     metrics = dict(zip(report, means.tolist(), strict=True))
-    return token.policy.view(shape), aggregated, metrics | measured
+    return token.total().view(shape), aggregated, metrics | measured

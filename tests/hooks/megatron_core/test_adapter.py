@@ -50,7 +50,13 @@ FACTORS: dict[str, list[Any]] = {
     "batch_normalize": [False, True],
     "denominator": ["accepted", "original"],
     "aggregation": ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"],
-    "terms": [{}, {"entropy_coef": 0.01}, {"kl_coef": 0.1, "kl_type": "k3"}],
+    "terms": [
+        {},
+        {"entropy_coef": 0.01},
+        {"kl_coef": 0.1, "kl_type": "k3"},
+        {"rollout_kl_coef": 0.5, "rollout_kl_type": "k3"},
+    ],
+    "objective": ["ppo", "gspo", "cispo", "reinforce"],
     "microbatches": [1, 4],
     "form": ["thd", "bshd"],
 }
@@ -118,6 +124,8 @@ def runs() -> list[tuple[dict[str, Any], Run]]:
 def legal(option: dict[str, Any]) -> bool:
     """What the hook can make exact."""
     late = option["algorithm"] in (1, 3)
+    if option["algorithm"] == 3 and option["objective"]:
+        return False
     rejects = option["rejection"] or option["mode"] == "mask"
     if option["batch_normalize"] and (option["algorithm"] < 2 or option["level"] == "none"):
         return False
@@ -135,12 +143,16 @@ def run_of(option: dict[str, Any]) -> Run:
     algorithm, geometric = option["algorithm"], option["level"] == "geometric"
     tis = {"level": option["level"], "mode": option["mode"], "upper_bound": 1.1 if geometric else 1.3}
     tis["batch_normalize"] = value["batch_normalize"]
+    terms = value["terms"]
+    if "rollout_kl_coef" in terms and (value["rejection"] or option["mode"] == "mask"):
+        terms = terms | {"rollout_kl_on": "accepted"}
     config = {
+        "objective": value["objective"],
         "use_rollout_log_probs": bool(algorithm & 1),
         "use_tis": bool(algorithm & 2),
         "tis": tis if algorithm > 1 else {},
         "rs": value["rejection"],
-        "terms": value["terms"],
+        "terms": terms,
         "denominator": value["denominator"],
         "aggregation": value["aggregation"],
         "length_norm": 8.0 if value["aggregation"] == "seq-mean-token-sum" and algorithm % 2 else None,
