@@ -136,7 +136,7 @@ def token_loss(
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
     if weights is None:
-        correction = compute_correction(train, packed, config, groups, batch_factor)
+        correction = compute_correction(train, packed, config, groups, batch_factor, log_probs.detach())
     else:
         correction = given_correction(weights, train, packed, config)
 
