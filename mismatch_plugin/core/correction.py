@@ -14,10 +14,10 @@ from mismatch_plugin.core.metrics.collect import collect_statistics, token_colum
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import (
-    CONDITIONS,
     Judged,
     judged_of,
     maximum_columns,
+    refuse_missing_versions,
     reject_sequences,
     reject_tokens,
     rejection_columns,
@@ -205,12 +205,6 @@ def given_correction(weights_T: Tensor, train_T: Tensor, packed: PackedSequences
     return Correction(weights, tokens.mask, Statistics(nothing, nothing, (), (), config), tokens, counts_N, counts_N)
 
 
-_VERSIONS = {
-    "weight_versions": "the version of the weights that sampled each token (SGLang: weight_version) with the trainer's",
-    "trainer_version": "the version of the weights that train (a whole number) with those that sampled each token",
-}
-
-
 def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise what `correct` raises where the batch lacks what the configuration needs."""
     refuse_no_config(config)
@@ -220,17 +214,12 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"the rollout engine returned (SGLang: return_logprob)."
         )
     if config.needs_advantages and packed.advantages is None:
-        conditional = ", ".join(c.name for c in config.criteria if c.condition in CONDITIONS)
+        conditional = ", ".join(c.name for c in config.criteria if c.conditional)
         raise ValueError(
             f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
             f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
         )
-    if config.rs.max_staleness is not None:
-        for name, what in _VERSIONS.items():
-            if getattr(packed, name) is None:
-                raise ValueError(
-                    f"{name} is missing: rs.max_staleness compares {what}: pass it, or leave the limit out."
-                )
+    refuse_missing_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()

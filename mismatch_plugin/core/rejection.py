@@ -139,8 +139,22 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
     """
     if config.rs.max_staleness is None:
         return None
-    assert packed.weight_versions is not None and packed.trainer_version is not None  # refuse_missing
+    refuse_missing_versions(config, packed)
+    assert packed.weight_versions is not None and packed.trainer_version is not None
     return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
+
+
+_VERSIONS = {
+    "weight_versions": "the version of the weights that sampled each token (SGLang: weight_version)",
+    "trainer_version": "the version of the weights that train, a whole number",
+}
+
+
+def refuse_missing_versions(config: MismatchConfig, packed: PackedSequences) -> None:
+    """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
+    for name, what in _VERSIONS.items() if config.rs.max_staleness is not None else ():
+        if getattr(packed, name) is None:
+            raise ValueError(f"{name} is missing: rs.max_staleness needs {what}: pass it, or leave the limit out.")
 
 
 def reject_tokens(config: MismatchConfig, judged: Judged, stale_T: Tensor | None) -> dict[str, Tensor]:
@@ -163,7 +177,7 @@ def rejection_columns(config: MismatchConfig, judged: Judged, has_k3: bool) -> I
     for name, criterion in {judged.column(c): c for c in of_sequences if c.aggregate != "sequence_max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
-    if judged.advantages is not None and any(c.condition in CONDITIONS for c in of_sequences):
+    if judged.advantages is not None and any(c.conditional for c in of_sequences):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))

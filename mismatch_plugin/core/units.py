@@ -131,7 +131,7 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     if config.weighted:
         return ActingBounds(units_of(config).name, tis.lower, tis.upper)
     for criterion in () if config.judges_current else config.criteria:
-        if criterion.in_log_space and criterion.condition == "any" and criterion.aggregate in _OF_CRITERION:
+        if criterion.in_log_space and not criterion.conditional and criterion.aggregate in _OF_CRITERION:
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(_OF_CRITERION[criterion.aggregate].name, criterion.lower_bound or 0.0, upper)
     if tis.model_fields_set & {"upper_bound", "lower_bound"}:
