@@ -15,7 +15,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
-from tests.plain import Response, algorithm, corrects, leaves_out, loss_reads_rollout
+from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, leaves_out, loss_reads_rollout
 from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
@@ -59,6 +59,8 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
         )
     if rng.random() < (0.6 if ratio else 0.3):
         made["lower_bound"] = rng.choice([0.0, 0.3, 0.9, 0.99] if ratio else [0.0, 2e-5, 5e-3])
+    if rng.random() < 0.4:
+        made["condition"] = rng.choice(["negative", "away"])
     return made
 
 
@@ -90,6 +92,11 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
         given["rollout_log_prob_policy"] = rng.choice(["error", "neutral"])
     if rng.random() < 0.3 and not measured:
         given["rs"]["veto_threshold"] = rng.choice([1e-4, 0.1, 0.6])
+    if rng.random() < (0.4 if measured else 0.15):
+        given["rs"]["max_staleness"] = rng.choice([0, 2, 4])
+    judges = "veto_threshold" in given["rs"] or given["rs"].get("criteria")
+    if rng.random() < (0.5 if judges else 0.02) * (0.05 if given["use_rollout_log_probs"] else 1.0):
+        given["rs"]["policy"] = "current"
     if given["use_tis"]:
         given["tis"] = {"level": "none"} if measured else draw_tis(rng)
     elif rng.random() < 0.1:
@@ -170,7 +177,7 @@ def draw_response(rng: Random, length: int, spread: float, extreme: bool, rates:
         rates.spoil(rng, token)
         if not mask:
             token = {name: rng.choice(GARBAGE) for name in token}
-        token |= {"mask": mask, "positions": position + place, "versions": rng.randrange(90, 96) if mask else 10**6}
+        token |= {"mask": mask, "positions": position + place, "versions": rng.randrange(90, 97) if mask else 10**6}
         for name, value in token.items():
             rows[name].append(value)
     return Response(**rows)
@@ -204,7 +211,7 @@ def draw_batch(rng: Random, config: mp.MismatchConfig, stops: bool = False) -> l
         "ref": not config.terms.kl_coef,
         "entropy": not config.terms.entropy_coef,
         "positions": True,
-        "versions": True,
+        "versions": config.rs.max_staleness is None,
     }
     absent = [name for name in OPTIONAL if may_lack[name] and rng.random() < (0.4 if name == "rollout" else 0.2)]
     rates = draw_rates(rng, config, absent, stops)
@@ -238,7 +245,8 @@ def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.Packe
     named = {"rollout": "rollout_log_probs", "old": "old_log_probs", "ref": "ref_log_probs"}
     optional: dict[str, Any] = {named[name]: rows(name) for name in named if name in given}
     optional |= {"positions": [response.positions for response in batch]} if "positions" in given else {}
-    optional |= {"weight_versions": [response.versions for response in batch]} if "versions" in given else {}
+    if "versions" in given:
+        optional |= {"weight_versions": [response.versions for response in batch], "trainer_version": TRAINER_VERSION}
     lengths = [len(response.mask) for response in batch]
     if "entropy" in given:
         optional["entropy"] = list(entropy.split(lengths)) if lengths else []
@@ -258,6 +266,11 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     names += [config.rollout_log_prob_policy, *(["dry run"] if config.dry_run else [])]
     names += [f"{c.aggregate} {c.statistic}" for c in config.rs.criteria]
     names += ["veto"] if answer.judged.vetoed else []
+    names += [f"{c.condition} of {c.aggregate}" for c in config.rs.criteria if c.condition != "any"]
+    names += [f"policy {config.rs.policy}"] if config.rs.policy == "current" else []
+    names += [f"stale {config.metrics}"] if any(token.stale for token in tokens) else []
+    left = leaves_out(config) and not config.dry_run and any(t.stale and t.kind != "sound" for t in tokens)
+    names += ["stale, left out"] if left else []
     if config.use_tis:
         names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none", f"hi {tis.upper_bound}"]
         names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
@@ -344,4 +357,6 @@ EVERYTHING = [
     *("preview, algorithm 1", "unused old, error", "unused old, other", "zero, old far", "zero, old near"),
     *(f"no {name}" for name in OPTIONAL),
     *("no response", "empty response", "masked response"),
+    *("away of token", *(f"negative of {aggregate}" for aggregate in AGGREGATES), "policy current"),
+    *("stale off", "stale basic", "stale full", "stale, left out"),
 ]

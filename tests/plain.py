@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 import mismatch_plugin as mp
 
 SAFETY = 20.0
+TRAINER_VERSION = 95
+"""Of the weights that train, in every batch here."""
 
 
 @dataclass
@@ -32,7 +34,10 @@ class Response:
 
 @dataclass
 class Token:
-    """A token that trains. train is 0 where it is invalid; rollout is train where either is, so that the ratio is 1."""
+    """A token that trains. train is 0 where it is invalid; rollout is train where either is, so that the ratio is 1.
+
+    judged, against: the same for what criteria and veto judge.
+    """
 
     place: int
     current: float
@@ -45,6 +50,9 @@ class Token:
     entropy: float | None
     position: int
     version: int | None
+    judged: float
+    against: float
+    stale: bool
     weight: float = 1.0
     keep: bool = True
     masked: bool = False  # by mask mode or a criterion
@@ -61,6 +69,11 @@ class Token:
     @property
     def log_ratio(self) -> float:
         return self.train - self.rollout
+
+    @property
+    def judged_log_ratio(self) -> float:
+        """The log-ratio of the policy that is judged."""
+        return self.judged - self.against
 
     @property
     def enters(self) -> bool:
@@ -179,6 +192,13 @@ def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> li
         given = train if response.rollout is None else response.rollout[place]
         kind = "sound" if response.rollout is None else kind_of(given, train, near)
         train = 0.0 if kind.startswith("train") else train
+        rollout = given if kind == "sound" and given is not None else train
+        judged, against = train, rollout
+        if config.rs.policy == "current":
+            valid = kind == "sound" and -math.inf < current <= 0.1
+            judged, against = (current, rollout) if valid else (0.0, 0.0)
+        version = None if response.versions is None else response.versions[place]
+        limit = config.rs.max_staleness
         tokens.append(
             Token(
                 place=place,
@@ -186,12 +206,15 @@ def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> li
                 old=old,
                 advantage=response.advantages[place],
                 train=train,
-                rollout=given if kind == "sound" and given is not None else train,
+                rollout=rollout,
                 kind=kind,
                 ref=None if response.ref is None else response.ref[place],
                 entropy=None if response.entropy is None else response.entropy[place],
                 position=place if response.positions is None else response.positions[place],
-                version=None if response.versions is None else response.versions[place],
+                version=version,
+                judged=judged,
+                against=against,
+                stale=limit is not None and version is not None and TRAINER_VERSION - version > limit,
             )
         )
     return tokens
@@ -258,7 +281,7 @@ def mean_weight(units: list[list[Token]]) -> float:
 
 
 def statistic(name: str, token: Token) -> float:
-    l, p, q = token.log_ratio, math.exp(token.train), math.exp(token.rollout)  # noqa: E741
+    l, p, q = token.judged_log_ratio, math.exp(token.judged), math.exp(token.against)  # noqa: E741
     if name in ("ratio", "k1"):
         return l
     if name == "k2":
@@ -281,7 +304,8 @@ def is_ratio(criterion: mp.Criterion) -> bool:
 
 
 def criterion_name(criterion: mp.Criterion) -> str:
-    return f"{criterion.aggregate}_{'ratio' if is_ratio(criterion) else criterion.statistic}"
+    condition = "" if criterion.condition == "any" else f"_{criterion.condition}"
+    return f"{criterion.aggregate}_{'ratio' if is_ratio(criterion) else criterion.statistic}{condition}"
 
 
 def criterion_bounds(criterion: mp.Criterion, config: mp.MismatchConfig) -> tuple[float, float]:
@@ -291,6 +315,17 @@ def criterion_bounds(criterion: mp.Criterion, config: mp.MismatchConfig) -> tupl
     if lower is None:
         lower = 1.0 / upper if is_ratio(criterion) else 0.0
     return lower, upper
+
+
+def holds(criterion: mp.Criterion, unit: list[Token], near: Near) -> bool:
+    """Whether the unit is judged at all."""
+    if criterion.condition == "away":
+        (token,) = unit
+        return token.judged_log_ratio > 0 if token.advantage > 0 else token.judged_log_ratio < 0
+    total = math.fsum(token.advantage for token in unit)
+    if criterion.condition == "negative" and any(token.advantage != 0 for token in unit):
+        near(total, 0.0)
+    return criterion.condition == "any" or total < 0
 
 
 def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig, near: Near) -> Verdict:
@@ -309,7 +344,8 @@ def judge(criterion: mp.Criterion, unit: list[Token], config: mp.MismatchConfig,
         limit = math.log(lower) if is_ratio(criterion) else lower
         near(value, limit)
         low = value < limit
-    return Verdict(value, high, low, unit)
+    judged = holds(criterion, unit, near)
+    return Verdict(value, high and judged, low and judged, unit)
 
 
 def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | None, near: Near) -> Judged:
@@ -338,15 +374,18 @@ def decide(batch: list[Response], config: mp.MismatchConfig, factor: float | Non
     if config.rs.veto_threshold is not None:
         for tokens in responses:
             for token in tokens:
-                near(token.log_ratio, math.log(config.rs.veto_threshold))
-            if any(token.log_ratio < math.log(config.rs.veto_threshold) for token in tokens):
+                near(token.judged_log_ratio, math.log(config.rs.veto_threshold))
+            if any(token.judged_log_ratio < math.log(config.rs.veto_threshold) for token in tokens):
                 vetoed.append(tokens)
     for tokens in responses:
         invalid = any(token.kind != "sound" for token in tokens)
         gone = any(tokens is other for other in vetoed)
         gone = gone or (config.rollout_log_prob_policy == "drop-sequence" and invalid)
         for token in tokens:
-            token.masked = token.masked or token.mode_rejects
+            token.masked = token.masked or token.mode_rejects or token.stale
             dropped = config.rollout_log_prob_policy == "drop-token" and token.kind != "sound"
             token.keep = not (token.masked or dropped or gone)
+    for tokens in trained:
+        for token in tokens:
+            token.keep = token.keep and not token.stale
     return Judged(trained, responses, verdicts, vetoed, own)

@@ -141,7 +141,8 @@ def outside(responses: list[list[Token]], config: mp.MismatchConfig, near: Near)
     """Shares outside the bounds that act: the weights', else the first ratio criterion's at its level, else a TIS bound
     that was given; none where there is none."""
     levels = {"token": "token", "sequence_sum": "sequence", "sequence_mean": "geometric"}
-    ratio_criteria = [c for c in config.rs.criteria if is_ratio(c) and c.aggregate in levels]
+    plainly = [c for c in config.rs.criteria if c.condition == "any" and config.rs.policy == "auto"]
+    ratio_criteria = [c for c in plainly if is_ratio(c) and c.aggregate in levels]
     if weighted(config):
         level, (lower, upper) = config.tis.level, tis_bounds(config)
     elif ratio_criteria:
@@ -199,12 +200,14 @@ def rejection(responses: list[list[Token]], tokens: list[Token], answer: Answer,
         "rollout_rs_seq_masked_fraction": some,
         "rollout_is_veto_fraction": len(answer.judged.vetoed) / max(len(responses), 1),
         "rollout_is_catastrophic_token_fraction": mean(
-            veto is not None and token.log_ratio < math.log(veto) for token in tokens
+            veto is not None and token.judged_log_ratio < math.log(veto) for token in tokens
         ),
         "accepted_token_fraction": mean(token.keep for token in tokens),
         "accepted_seq_fraction": mean(any(token.keep for token in unit) for unit in responses),
         "all_rejected": float(bool(tokens) and not any(token.keep for token in tokens)),
     }
+    if config.rs.max_staleness is not None:
+        found["rollout_rs_staleness_masked_fraction"] = mean(token.stale for token in tokens)
     for criterion in config.rs.criteria:
         name = criterion_name(criterion)
         verdicts = answer.judged.verdicts[name]

@@ -45,13 +45,18 @@ class Criterion(Frozen):
     @property
     def name(self) -> str:
         """`aggregate_statistic`, and `_condition` where there is one, as used in metric names."""
-        condition = "" if self.condition == "any" else f"_{self.condition}"
+        condition = f"_{self.condition}" if self.conditional else ""
         return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}{condition}"
 
     @property
     def in_log_space(self) -> bool:
         """True for ratio and k1, whose bounds act on ρ and are compared as logarithms."""
         return self.statistic in ("ratio", "k1")
+
+    @property
+    def conditional(self) -> bool:
+        """True where it is judged only in some units, by their advantage."""
+        return self.condition != "any"
 
     @property
     def judges_tokens(self) -> bool:

@@ -175,12 +175,12 @@ class Settings(Section):
     @property
     def keep_known_before_step(self) -> bool:
         """True where it is known before the forward pass which tokens are accepted, if log-probs of π_old are there."""
-        return not (self.use_rollout_log_probs or self.judges_current)
+        return not self.rejects_by_log_probs or not (self.use_rollout_log_probs or self.judges_current)
 
     @property
     def needs_advantages(self) -> bool:
         """True where a criterion holds only under a condition on the advantage."""
-        return any(criterion.condition != "any" for criterion in self.rs.criteria)
+        return any(criterion.conditional for criterion in self.rs.criteria)
 
     @property
     def compares(self) -> bool:

@@ -13,7 +13,16 @@ from torch import Tensor
 from mismatch_plugin.core.metrics.collect import collect_statistics, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.rejection import maximum_columns, reject_sequences, reject_tokens, rejection_columns
+from mismatch_plugin.core.rejection import (
+    Judged,
+    judged_of,
+    maximum_columns,
+    refuse_missing_versions,
+    reject_sequences,
+    reject_tokens,
+    rejection_columns,
+    stale_tokens,
+)
 from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.tokens import Tokens, select_tokens
@@ -74,24 +83,28 @@ def correct(
     config: MismatchConfig,
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
+    log_probs: Tensor | None = None,
 ) -> Correction:
     """Importance weights, accepted tokens and statistics of a batch.
 
     The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
-    then level, mode, batch normalisation, criteria and veto.
+    then level, mode, batch normalisation, criteria and veto. A criterion with a condition reads `packed.advantages`;
+    `rs.max_staleness` reads `packed.weight_versions` and `packed.trainer_version`, and no log-prob.
 
     groups: context-parallel reductions; None means whole sequences here.
     batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
         None takes the mean over this batch. Unused without batch normalisation.
+    log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
     Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
-    Raises: TypeError where config is none; ValueError where log-probs are missing; InvalidLogProbError where the packed
-        data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
-        reported by `metrics()`).
+    Raises: TypeError where config is none; ValueError where log-probs, advantages or versions that the configuration
+        needs are missing; InvalidLogProbError where the packed data were found to hold invalid log-probs that are used
+        and the policy is `error` (data on a device are reported by `metrics()`).
     """
     refuse_no_config(config)
     _refuse_invalid(packed, config, stopping_kinds(config))
-    return compute_correction(training_side(packed), packed, config, groups, batch_factor)
+    current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
+    return compute_correction(training_side(packed), packed, config, groups, batch_factor, current)
 
 
 def training_side(packed: PackedSequences) -> Tensor:
@@ -120,16 +133,18 @@ def compute_correction(
     config: MismatchConfig,
     groups: SequenceGroups | None,
     batch_factor: Tensor | float | None,
+    current_T: Tensor | None = None,
     further: Further = nothing_further,
 ) -> Correction:
-    """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ)."""
+    """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
     refuse_missing(packed, config)
     leaves_out = config.metrics != "off" and packed.rollout_log_probs is not None and config.leaves_out_invalid
     tokens = select_tokens(train_T, packed, leaves_out)
-    stage = Stage(config, packed, tokens, train_T)
+    judged, stale_T = judged_of(config, packed, tokens, current_T), stale_tokens(config, packed)
+    stage = Stage(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.
-    stage.outside_T = reject_tokens(config, tokens)
+    stage.outside_T = reject_tokens(config, judged, stale_T)
     if stage.units.per_token:
         stage.weigh(tokens.padding, stage.outside_T)
     masked_T = any_of(stage.outside_T.values())
@@ -137,16 +152,17 @@ def compute_correction(
     rejected_T = any_of([masked_T, dropped_T])
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
-    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, tokens, stage.measured))
+    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, judged, stage.measured))
     columns = chain(columns, further(tokens))
     if leaves_out:
-        columns = chain(columns, [Column("trained", packed.loss_mask)])
+        fresh = [] if stale_T is None else [Column("fresh", packed.loss_mask.logical_and(stale_T.logical_not()))]
+        columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
     names, partials = segment_sums(columns, packed.offsets)
     stage.read(names, partials if groups is None else groups.sum(partials))
-    maxima_N = _maxima(config, tokens, packed.offsets, groups)
+    maxima_N = _maxima(config, judged, packed.offsets, groups)
 
     # Decisions and weights that need the whole sequence.
-    stage.outside_N, stage.values_N = reject_sequences(config, stage.sums_N, stage.means_N, maxima_N)
+    stage.outside_N, stage.values_N = reject_sequences(config, judged, stage.sums_N, stage.means_N, maxima_N)
     if not stage.units.per_token:
         stage.weigh(None, stage.outside_N)
     rejected_N = any_of(stage.outside_N.values())
@@ -164,11 +180,14 @@ def compute_correction(
         stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
     statistics = collect_statistics(stage, counts_sequences=counts)
-    if leaves_out:  # nothing is weighed or rejected, and the loss runs over all that train
+    if leaves_out:  # nothing is weighed or judged by its log-prob, and the loss runs over all that train
         mask, tokens_N = packed.loss_mask.to(mask.dtype), stage.sums_N["trained"]
         trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
         statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
-        return Correction(mask, mask, statistics, tokens, tokens_N, tokens_N, sums_N=stage.sums_N)
+        keep, kept_N = mask, tokens_N
+        if stale_T is not None and not config.dry_run:
+            keep, kept_N = mask.masked_fill(stale_T, 0.0), stage.sums_N["fresh"]
+        return Correction(mask, keep, statistics, tokens, tokens_N, kept_N, sums_N=stage.sums_N)
     if config.dry_run:
         return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N, sums_N=stage.sums_N)
     weights = mask
@@ -181,10 +200,10 @@ def compute_correction(
 
 
 def _maxima(
-    config: MismatchConfig, tokens: Tokens, offsets: Tensor, groups: SequenceGroups | None
+    config: MismatchConfig, judged: Judged, offsets: Tensor, groups: SequenceGroups | None
 ) -> dict[str, Tensor]:
     """What the sequence_max criteria compare, [N] by name."""
-    columns = dict(maximum_columns(config, tokens))
+    columns = dict(maximum_columns(config, judged))
     if not columns:
         return {}
     maxima = torch.stack([segment_max(column, offsets) for column in columns.values()])
@@ -222,6 +241,13 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
             f"the rollout engine returned (SGLang: return_logprob)."
         )
+    if config.needs_advantages and packed.advantages is None:
+        conditional = ", ".join(c.name for c in config.criteria if c.conditional)
+        raise ValueError(
+            f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
+            f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
+        )
+    refuse_missing_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()

@@ -49,6 +49,16 @@ def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
     return token, sequence, token - int(ends[sequence]) + lengths[sequence]
 
 
+def version_number(version: Any) -> int:
+    """The trainer's version as int. Raises ValueError for what is no whole number on the host."""
+    if isinstance(version, (bool, Tensor)) or not hasattr(version, "__index__"):
+        raise ValueError(
+            f"trainer_version is {version!r}: pass the number of the weights that train, an int on the host, counted "
+            f"as weight_versions are."
+        )
+    return version.__index__()
+
+
 def whole_number(length: Any) -> int:
     """A length as int. Raises ValueError for what is no whole number."""
     if isinstance(length, bool) or not hasattr(length, "__index__"):

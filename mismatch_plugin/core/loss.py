@@ -162,7 +162,8 @@ def token_loss(
         return objective.columns(lambda: entering(tokens))
 
     if weights is None:
-        correction = compute_correction(train, packed, config, groups, batch_factor, further)
+        current = log_probs.detach() if config.judges_current else None
+        correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
     enters = entering(correction.tokens)

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.entries import flatten_entries, refuse_not_finite, refuse_two_policies, whole_number
+from mismatch_plugin.core.entries import (
+    flatten_entries,
+    refuse_not_finite,
+    refuse_two_policies,
+    version_number,
+    whole_number,
+)
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions")
@@ -24,6 +30,8 @@ _TOKEN_FIELDS = (
     "entropy",
     *_INTEGER_FIELDS,
 )
+_NO_ROWS = ("sequence_ids", "rewards", "trainer_version")
+"""What `from_padded` takes as `from_lists` does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,6 +48,7 @@ class PackedSequences:
     * positions: index of the token in its response, integer; under context parallelism the global one
     * weight_versions: integer
 
+    trainer_version: number of the weights that train, counted as weight_versions are; an int on the host.
     rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
     that `flatten` finds the tokens of others. `invalid`: the first invalid log-probs of each kind that
     were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
@@ -54,6 +63,7 @@ class PackedSequences:
     entropy: Tensor | None = None
     positions: Tensor | None = None
     weight_versions: Tensor | None = None
+    trainer_version: int | None = None
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
     padded_width: int | None = None
@@ -75,6 +85,8 @@ class PackedSequences:
                 )
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
+        if self.trainer_version is not None:
+            object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
@@ -210,6 +222,7 @@ class PackedSequences:
         entropy: Sequence[Any] | None = None,
         positions: Sequence[Any] | None = None,
         weight_versions: Sequence[Any] | None = None,
+        trainer_version: int | None = None,
         rewards: Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
     ) -> PackedSequences:
@@ -259,7 +272,7 @@ class PackedSequences:
             refuse_two_policies(fields["old_log_probs"], train, mask != 0, lengths, ids)
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
-        packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, **fields)
+        packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
         return packed._checked()
 
     @classmethod
@@ -272,7 +285,7 @@ class PackedSequences:
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
         for name, value in {"loss_masks": loss_masks, **fields}.items():
-            if name not in ("sequence_ids", "rewards") and not isinstance(value, (Tensor, type(None))):
+            if name not in _NO_ROWS and not isinstance(value, (Tensor, type(None))):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}: from_padded takes [batch, length] tensors; from_lists takes "
                     f"one list or 1-D tensor a sequence."
@@ -286,7 +299,7 @@ class PackedSequences:
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
         rows: dict[str, Any] = {}
         for name, value in fields.items():
-            if value is None or name in ("sequence_ids", "rewards"):
+            if value is None or name in _NO_ROWS:
                 rows[name] = value
             elif value.dim() == 1 and name == "advantages":
                 rows[name] = list(value)

@@ -1,26 +1,29 @@
 """Rejection: what a criterion measures at each token, and which tokens and sequences it leaves.
 
 References: Schulman 2020, "Approximating KL divergence" (k1, k2, k3); arXiv 2602.04879 (tv, binary_kl); KPop 2026
-(binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence).
+(binary_kl in both directions); arXiv 2512.23075 (maximum over the sequence); arXiv 2602.04879 (away);
+DeepSeek-V3.2, arXiv 2512.02556 (negative).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
+from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import Column
-from mismatch_plugin.core.tokens import Tokens
+from mismatch_plugin.core.tokens import Tokens, select_again
 from mismatch_plugin.core.weights import outside_bounds
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
-    from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config import Criterion, MismatchConfig
 
 PROBABILITY_FLOOR = 1e-6
 """Probabilities of the binary KL are kept in [1e-6, 1 − 1e-6]: 1 − 1e-8 is 1 in float32, and its log would be −inf."""
@@ -67,48 +70,142 @@ def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return cross_entropy.sub_(entropy)
 
 
-def reject_tokens(config: MismatchConfig, tokens: Tokens) -> dict[str, Tensor]:
-    """For each token-level criterion, by name: [T] bool, True where a response token is outside its bounds."""
-    outside = {}
-    for criterion in config.criteria:
-        if not criterion.judges_tokens:
-            continue
-        value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
-        outside[criterion.name] = outside_bounds(value, *criterion.log_bounds, padding=tokens.padding)
+CONDITIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "negative": lambda advantages, log_ratio: advantages < 0,
+    "away": lambda advantages, log_ratio: torch.where(advantages > 0, log_ratio, -log_ratio) > 0,
+}
+"""Condition → (advantages, log-ratio) → bool, where it is judged; `any` is none. Under away the gradient of −A log π
+moves π further from π_rollout: up where A > 0 and l > 0, down where A ≤ 0 and l < 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class Judged:
+    """What criteria and the veto judge. [T] without gradient.
+
+    tokens: the log-probs of their policy. advantages: 0 at padding; None where no condition needs them. apart: their
+    policy is π_θ while weights and metrics are those of π_old, so that nothing summed for these can be shared.
+    """
+
+    tokens: Tokens
+    advantages: Tensor | None
+    apart: bool
+
+    def values(self, criterion: Criterion) -> Tensor:
+        """What the criterion measures at each token."""
+        tokens = self.tokens
+        return token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
+
+    def column(self, criterion: Criterion) -> str:
+        """The name of its sum over a sequence."""
+        return ("judged_" if self.apart else "") + ("log_ratio" if criterion.in_log_space else criterion.statistic)
+
+    def outside(self, criterion: Criterion) -> Tensor:
+        """[T] bool: response tokens that a token criterion judges and rejects."""
+        outside = outside_bounds(self.values(criterion), *criterion.log_bounds, padding=self.tokens.padding)
+        return _where_judged(criterion, outside, self.advantages, self.tokens.log_ratio)
+
+
+def _where_judged(criterion: Criterion, outside: Tensor, advantages: Tensor | None, log_ratio: Tensor) -> Tensor:
+    condition = CONDITIONS.get(criterion.condition)
+    if condition is None:
+        return outside
+    assert advantages is not None  # refuse_missing
+    return outside.logical_and_(condition(advantages, log_ratio))
+
+
+def judged_of(config: MismatchConfig, packed: PackedSequences, tokens: Tokens, current_T: Tensor | None) -> Judged:
+    """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.judges_current`.
+
+    Where π_θ or a selected value is invalid l is 0, as everywhere. Raises ValueError where π_θ is missing.
+    """
+    advantages = None
+    if config.needs_advantages:
+        assert packed.advantages is not None  # refuse_missing
+        advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
+    if not config.judges_current:
+        return Judged(tokens, advantages, apart=False)
+    if current_T is None:
+        raise ValueError(
+            "log_probs is missing: under rs.policy current criteria and veto judge log π_θ: pass it to correct, or "
+            "choose rs.policy auto, which judges old_log_probs."
+        )
+    return Judged(select_again(tokens, current_T), advantages, apart=True)
+
+
+def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
+    """[T] bool: sampled more than `rs.max_staleness` weight versions before `trainer_version`; None without that limit.
+
+    Padding may be anything. Tokens of a version after the trainer's are not stale. Host syncs: none.
+    """
+    if config.rs.max_staleness is None:
+        return None
+    refuse_missing_versions(config, packed)
+    assert packed.weight_versions is not None and packed.trainer_version is not None
+    return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
+
+
+_VERSIONS = {
+    "weight_versions": "the version of the weights that sampled each token (SGLang: weight_version)",
+    "trainer_version": "the version of the weights that train, a whole number",
+}
+
+
+def refuse_missing_versions(config: MismatchConfig, packed: PackedSequences) -> None:
+    """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
+    for name, what in _VERSIONS.items() if config.rs.max_staleness is not None else ():
+        if getattr(packed, name) is None:
+            raise ValueError(f"{name} is missing: rs.max_staleness needs {what}: pass it, or leave the limit out.")
+
+
+def reject_tokens(config: MismatchConfig, judged: Judged, stale_T: Tensor | None) -> dict[str, Tensor]:
+    """For each token-level criterion, by name, and for `staleness`: [T] bool, True where a response token goes."""
+    outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.judges_tokens}
+    if stale_T is not None:
+        outside["staleness"] = stale_T.masked_fill(judged.tokens.padding, False)
     return outside
 
 
-def rejection_columns(config: MismatchConfig, tokens: Tokens, has_k3: bool) -> Iterator[Column]:
+def rejection_columns(config: MismatchConfig, judged: Judged, has_k3: bool) -> Iterator[Column]:
     """What is summed per sequence for the sequence criteria, the veto and dropped sequences.
 
-    Sums of l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of k3. All are 0 at
-    padding, as every statistic is.
+    Sums of π_train's l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of its k3.
+    All are 0 at padding, as every statistic is.
     """
-    for statistic in {c.statistic: None for c in config.criteria if c.aggregate in ("sequence_sum", "sequence_mean")}:
-        if statistic not in ("ratio", "k1") and not (statistic == "k3" and has_k3):
-            yield Column(statistic, token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout))
+    tokens = judged.tokens
+    there = {"log_ratio", "k3"} if has_k3 else {"log_ratio"}
+    of_sequences = [criterion for criterion in config.criteria if not criterion.judges_tokens]
+    for name, criterion in {judged.column(c): c for c in of_sequences if c.aggregate != "sequence_max"}.items():
+        if name not in there:
+            yield Column(name, judged.values(criterion))
+    if judged.advantages is not None and any(c.conditional for c in of_sequences):
+        yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))
     if config.rollout_log_prob_policy == "drop-sequence" and tokens.defective is not None:
         yield Column("invalid", tokens.defective)
 
 
-def maximum_columns(config: MismatchConfig, tokens: Tokens) -> Iterator[tuple[str, Tensor]]:
+def maximum_columns(config: MismatchConfig, judged: Judged) -> Iterator[tuple[str, Tensor]]:
     """(criterion name, [T]) columns whose maximum over the sequence is judged."""
     for criterion in config.criteria:
         if criterion.aggregate == "sequence_max":
-            value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
+            value = judged.values(criterion)
             # The other statistics are not negative, so the zeros at padding do no harm.
-            yield criterion.name, value.masked_fill(tokens.padding, -torch.inf) if criterion.in_log_space else value
+            padded = value.masked_fill(judged.tokens.padding, -torch.inf) if criterion.in_log_space else value
+            yield criterion.name, padded
 
 
 def reject_sequences(
-    config: MismatchConfig, sums_N: dict[str, Tensor], means_N: dict[str, Tensor], maxima_N: dict[str, Tensor]
+    config: MismatchConfig,
+    judged: Judged,
+    sums_N: dict[str, Tensor],
+    means_N: dict[str, Tensor],
+    maxima_N: dict[str, Tensor],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """For each sequence criterion, by name, and for `veto` and `invalid`: [N] bool, True where it rejects; and what
     each criterion compared, [N].
 
-    sums_N, means_N: Σ m x and Σ m x / Σ m of each column ("log_ratio" for ratio and k1); maxima_N by criterion name.
+    sums_N, means_N: Σ m x and Σ m x / Σ m of each column (`Judged.column`); maxima_N by criterion name.
     What a sequence without response tokens gets is arbitrary: it counts nowhere.
     """
     outside, values = {}, {}
@@ -118,10 +215,10 @@ def reject_sequences(
         if criterion.aggregate == "sequence_max":
             value = maxima_N[criterion.name]
         else:
-            columns = sums_N if criterion.aggregate == "sequence_sum" else means_N
-            value = columns["log_ratio" if criterion.in_log_space else criterion.statistic]
+            value = (sums_N if criterion.aggregate == "sequence_sum" else means_N)[judged.column(criterion)]
         values[criterion.name] = value
-        outside[criterion.name] = outside_bounds(value, *criterion.log_bounds)
+        rejected = outside_bounds(value, *criterion.log_bounds)
+        outside[criterion.name] = _where_judged(criterion, rejected, sums_N.get("advantage"), value)
     if config.rs.veto_threshold is not None:
         outside["veto"] = sums_N["catastrophic"] > 0
     if "invalid" in sums_N:

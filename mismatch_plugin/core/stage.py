@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.rejection import Judged
 from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.core.tokens import Tokens
 from mismatch_plugin.core.units import acting_bounds, units_of
@@ -39,8 +40,10 @@ class Stage:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
     [U] units of the level.
 
-    outside_T, outside_N: what a criterion rejects, by its name, and under `mode` what mask mode does; outside_N also
-        `veto` and `invalid`. weights_U: bounded, before batch normalisation; None without weights.
+    judged: what criteria and veto judge.
+    outside_T, outside_N: what a criterion rejects, by its name, and under `mode` what mask mode does; outside_T also
+        `staleness`, outside_N `veto` and `invalid`. weights_U: bounded, before batch normalisation; None without
+        weights.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
         "-name" for minima. factor: what batch normalisation divides the weights by.
     """
@@ -50,8 +53,10 @@ class Stage:
     kept_N: Tensor
     keep_T: Tensor
 
-    def __init__(self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, train_T: Tensor) -> None:
-        self.config, self.packed, self.tokens = config, packed, tokens
+    def __init__(
+        self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, judged: Judged, train_T: Tensor
+    ) -> None:
+        self.config, self.packed, self.tokens, self.judged = config, packed, tokens, judged
         self.units, self.bounds = units_of(config), acting_bounds(config)
         self.measured = config.metrics != "off" and tokens.code is not None
         self.weights_U: Tensor | None = None

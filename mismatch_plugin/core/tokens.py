@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +52,14 @@ class Tokens:
         if self.code is None or config.uses_rollout_values:
             return self.defective
         return (self.code >= TRAIN_NOT_FINITE).logical_and_(self.code != PADDING)
+
+
+def select_again(tokens: Tokens, current_T: Tensor) -> Tokens:
+    """The same tokens with log π_θ in π_train's place. Both log-probs are 0 where any of the three is invalid."""
+    assert tokens.code is not None  # nothing is judged without rollout log-probs
+    valid = (current_T > -math.inf).logical_and_(current_T <= POSITIVE_TOLERANCE).logical_and_(tokens.code == SOUND)
+    current, rollout = torch.where(valid, current_T, 0.0), torch.where(valid, tokens.rollout, 0.0)
+    return replace(tokens, train=current, rollout=rollout, log_ratio=current - rollout)
 
 
 def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = False) -> Tokens:

@@ -123,12 +123,15 @@ class ActingBounds(NamedTuple):
 
 def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     """The weights' bounds; without weights those of the first ratio criterion, at its level; else a TIS bound that a
-    preset or a person gave, for the metrics alone; None where nothing bounds a ratio."""
+    preset or a person gave, for the metrics alone; None where nothing bounds a ratio.
+
+    A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged apart.
+    """
     tis = config.tis
     if config.weighted:
         return ActingBounds(units_of(config).name, tis.lower, tis.upper)
-    for criterion in config.criteria:
-        if criterion.in_log_space and criterion.aggregate in _OF_CRITERION:
+    for criterion in () if config.judges_current else config.criteria:
+        if criterion.in_log_space and not criterion.conditional and criterion.aggregate in _OF_CRITERION:
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(_OF_CRITERION[criterion.aggregate].name, criterion.lower_bound or 0.0, upper)
     if tis.model_fields_set & {"upper_bound", "lower_bound"}:

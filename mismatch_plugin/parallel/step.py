@@ -16,6 +16,7 @@ from mismatch_plugin.core.gate import check_gate
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.rejection import stale_tokens
 from mismatch_plugin.core.segments import segment_sum
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
@@ -41,8 +42,8 @@ class StepTotals:
     """Sums over the whole step, known before it runs (0-d float64 tensors).
 
     tokens: response tokens. original, accepted: units of the chosen aggregation in the original mask and what rejection
-    leaves; accepted is None where it needs π_θ. batch_factor: mean weight, None where it needs π_θ. fed: tokens fed to
-    the model, as `prepare` was told.
+    leaves; accepted is None where it needs π_θ (algorithms 1 and 3, rs.policy current). batch_factor: mean weight, None
+    where it needs π_θ. fed: tokens fed to the model, as `prepare` was told.
     """
 
     tokens: Tensor
@@ -102,21 +103,28 @@ class Step:
         tokens, original, accepted, weight, units, unknown, fed = self.groups.sum_over_data(sums).unbind(0)
         known = not bool(unknown)
         factor = batch_factor(weight, units)
-        accepted_known = known or not self.config.rejects or self.config.dry_run
+        accepted_known = known and self.config.keep_known_before_step
+        accepted_known = accepted_known or not self.config.rejects_by_log_probs or self.config.dry_run
         self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None, fed)
         return self.totals
 
     def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
         """[5] float64 of this rank: tokens, original and accepted units, sum and number of the weights to average."""
         by_token = self.config.aggregation == "token-mean"
-        if not known or not self.config.uses_rollout_values:  # nothing is weighed, all is accepted
-            tokens_N = self.groups.sum(segment_sum(packed.loss_mask.double(), packed.offsets))
-            tokens, sequences = tokens_N.sum(), (tokens_N > 0).sum()
-            original = tokens if by_token else sequences
-            sums = torch.stack([tokens, original, original, 0 * tokens, 0 * tokens]).double()
+        if not known or not self.config.uses_rollout_values:  # nothing is weighed, all but what is stale is accepted
+            stale_T = None if self.config.dry_run else stale_tokens(self.config, packed)
+            masks = [packed.loss_mask]
+            masks += [] if stale_T is None else [packed.loss_mask.logical_and(stale_T.logical_not())]
+            counts = self.groups.sum(torch.cat([segment_sum(mask.double(), packed.offsets) for mask in masks]))
+            each = counts.view(len(masks), -1)
+            tokens, units = each[0].sum(), each.sum(1) if by_token else (each > 0).sum(1)
+            sums = torch.stack([tokens, units[0], units[-1], 0 * tokens, 0 * tokens]).double()
             return sums * float(self.groups.counts_sequences)
-        # What data preparation found on one rank is raised at the step's end on all of them.
-        statistics = correct(packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0).statistics
+        # What data preparation found on one rank is raised at the step's end on all of them. What π_θ judges is not
+        # known yet, and changes no weight: π_old stands in for it.
+        statistics = correct(
+            packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0, log_probs=packed.old_log_probs
+        ).statistics
         names = ["one@tokens", "one@tokens", "kept@tokens"]
         if not by_token:
             names[1:] = ["one@sequences", "kept_any@sequences"]

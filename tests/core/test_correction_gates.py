@@ -17,6 +17,8 @@ FURTHER = (
     "sequence_mean:tv:0.2", "sequence_max:binary_kl:0.1", "sequence_mean:binary_kl_reverse:0.1", "token:ratio:0.2:5",
     "token:k3:0.5", "token:tv:0.5", "token:binary_kl:0.5",
 )  # fmt: skip
+NEW = {"policy": "current", "max_staleness": 1}
+TOKENS = [criterion for criterion in FURTHER if criterion.startswith("token")]
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 
@@ -33,6 +35,7 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
         old_log_probs=rollout + 0.1 * torch.randn(tokens, generator=generator),
         advantages=torch.randn(tokens, generator=generator),
         weight_versions=torch.randint(0, 3, (tokens,), generator=generator),
+        trainer_version=2,
     )
     # Made once a batch at data preparation, outside the hook.
     assert packed.offsets is not None and packed.sequence_index is not None and packed.response_positions is not None
@@ -41,11 +44,11 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
 
 def correction(sequences: int, **fields: Any) -> OperationCounter:
     config, packed = mp.MismatchConfig(**fields), batch(sequences)
-    return count(lambda: mp.correct(packed, config))
+    return count(lambda: mp.correct(packed, config, log_probs=packed.old_log_probs))
 
 
-def rejecting(*criteria: str) -> dict[str, Any]:
-    return {**SEQUENCE_TRUNCATE, "rs": {"criteria": [GEOMETRIC, *criteria], "veto_threshold": 1e-4}}
+def rejecting(*criteria: str, **settings: Any) -> dict[str, Any]:
+    return {**SEQUENCE_TRUNCATE, "rs": {"criteria": [GEOMETRIC, *criteria], "veto_threshold": 1e-4, **settings}}
 
 
 def test_kernels_at_basic() -> None:
@@ -59,6 +62,34 @@ def test_kernels_for_a_further_criterion(criterion: str) -> None:
 
 def test_kernels_for_all_criteria_together() -> None:
     assert correction(64, **rejecting(*FURTHER)).total <= 100 + 10 * len(FURTHER)
+
+
+@pytest.mark.parametrize(
+    "criterion", [f"{criterion}@negative" for criterion in FURTHER] + [f"{c}@away" for c in TOKENS]
+)
+def test_kernels_for_a_condition(criterion: str) -> None:
+    """Over the same criterion without one: its comparison, once for all of them the selection of the advantages and,
+    for sequences, their sum."""
+    found = correction(64, **rejecting(criterion), metrics="full")
+    assert found.total <= correction(64, **rejecting(criterion.partition("@")[0]), metrics="full").total + 6
+    assert not found.syncs
+
+
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+def test_kernels_to_judge_the_current_policy(metrics: str) -> None:
+    """Eight select its tokens, two sum its log-ratio; k3, whose sum the metrics have of π_train, costs five more."""
+    for criteria, limit in (((), 12), (("sequence_mean:k3:0.1",), 17), (FURTHER, 20)):
+        auto, current = rejecting(*criteria), rejecting(*criteria, policy="current")
+        found = correction(64, **current, metrics=metrics)
+        assert found.total <= correction(64, **auto, metrics=metrics).total + limit
+        assert not found.syncs
+
+
+@pytest.mark.parametrize("metrics", ["off", "basic", "full"])
+def test_kernels_for_staleness(metrics: str) -> None:
+    found = correction(64, **rejecting(max_staleness=1), metrics=metrics)
+    assert found.total <= correction(64, **rejecting(), metrics=metrics).total + 8
+    assert not found.syncs
 
 
 @pytest.mark.parametrize("criteria", [(), ("token:k3:0.5",)])
@@ -76,7 +107,8 @@ def test_metrics_off_costs_less() -> None:
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: str, mode: str) -> None:
-    fields = {**rejecting("token:k3:0.5", "sequence_max:k2:1"), "metrics": metrics}
+    criteria = ("token:k3:0.5@away", "sequence_max:k2:1@negative")
+    fields = {**rejecting(*criteria, **NEW), "metrics": metrics}
     fields["tis"] = {"level": level, "mode": mode, "batch_normalize": True}
     few, many = correction(8, **fields), correction(512, **fields)
     assert few.kernels == many.kernels
@@ -146,11 +178,17 @@ def test_the_counter_sees_syncs() -> None:
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
-def test_memory_is_at_most_twelve_floats_a_token(metrics: str, level: str) -> None:
+@pytest.mark.parametrize(
+    ("condition", "rs", "floats"), [("", {}, 12), ("@away", NEW, 16)], ids=["old", "all that is new"]
+)
+def test_memory_is_at_most_twelve_floats_a_token(
+    metrics: str, level: str, condition: str, rs: dict[str, Any], floats: int
+) -> None:
+    """π_θ apart from π_old takes three more, its advantages one."""
     packed = batch(64, longest=4000)
-    fields = {**rejecting("token:binary_kl:0.5"), "metrics": metrics, "tis": {"level": level, "mode": "mask"}}
-    config = mp.MismatchConfig(**fields)
+    criteria = rejecting(f"token:binary_kl:0.5{condition}", **rs)
+    config = mp.MismatchConfig(**{**criteria, "metrics": metrics, "tis": {"level": level, "mode": "mask"}})
     results = []
-    counter = count(lambda: results.append(mp.correct(packed, config)))
+    counter = count(lambda: results.append(mp.correct(packed, config, log_probs=packed.old_log_probs)))
     assert results[0].keep.numel() == packed.loss_mask.numel()
-    assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= 12
+    assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= floats

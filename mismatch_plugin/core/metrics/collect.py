@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.units import center
@@ -161,24 +160,23 @@ def _outside_rows(stage: Stage) -> dict[str, Tensor]:
 
 
 def _token_criteria(stage: Stage) -> Iterator[Column]:
-    """What each token criterion measures, and what is above its bounds if it has two; extremes go to the stage."""
-    tokens = stage.tokens
+    """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to the stage."""
     for criterion in stage.config.criteria:
         if not criterion.judges_tokens:
             continue
-        value = token_statistic(criterion.statistic, tokens.log_ratio, tokens.train, tokens.rollout)
-        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, tokens.padding)
+        value = stage.judged.values(criterion)
+        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, stage.tokens.padding)
         stage.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
         low, high = criterion.log_bounds
         if low is not None and high is not None:
-            yield Column(f"above_{criterion.name}", (value > high).masked_fill_(tokens.padding, False))
+            yield Column(f"above_{criterion.name}", (value > high).logical_and_(stage.outside_T[criterion.name]))
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
         yield Column(f"value_{criterion.name}", value)
 
 
 def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
-    """The same of every criterion, one number a sequence. What is outside and not above is below."""
+    """The same of every criterion, one number a sequence. What is rejected and not above is below."""
     rows: dict[str, Tensor] = {}
     for criterion in stage.config.criteria:
         name = criterion.name
@@ -189,7 +187,7 @@ def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
             continue
         value = stage.values_N[name].masked_fill(has.logical_not(), 0.0)
         if low is not None and high is not None:
-            rows[f"above_{name}"] = value > high
+            rows[f"above_{name}"] = (value > high).logical_and_(stage.outside_N[name])
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1()
         rows[f"value_{name}"] = value
@@ -247,7 +245,8 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
         rows["masked_any"] = rows["masked"] > 0
     elif masked_N is not None:
         rows |= {"masked": masked_N, "masked_any": masked_N}
-    for name in (criterion.name for criterion in stage.config.criteria):
+    names = [criterion.name for criterion in stage.config.criteria]
+    for name in [*names, "staleness"] if "staleness" in stage.outside_T else names:
         if name in stage.outside_N:
             rows[f"out_{name}"] = stage.outside_N[name]
         elif masked is not None:

@@ -121,7 +121,7 @@ class MegatronLoss:
         others = self.config.other_terms + self.extra_losses
         if step.defers_factor and others:
             return deferred_with(others)
-        if totals.accepted is None and self.config.changes_denominator:
+        if totals.accepted is None and self.config.changes_denominator and self.config.keep_known_before_step:
             return (
                 "old_log_probs is missing in a micro-batch, and without it the accepted tokens are not known before "
                 "the step: pass it, or choose --mismatch-denominator original."
@@ -267,11 +267,12 @@ def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
     others = config.other_terms + extra
     if config.normalizes_step and config.use_rollout_log_probs and others:
         raise ValueError(deferred_with(others))
-    if config.use_rollout_log_probs and config.changes_denominator and (others or not per_token):
+    if config.changes_denominator and not config.keep_known_before_step and (others or not per_token):
         reason = "; ".join(others) if others else "calculate_per_token_loss is off"
+        who = f"algorithm {config.algorithm}" if config.use_rollout_log_probs else "--rs-policy current"
         raise ValueError(
-            f"algorithm {config.algorithm} knows its accepted tokens only after the step, and they are needed before "
-            f"it ({reason}): choose --mismatch-denominator original."
+            f"{who} knows its accepted tokens only after the step, and they are needed before it ({reason}): choose "
+            f"--mismatch-denominator original."
         )
 
 
