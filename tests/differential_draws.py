@@ -82,9 +82,9 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
         given["rs"]["veto_threshold"] = rng.choice([1e-4, 0.1, 0.6])
     if rng.random() < (0.4 if measured else 0.15):
         given["rs"]["max_staleness"] = rng.choice([0, 2, 4])
-    if rng.random() < (0.5 if given["rs"].keys() & {"veto_threshold"} or given["rs"].get("criteria") else 0.02):
-        if not given["use_rollout_log_probs"] or rng.random() < 0.05:
-            given["rs"]["policy"] = "current"
+    judges = given["rs"].get("criteria") or "veto_threshold" in given["rs"]
+    if rng.random() < (0.5 if judges else 0.02) * (0.05 if given["use_rollout_log_probs"] else 1.0):
+        given["rs"]["policy"] = "current"
     if given["use_tis"]:
         given["tis"] = {"level": "none"} if measured else draw_tis(rng)
     elif rng.random() < 0.1:

@@ -42,8 +42,8 @@ class StepTotals:
     """Sums over the whole step, known before it runs (0-d float64 tensors).
 
     tokens: response tokens. original, accepted: units of the chosen aggregation in the original mask and what rejection
-    leaves; accepted is None where it needs π_θ (algorithms 1 and 3, rs.policy current). batch_factor: mean weight, None where it needs π_θ. fed: tokens fed to
-    the model, as `prepare` was told.
+    leaves; accepted is None where it needs π_θ (algorithms 1 and 3, rs.policy current). batch_factor: mean weight, None
+    where it needs π_θ. fed: tokens fed to the model, as `prepare` was told.
     """
 
     tokens: Tensor
