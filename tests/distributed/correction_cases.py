@@ -25,10 +25,13 @@ DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
 BOUNDS = {"token": (0.7, 1.5), "sequence": (0.2, 4.0), "geometric": (0.8, 1.055)}
 CRITERIA = (
-    ("token:ratio:0.5:1.7", "sequence_max:k2:0.21", "sequence_mean:k3:0.08"),
-    ("token:tv:0.4", "sequence_max:ratio:0.85:1.65", "sequence_sum:ratio:0.05:15", "sequence_mean:binary_kl:0.08"),
-    ("token:binary_kl_reverse:0.5", "sequence_sum:tv:5", "sequence_mean:ratio:0.7:1.06"),  # nothing for the MAX
-)
+    ("token:ratio:0.5:1.7", "sequence_max:k2:0.21", "sequence_mean:k3:0.08", "sequence_max:ratio:0.3:1.5@negative"),
+    ("token:tv:0.4", "sequence_max:ratio:0.85:1.65", "sequence_sum:ratio:0.05:15", "sequence_mean:binary_kl:0.08",
+     "token:binary_kl:0.1@away"),
+    ("token:binary_kl_reverse:0.5", "sequence_sum:tv:5", "sequence_mean:ratio:0.7:1.06", "token:ratio:0.8:1.9@negative",
+     "sequence_mean:k3:0.03@negative"),  # nothing for the MAX
+)  # fmt: skip
+STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
 
 
@@ -85,6 +88,14 @@ class Settings:
     def objective(self) -> str:
         return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 4]
 
+    @property
+    def judges_current(self) -> bool:
+        return self.rejects and self.algorithm in (0, 2) and self.rotation // 3 % 2 == 1
+
+    @property
+    def limits_staleness(self) -> bool:
+        return self.rejects and self.rotation // 2 % 3 == 1
+
     def config(self, scope: str = "", **changes: Any) -> mp.MismatchConfig:
         """scope: of batch normalisation, where there is one."""
         aggregation, _, norm = self.aggregation.partition("/")
@@ -98,6 +109,8 @@ class Settings:
         }
         if self.rejects:
             values["rs"] = {"criteria": self.criteria, "veto_threshold": VETO}
+            values["rs"] |= {"policy": "current"} if self.judges_current else {}
+            values["rs"] |= {"max_staleness": STALENESS} if self.limits_staleness else {}
         tis: dict[str, Any] = {}
         if self.weighted:
             lower, upper = BOUNDS[self.level]
@@ -173,7 +186,11 @@ class Whole:
         values: dict[str, Any] = {name: _cat([self.rows[name][i] for i in ids], name) for name in fields}
         mask = _cat([self.rows["loss_mask"][i] for i in ids], "loss_mask")
         return mp.PackedSequences(
-            loss_mask=mask, lengths=tuple(self.lengths[i] for i in ids), sequence_ids=tuple(ids), **values
+            loss_mask=mask,
+            lengths=tuple(self.lengths[i] for i in ids),
+            sequence_ids=tuple(ids),
+            trainer_version=TRAINER_VERSION,
+            **values,
         )
 
     def ids(self, layout: Layout, count: int, replica: int) -> list[list[int]]:

@@ -79,15 +79,17 @@ def distances(batch: str, settings: Settings) -> list[float]:
     pairs: list[tuple[Tensor, float]] = [
         (sums, 20.0),
         (sums, -20.0),
-        (flat, math.log(VETO)),
         (flat, 20.0),
         (flat, -20.0),
     ]
     for bound in (config.tis.lower, config.tis.upper):
         aggregated = {"token": flat, "sequence": sums, "geometric": means}[_level(config)]
         pairs += [(aggregated, math.log(bound)), (mean_ratio, bound)]
+    judged = _trained(batch, "log_probs") if config.judges_current else train
+    pairs.append((torch.cat([a - b for a, b in zip(judged, rollout, strict=True)]), math.log(VETO)))
+    pairs.append((torch.stack([row.mean() for row in _trained(batch, "advantages") if row.any()]), 0.0))
     for criterion in config.criteria:
-        rows = [token_statistic(criterion.statistic, a - b, a, b) for a, b in zip(train, rollout, strict=True)]
+        rows = [token_statistic(criterion.statistic, a - b, a, b) for a, b in zip(judged, rollout, strict=True)]
         reduced = {
             "token": torch.cat(rows),
             "sequence_sum": torch.stack([row.sum() for row in rows]),

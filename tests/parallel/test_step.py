@@ -63,7 +63,8 @@ def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
     found += [] if tokens == whole.metrics["rollout_corr/tokens"] else ["tokens known before"]
     found += [] if original == whole.denominators[1] else ["original known before"]
     if config.denominator == "accepted":
-        wanted = whole.denominators[0] if known_before or not config.rejects else None
+        late = config.rejects and (config.use_rollout_log_probs or parts[0].settings.judges_current)
+        wanted = None if late else whole.denominators[0]
         found += [] if accepted == wanted else ["accepted known before"]
     mean = whole.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
     found += [] if (factor is not None) == known_before else ["weight mean known before"]
@@ -111,8 +112,9 @@ def test_every_decision_goes_both_ways():
         metrics = expected(settings).metrics
         accepted = metrics["rollout_corr/accepted_token_fraction"]
         assert 0.0 < accepted < 1.0 if settings.rejects or settings.mode == "mask" else accepted == 1.0, settings
-        for criterion in settings.config().criteria:
-            assert 0.0 < metrics[f"rollout_corr/rollout_rs_{criterion.name}_masked_fraction"] < 1.0, criterion.name
+        names = [criterion.name for criterion in settings.config().criteria]
+        for name in [*names, "staleness"] if settings.limits_staleness else names:
+            assert 0.0 < metrics[f"rollout_corr/rollout_rs_{name}_masked_fraction"] < 1.0, name
         if settings.algorithm in (2, 3) and settings.level != "none":
             factor = metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
             assert (abs(factor - 1.0) > 1e-3) == settings.normalizes

@@ -21,7 +21,8 @@ WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 # Columns of the one SUM, counted by hand. Without metrics: the log-ratio and the token count. The guide's metrics add
 # log π_train (log π_rollout is that less the log-ratio), k3, ρ − 1 and its square; token level also ρ clamped, its
 # square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
-# tokens, a veto its column; k3 is there already.
+# tokens, a veto its column; k3 is there already; conditions of sequences add the advantages. Under rotation 3 k3 is
+# that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column.
 COLUMNS = (
     ("off", PLAIN, 2),
     ("off", replace(WEIGHTED, level="token"), 2),
@@ -31,7 +32,8 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("basic", replace(WEIGHTED, level="token"), 13),
-    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 8),
+    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
+    ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
 )
 
 
@@ -82,7 +84,7 @@ def test_exactly_these_collectives(layout: Layout):
             losses, masks = [], []
             for n in counts["sequences"]:
                 losses.append(rank.inside(("SUM", (columns, n)), ("MAX", (maxima, n))))
-                masks.append(rank.inside(("SUM", (n,))))
+                masks.append(rank.inside(("SUM", (n * (1 + settings.limits_staleness),))))
             assert counts["losses"] == losses, settings
             assert counts["backward"] == []
             sums, extremes = counts["state"]

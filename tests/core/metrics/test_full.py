@@ -185,6 +185,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     raw = Raw(4)
     rows = [row.tolist() for row in raw.packed().unpack(torch.tensor(raw.train))]
     packed = raw.packed(old_log_probs=rows, ref_log_probs=rows, entropy=[[1.0] * length for length in LENGTHS])
+    packed = packed.replace(trainer_version=9)
     seen: set[str] = set()
     for level in ("token", "sequence", "geometric"):
         settings = mp.MismatchConfig.model_validate(
@@ -192,7 +193,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
             | {
                 "use_tis": True,
                 "tis": {"level": level, "batch_normalize": True},
-                "rs": {"criteria": ["token:ratio:0.7:1.4", "sequence_max:k2:0.5"]},
+                "rs": {"criteria": ["token:ratio:0.7:1.4", "sequence_max:k2:0.5"], "max_staleness": 2},
                 "terms": {"rollout_kl_coef": 0.1},
             }
         )
