@@ -149,7 +149,7 @@ LOSSES: dict[str, tuple[dict[str, Any], int]] = {  # settings, kernels more than
     "gspo": ({"objective": "gspo"}, 14),
     "cispo": ({"objective": "cispo"}, -25),
     "reinforce": ({"objective": "reinforce"}, -32),
-    "distance to the sampler": (PENALTY, 31),
+    "distance to the sampler": (PENALTY, 32),
 }
 PPO_KERNELS = {"off": (95, 95, 99), "basic": (160, 150, 178)}
 """Of algorithms 0 to 2, forward and backward."""
