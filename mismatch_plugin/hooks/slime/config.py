@@ -12,13 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
-from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime
+from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
-from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss, with_opsm
+from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
 
 HOOKS = {
     "policy_loss": "custom_loss_function_path",

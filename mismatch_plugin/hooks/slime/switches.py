@@ -10,27 +10,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from mismatch_plugin.config import Criterion, MismatchConfig
-from mismatch_plugin.config.criteria import parse_criterion
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.compat.slime import host_objective
 
-_OBJECTIVES = ("gspo", "cispo")
-"""Of the host's advantage estimators those that choose an objective; the others are PPO's."""
 _BYPASS = {
     1: "rejection and metrics compare π_θ with π_rollout, which {host}'s policy_loss does not pass on",
     3: "{host}'s policy_loss clips π_θ/π_rollout already, so that the importance weight would count twice",
 }
-
-
-def host_objective(estimator: str) -> str:
-    """The objective of the host's own policy loss."""
-    return estimator if estimator in _OBJECTIVES else "ppo"
 
 
 def read_objective(estimator: str, mine: str | None, algorithm: int, host: str) -> dict[str, Any]:
@@ -52,34 +44,6 @@ def read_objective(estimator: str, mine: str | None, algorithm: int, host: str) 
             f"choose grpo, whose advantages are the same."
         )
     return {"objective": theirs}
-
-
-def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
-    """The settings with the host's off-policy sequence masking as a criterion of our loss.
-
-    Dropped where the sequence's mean A < 0 and mean(log π_rollout − log π_θ) > δ (arXiv 2512.02556). The host takes
-    each token's own A, and in algorithms 0 and 2 its anchor π_old in the place of π_rollout.
-    Raises: ValueError where algorithm 0 or 2 judges other criteria or a veto by π_old: one policy holds for all.
-    """
-    rule = Criterion(
-        aggregate="sequence_mean",
-        statistic="k1",
-        lower_bound=math.exp(-delta),
-        upper_bound=math.inf,
-        condition="negative",
-    )
-    rs = dict(data.get("rs") or {})
-    others = [Criterion.model_validate(parse_criterion(one)) for one in rs.get("criteria") or ()]
-    if rule not in others:  # a file's settings, read before, have it
-        if not data["use_rollout_log_probs"] and rs.get("policy") != "current":
-            if others or rs.get("veto_threshold") is not None:
-                raise ValueError(
-                    "--use-opsm judges π_θ, and the other criteria or the veto π_old: give --rs-policy current, which "
-                    "holds for all of them, or leave one of the two out."
-                )
-            rs["policy"] = "current"
-        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule.model_dump()]
-    return {**data, "rs": rs}
 
 
 def why_our_loss(config: MismatchConfig, host: str, estimator: str, *, hooked: bool) -> str:
