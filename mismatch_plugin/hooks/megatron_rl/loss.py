@@ -124,7 +124,8 @@ def grpo_terms(
     Host syncs: none. Gradient: through log_probs only.
     """
     shape = log_probs.shape
-    ppo = config.ppo.model_copy(update={"eps_clip_low": clip.eps_lower, "eps_clip_high": clip.eps_upper})
+    eps_low = min(clip.eps_lower, 1.0)  # no ratio is below 0
+    ppo = config.ppo.model_copy(update={"eps_clip_low": eps_low, "eps_clip_high": clip.eps_upper})
     terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
     config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
     token = token_loss(

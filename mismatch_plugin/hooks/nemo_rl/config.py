@@ -31,7 +31,7 @@ def loss_settings(host_config: Any) -> dict[str, Any]:
 def settings(host_config: Any) -> MismatchConfig:
     """The configuration that NeMo-RL's own keys and `loss_fn.mismatch` (our settings, or `preset`) give together.
 
-    Clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the bare switch,
+    Objective, clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the bare switch,
     which asynchronous GRPO insists on, asks for a correction and not for which. The denominator is original, because
     NeMo-RL counts tokens before the loss.
     Raises: ValueError, one sentence, where the two contradict each other or NeMo-RL would run another loss.
@@ -49,8 +49,8 @@ def settings(host_config: Any) -> MismatchConfig:
             given = f"preset {name}" if name is not None else "use_rollout_log_probs"
             raise ValueError(f"loss_fn.{CORRECTION_TYPE} {kind} is next to {BLOCK}.{given}: leave one of them out.")
         theirs = {key: theirs[key] for key in ("objective", "ppo", "aggregation") if key in theirs}
-    elif kind is None and "tis" in own:
-        theirs.pop("tis", None)
+    elif kind is None and "tis" in own and "tis" in theirs:
+        theirs["tis"] = {"level": theirs["tis"]["level"]}
     for path, value in settings_given(own, "loss_fn", "NeMo-RL", _OWNED_BY_NEMO_RL):
         fixed = at(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
         if fixed not in (None, value):
@@ -66,7 +66,8 @@ def settings(host_config: Any) -> MismatchConfig:
                 f"loss_fn.{switch} clips π_θ/π_old, and algorithm 3 is REINFORCE, which has no such ratio: switch it "
                 f"off, or leave {BLOCK}.use_tis out (algorithm 1)."
             )
-        data.pop("objective", None) if "objective" not in own else None
+        if "objective" not in own:
+            data.pop("objective", None)
     config = MismatchConfig.build(data, dotted_fields_set(own))
     if host.get("use_importance_sampling_correction") and config.algorithm == 0:
         raise ValueError(
@@ -93,6 +94,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
     count = "tokens" if host.get("token_level_loss", True) else "sequences"
     lines.append(f"loss: {config.aggregation}, normaliser NeMo-RL's global {count}, rejected ones included")
+    if host.get("force_on_policy_ratio") and (found := [name for name in OBJECTIVES if host.get(name)]):
+        lines.append(f"{', '.join(found)}: no effect next to force_on_policy_ratio, whose ratio is 1")
     if host.get("force_on_policy_ratio"):
         anchor = "rollout log-probs" if config.use_rollout_log_probs else "π_θ itself"
         lines.append(f"old log-probs pass: skipped (force_on_policy_ratio); the anchor is {anchor}")
