@@ -29,6 +29,8 @@ from tests.hooks.contracts.slime_live import run_host
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_worker import Runs
 
+NARROW = {"eps_clip": 0.01, "eps_clip_high": 0.02}
+"""ε that clips some of the sequences."""
 _BATCH_NORMALISED = weights("sequence", "clip", batch_normalize=True)
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"changes": changes} for name, changes in product("slime").items()},
@@ -45,6 +47,21 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "recomputed loss": {
         "changes": {**custom("slime"), **ours(3, weights("sequence", "clip")), "recompute_loss_function": True},
+    },
+    **{
+        f"{estimator}, {algorithm}": {
+            "changes": {**custom("slime"), **ours(algorithm), **NARROW, "advantage_estimator": estimator, **more}
+        }
+        for estimator, algorithm, more in (
+            ("gspo", 1, {}),
+            ("gspo", 2, {"calculate_per_token_loss": True}),
+            ("gspo", 0, {"allgather_cp": True}),
+            ("cispo", 2, TERMS),
+        )
+    },
+    "reinforce by hand, 2": {"changes": {**custom("slime"), **ours(2, weights("token", "clip"), objective="reinforce")}},
+    "distance to the sampler": {
+        "changes": {**custom("slime"), **ours(2, terms={"rollout_kl_coef": 0.1}), "calculate_per_token_loss": True},
     },
 }
 
@@ -98,6 +115,7 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             {**keys, **hooked("slime")},
             {**keys, "custom_tis_function_path": _MIS},
         )
+    pairs |= own_switches()
     for mode in MODES:
         # A reducer that counts the masks it is given, entropy and KL over the same masks.
         name = f"mis.py token {mode} + rejection + veto"
@@ -106,8 +124,45 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     return pairs
 
 
+def own_switches() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """GSPO, CISPO, off-policy sequence masking, the unbiased KL and reducers: slime's own, and our whole loss's."""
+    bypass, masking = {"use_rollout_logprobs": True}, {"use_opsm": True, "opsm_delta": 0.02}
+    own: dict[str, dict[str, Any]] = {}
+    for estimator, more in itertools.product(("gspo", "cispo"), (NARROW, {**NARROW, "eps_clip_c": 1.005})):
+        name = estimator + ", dual clip" * ("eps_clip_c" in more)
+        own[name] = {"advantage_estimator": estimator, **more}
+        own[f"bypass {name}"] = {**own[name], **bypass}
+    own["cispo, no lower bound, terms"] = {"advantage_estimator": "cispo", "eps_clip": 3.0, **TERMS}
+    own["gspo, per token"] = {"advantage_estimator": "gspo", **NARROW, "calculate_per_token_loss": True}
+    own["bypass masking"] = {**bypass, **masking}
+    own["bypass gspo masking"] = {**own["bypass gspo"], **masking}
+    own["sampled masking"] = masking  # where π_old is the sampler
+    for kind in ("k1", "k2", "k3", "low_var_kl"):
+        own[f"unbiased KL {kind}"] = {**TERMS, "kl_loss_type": kind, "use_unbiased_kl": True}
+        own[f"bypass unbiased KL {kind}"] = {**own[f"unbiased KL {kind}"], **bypass}
+    own["reducer"] = {**TERMS, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+    pairs = {name: ({**custom("slime"), **changes}, changes) for name, changes in own.items()}
+    # Our weights on slime's own GSPO and CISPO, against our weights in our whole loss.
+    for estimator, level in (("gspo", "sequence"), ("cispo", "token")):
+        changes = {**ours(2, weights(level, "mask")), **NARROW, "advantage_estimator": estimator}
+        pairs[f"{estimator} weighed"] = ({**changes, **custom("slime")}, {**changes, **hooked("slime")})
+    changes = {**ours(2, weights("sequence", "mask")), "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+    pairs["reducer of what is accepted"] = ({**changes, **custom("slime")}, {**changes, **hooked("slime")})
+    return pairs
+
+
 PAIRS = _pairs()
-SIDES = {(name, side): {"changes": pair[side], "hooks": False} for name, pair in PAIRS.items() for side in (0, 1)}
+SIDES: dict[Any, dict[str, Any]] = {
+    (name, side): {
+        "changes": pair[side],
+        "hooks": False,
+        # slime's GSPO has its gradient through the mean: ours, through each token, where these do not differ.
+        "constant": "gspo" in name,
+        "sampled": "sampled" in name,
+    }
+    for name, pair in PAIRS.items()
+    for side in (0, 1)
+}
 BOTH = Runs(run_host, "slime", SIDES, HOST_LAYOUTS)
 
 
@@ -115,4 +170,10 @@ BOTH = Runs(run_host, "slime", SIDES, HOST_LAYOUTS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_slime_s_own_loss_means_the_same(layout: str, name: str):
     # With mis.py slime averages its metrics over the masks that are left.
-    same(BOTH(layout, (name, 0)), BOTH(layout, (name, 1)), "all" if name.startswith("mis.py") else "")
+    mine, theirs = BOTH(layout, (name, 0)), BOTH(layout, (name, 1))
+    same(mine, theirs, "all" if name.startswith("mis.py") else "")
+    if "masking" in name:
+        assert all(sum(step.report["opsm_clipfrac"] for step in rank) > 0 for rank in theirs)
+        assert all(sum(step.report["tis_rejected"] for step in rank) > 0 for rank in mine)
+    if "gspo" in name or "cispo" in name:
+        assert all(sum(step.report["pg_clipfrac"] for step in rank) > 0 for rank in mine)
