@@ -132,7 +132,7 @@ def own_switches() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         name = estimator + ", dual clip" * ("eps_clip_c" in more)
         own[name] = {"advantage_estimator": estimator, **more}
         own[f"bypass {name}"] = {**own[name], **bypass}
-    own["cispo, no lower bound, terms"] = {"advantage_estimator": "cispo", "eps_clip": 3.0, **TERMS}
+    own["cispo, no lower bound, terms"] = {"advantage_estimator": "cispo", "eps_clip": 3.0, "eps_clip_high": 0.02, **TERMS}
     own["gspo, per token"] = {"advantage_estimator": "gspo", **NARROW, "calculate_per_token_loss": True}
     own["bypass masking"] = {**bypass, **masking}
     own["bypass gspo masking"] = {**own["bypass gspo"], **masking}
