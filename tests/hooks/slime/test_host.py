@@ -156,8 +156,8 @@ SIDES: dict[Any, dict[str, Any]] = {
     (name, side): {
         "changes": pair[side],
         "hooks": False,
-        # slime's GSPO has its gradient through the mean: ours, through each token, where these do not differ.
-        "constant": "gspo" in name,
+        # slime's GSPO has its gradient through the mean, ours through each token; its masking takes each token's A.
+        "constant": "gspo" in name or "masking" in name,
         "sampled": "sampled" in name,
     }
     for name, pair in PAIRS.items()
