@@ -264,8 +264,8 @@ class RayAdapter(ABC):
                         for key in _PREPARED
                         if (values := rollout_data.get(key)) is not None
                     }
-                    old, rollout = chosen.get("log_probs"), chosen.get("rollout_log_probs")
-                    steps.append(pack_local(args, chosen, self.groups, old_log_probs=old, rollout_log_probs=rollout))
+                    fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
+                    steps.append(pack_local(args, chosen, self.groups, **fields))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -296,7 +296,8 @@ _PLAIN = (bool, int, float, str, list, dict, type(None))
 _HELD = {"log_probs": "old_log_probs"} | {
     name: name for name in ("rollout_log_probs", "ref_log_probs", "advantages", "weight_versions")
 }
-_PREPARED = ("loss_masks", "total_lengths", "response_lengths", "log_probs", "rollout_log_probs", "max_seq_lens")
+_COMPARED = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
+_PREPARED = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens", *_COMPARED)
 
 
 def unbiased_kl(token: TokenLoss) -> Tensor:

@@ -188,7 +188,9 @@ def _refuse_on_driver(config: MismatchConfig) -> None:
         return
     where = f"without {RC}.bypass_mode"
     if config.judges_current:
-        raise ValueError(f"{BLOCK}.rs.policy current needs π_θ: {where} verl's driver judges, which has none. Choose auto.")
+        raise ValueError(
+            f"{BLOCK}.rs.policy current needs π_θ: {where} verl's driver judges, which has none. Choose auto."
+        )
     if config.needs_advantages:
         names = ", ".join(criterion.name for criterion in config.criteria if criterion.condition != "any")
         raise ValueError(

@@ -123,3 +123,11 @@ def same(ours: list[list[Outcome]], theirs: list[list[Outcome]], other_metrics: 
             assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl"} <= shared
             for name in {"loss", "pg_loss"} if other_metrics == "all" else shared - {other_metrics}:
                 assert mine[step].report[name] == pytest.approx(other[step].report[name], rel=1e-5, abs=1e-6), name
+
+
+def they_bite(name: str, ours: list[list[Outcome]], theirs: list[list[Outcome]]) -> None:
+    """In a pair of `own_switches` something is clipped, and masked, on every rank of either side."""
+    reported = [(ours, "pg_clipfrac")] * ("gspo" in name or "cispo" in name)
+    reported += [(theirs, "opsm_clipfrac"), (ours, "tis_rejected")] * ("masking" in name)
+    for side, metric in reported:
+        assert all(sum(step.report[metric] for step in rank) > 0 for rank in side), metric

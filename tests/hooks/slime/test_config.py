@@ -95,7 +95,11 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     (HOOK, ours(2, {"mode": "truncate"}) | {"tis_clip_low": 0.5}, "bounds no weight under --tis-mode truncate"),
     (WHOLE, ours(3) | GSPO, "gspo clips .*algorithm 3 is REINFORCE, .*: choose grpo, .*or leave --use-tis out"),
-    (WHOLE, ours(2, objective="cispo") | GSPO, "^--mismatch-objective cispo contradicts slime's --advantage-estim.* gspo"),
+    (
+        WHOLE,
+        ours(2, objective="cispo") | GSPO,
+        "^--mismatch-objective cispo contradicts slime's --advantage-estim.* gspo",
+    ),
     (HOOK, ours(2, objective="gspo"), "cannot run --mismatch-objective gspo: slime's policy_loss computes ppo"),
     (HOOK, ours(2, objective="ppo") | GSPO, "^--mismatch-objective ppo contradicts slime's --advantage-estimator gspo"),
     (
