@@ -274,9 +274,8 @@ def test_verl_loss_modes_are_objectives(mode: str, objective: str, clip: tuple[f
         objective,
         *clip,
     )
-    assert (
-        _noted(from_verl, f"actor_rollout_ref: {{actor: {{policy_loss: {{loss_mode: {mode}}}, {_CLIP}}}}}")[0] == config
-    )
+    actor = f"{{policy_loss: {{loss_mode: {mode}}}, {_CLIP}}}"
+    assert _noted(from_verl, f"actor_rollout_ref: {{actor: {actor}}}")[0] == config
     bypass, notes = _noted(from_verl, f"bypass_mode: true, loss_mode: {mode}")
     assert (bypass.algorithm, bypass.objective) == (1, "ppo")
     assert [note.startswith(f"loss_mode {mode} changes nothing in bypass") for note in notes] == [True] * (
@@ -404,7 +403,7 @@ def test_what_has_no_effect_is_accepted_and_said(read: Any, settings: str, note:
         (
             from_verl,
             "loss_mode: dppo_tv",
-            "loss_mode dppo_tv is no setting here; next to it comes preset dppo_tv with by",
+            "dppo_tv is no setting here; next to it comes preset dppo_tv with by",
         ),
         (from_verl, "policy_loss: {loss_mode: clip_cov}", "comes objective ppo: verl's takes tokens out at random"),
         (from_verl, "loss_mode: gsop", "loss_mode 'gsop' is unknown: did you mean gspo"),

@@ -20,9 +20,9 @@ def nemo_rl_settings(section: Mapping[str, Any]) -> dict[str, Any]:
 
     The correction without a type is algorithm 2 with weights bounded at e^20 only, of a sequence with
     sequence_level_importance_ratios (GSPO), else of a token; `tis` is mode clip with lo = its minimum or 0, `icepop`
-    mode mask, `seq-mask-tis` a geometric criterion next to unbounded token weights. force_on_policy_ratio makes the ratio
-    1, whatever the switches of the ratio say.
-    Raises: ValueError for two switches that make different losses, a type that is unknown, or a bound that is no number.
+    mode mask, `seq-mask-tis` a geometric criterion next to unbounded token weights. Under force_on_policy_ratio
+    the ratio is 1, whatever its switches say.
+    Raises: ValueError for two switches that make different losses, an unknown type, or a bound that is no number.
     """
     low = min(number(section.get("ratio_clip_min", 0.2), "ratio_clip_min"), 1.0)  # no ratio is below 0
     clip = present(

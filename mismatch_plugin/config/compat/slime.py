@@ -32,8 +32,8 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     An absent level, mode or upper bound has its value in `mis.yaml` (token, truncate, 2.0); an absent or null bound is
     what slime makes of null: tis_lower_bound 1/tis_upper_bound, rs bounds those of TIS. Absent switches are off. With
     `use_tis` and no other key of `mis.yaml` it is slime's built-in: token ratios clipped to [tis_clip_low, tis_clip].
-    `use_rs` without `use_tis` rejects, as slime's page says; slime's code skips it. advantage_estimator gspo and cispo are
-    objectives, use_opsm a criterion (see `with_opsm`).
+    `use_rs` without `use_tis` rejects, as slime's page says; slime's code skips it.
+    advantage_estimator gspo and cispo are objectives, use_opsm a criterion (see `with_opsm`).
     Raises: ValueError naming an unknown key, or an invalid value. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(mapping, _SLIME_KEYS, "slime key")

@@ -75,8 +75,8 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     bypass · policy gradient · rollout_is → algorithm: no · no · null 0, set 2; yes · no · any 1; yes · yes · any 3.
     With bypass, policy gradient, and neither rollout_is nor rollout_rs it is REINFORCE that nothing corrects.
     `rollout_is_threshold: "lo_hi"` is IcePop: mask mode, the rejected stay in the denominator. The bounds of `*_k1` act
-    on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same. `loss_mode` gspo, cispo and gpg (REINFORCE)
-    are objectives; in bypass mode verl runs its own loss, whatever loss_mode says.
+    on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same.
+    `loss_mode` gspo, cispo and gpg (REINFORCE) are objectives; in bypass mode verl runs its own loss whatever it says.
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")

@@ -31,9 +31,9 @@ def loss_settings(host_config: Any) -> dict[str, Any]:
 def settings(host_config: Any) -> MismatchConfig:
     """The configuration that NeMo-RL's own keys and `loss_fn.mismatch` (our settings, or `preset`) give together.
 
-    Objective, clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the bare switch,
-    which asynchronous GRPO insists on, asks for a correction and not for which. The denominator is original, because
-    NeMo-RL counts tokens before the loss.
+    Objective, clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the
+    bare switch, which asynchronous GRPO insists on, asks for a correction and not for which. The denominator is
+    original, because NeMo-RL counts tokens before the loss.
     Raises: ValueError, one sentence, where the two contradict each other or NeMo-RL would run another loss.
     """
     host = loss_settings(host_config)

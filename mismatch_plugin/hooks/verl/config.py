@@ -183,19 +183,19 @@ def _build(text: str) -> MismatchConfig:
 
 
 def _refuse_on_driver(config: MismatchConfig) -> None:
-    """Raises ValueError for what needs the workers' loss and rollout log-probs together, which bypass mode alone has."""
+    """Raises ValueError for what only the workers' loss in bypass mode has: π_θ, advantages, rollout log-probs."""
     if config.use_rollout_log_probs:
         return
     where = f"without {RC}.bypass_mode"
     if config.judges_current:
         raise ValueError(
-            f"{BLOCK}.rs.policy current needs π_θ: {where} verl's driver judges, which has none. Choose auto."
+            f"{BLOCK}.rs.policy current needs π_θ, which verl's driver, the judge {where}, lacks: choose auto."
         )
     if config.needs_advantages:
         names = ", ".join(criterion.name for criterion in config.criteria if criterion.condition != "any")
         raise ValueError(
-            f"{BLOCK}.rs.criteria {names} needs advantages: {where} verl's driver judges, before it computes them. Take "
-            f"the condition away, or set bypass_mode."
+            f"{BLOCK}.rs.criteria {names} needs advantages, which verl's driver, the judge {where}, computes later: "
+            f"take the condition away, or set bypass_mode."
         )
     if config.terms.rollout_kl_coef:
         raise ValueError(

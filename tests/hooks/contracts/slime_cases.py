@@ -93,12 +93,7 @@ def own_switches(host: str, estimators: tuple[str, ...]) -> dict[str, tuple[dict
         own[name] = {"advantage_estimator": estimator, **more}
         own[f"bypass {name}"] = {**own[name], **bypass}
     if "cispo" in estimators:
-        own["cispo, no lower bound, terms"] = {
-            "advantage_estimator": "cispo",
-            "eps_clip": 3.0,
-            "eps_clip_high": 0.02,
-            **TERMS,
-        }
+        own["cispo, no lower bound, terms"] = {**own["cispo"], "eps_clip": 3.0, **TERMS}
     own["gspo, per token"] = {"advantage_estimator": "gspo", **NARROW, "calculate_per_token_loss": True}
     own["bypass masking"] = {**bypass, **masking}
     own["bypass gspo masking"] = {**own["bypass gspo"], **masking}

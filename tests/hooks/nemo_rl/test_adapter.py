@@ -235,9 +235,8 @@ def test_nemo_rls_switches_are_objectives() -> None:
     gspo: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
     config = build({}, **gspo, ratio_clip_min=3e-4, ratio_clip_max=4e-4).config
     assert (config.objective, config.ppo.eps_clip_high, config.algorithm) == ("gspo", 4e-4, 0)
-    assert (
-        build({}, **gspo, use_importance_sampling_correction=True).config.tis.level == "sequence"
-    )  # as NeMo-RL weighs
+    # As NeMo-RL weighs it.
+    assert build({}, **gspo, use_importance_sampling_correction=True).config.tis.level == "sequence"
     ours = build({"tis": {"upper_bound": 3.0}}, **gspo, use_importance_sampling_correction=True).config
     assert (ours.tis.level, ours.tis.upper_bound) == ("sequence", 3.0)
     plain = build({}, disable_ppo_ratio=True).config

@@ -132,7 +132,7 @@ def test_losses_that_are_not_ours_are_left_alone():
     assert slime.check(namespace(use_rollout_logprobs=True)) == slime.settings(namespace(use_rollout_logprobs=True))
 
 
-# The host's own switches ------------------------------------------------------------------------------------------------
+# The host's own switches ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("estimator", ["gspo", "cispo"])

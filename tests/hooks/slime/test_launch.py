@@ -118,7 +118,7 @@ def test_what_needs_our_loss_contradicts_the_host_s_by_hand(tmp_path: Path) -> N
     line = "--use-tis --mismatch-objective gspo"
     with pytest.raises(ValueError, match="policy_loss contradicts --mismatch-objective gspo: slime's policy_loss comp"):
         _plan(tmp_path, f"{line} --loss-type policy_loss")
-    with pytest.raises(ValueError, match="mine.tis is another correction"):
+    with pytest.raises(ValueError, match=r"mine\.tis is another correction"):
         _plan(tmp_path, f"{line} --custom-tis-function-path mine.tis")
     assert _value(_plan(tmp_path, f"{line} --advantage-estimator gspo"), "--loss-type") is None
 
