@@ -141,6 +141,7 @@ def grpo_terms(
         weighs = config.use_rollout_log_probs
         low, high = (config.tis.lower, config.tis.upper) if weighs else (0.0, math.inf)
         anchor = token.correction.tokens.rollout if weighs else packed.old_log_probs
+        assert anchor is not None  # `pack` gives both
         log_r = torch.where(token.selected, log_p - anchor, 0.0)
     ratios = bounded_exp(log_r.detach())
     above, below = (ratios > high) & token.selected, (ratios < low) & token.selected

@@ -112,6 +112,61 @@ def test_decoupled_equals_vanilla(aggregation: str, weighted: bool) -> None:
     assert dual > 0  # the dual clip was at work
 
 
+OBJECTIVES = {"gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("mode", OBJECTIVES)
+@pytest.mark.parametrize("way", ["decoupled", "weighted", "bypass"])
+def test_objectives_equal_verl_s_loss_modes(mode: str, way: str, aggregation: str) -> None:
+    """Also with advantages that differ inside a response: verl's GSPO passes its gradient through each token, too."""
+    ours = {"objective": OBJECTIVES[mode]} if way != "bypass" or mode != "gpg" else {"tis": {"level": "none"}}
+    kind = {"bypass_mode": way == "bypass", "loss_type": "reinforce" if mode == "gpg" and way == "bypass" else "ppo_clip"}
+    block = correction(rollout_is="token" if way == "weighted" else None, mismatch=ours, **kind)
+    config = actor(block, clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.01)
+    clipped = 0.0
+    for seed in SEEDS:
+        data = batch(seed)
+        weights = torch.exp(data["old_log_probs"] - data["rollout_log_probs"]).clamp(max=1.3) * data["response_mask"]
+        data["response_mask"][0] = 0  # a rejected sequence
+        arguments = {
+            "old_log_prob": data["rollout_log_probs" if way == "bypass" else "old_log_probs"],
+            "loss_agg_mode": aggregation, "config": config, "rollout_is_weights": weights if way == "weighted" else None,
+        }  # fmt: skip
+        theirs = loss_and_gradient(get_policy_loss_fn(mode), data, **arguments)
+        mine = loss_and_gradient(get_policy_loss_fn("mismatch"), data, **arguments)
+        same(mine, theirs)
+        assert mine[1].abs().sum() > 0
+        for name, value in theirs[2].items():
+            assert mine[2][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+        clipped += mine[2].get("actor/pg_clipfrac", 1.0)
+    assert clipped > 0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+def test_the_presets_of_dppo_equal_verl_s_loss_modes_with_the_rollout_as_old_policy(name: str, aggregation: str) -> None:
+    """Up to the numbers in which verl's probabilities are kept away from 0 and 1; its δ is clip_ratio."""
+    ours = {"preset": name, "rs": {"criteria": [{"dppo_tv": "token:tv:0.05@away", "dppo_kl": "token:binary_kl:0.01@away"}[name]]}}
+    delta = {"dppo_tv": 0.05, "dppo_kl": 0.01}[name]
+    config = actor(
+        correction(bypass_mode=True, loss_type="reinforce", mismatch=ours),
+        clip_ratio=delta, clip_ratio_low=delta, clip_ratio_high=delta, clip_ratio_c=20.0,
+    )  # fmt: skip
+    rejected = 0.0
+    for seed in SEEDS:
+        data = batch(seed)
+        arguments = {
+            "old_log_prob": data["rollout_log_probs"], "loss_agg_mode": aggregation, "config": config,
+            "rollout_is_weights": None,
+        }  # fmt: skip
+        mine = loss_and_gradient(get_policy_loss_fn("mismatch"), data, **arguments)
+        theirs = loss_and_gradient(get_policy_loss_fn(name), data, **arguments)
+        same(mine, theirs)
+        rejected += theirs[2]["actor/pg_clipfrac"]
+    assert rejected > 0
+
+
 def test_where_verl_averages_over_rejected_weights_ours_does_not() -> None:
     """A difference: verl's mean of IcePop weights counts the zeroed ones, here it runs over the accepted."""
     settings = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": "0.8_1.3"}
