@@ -209,6 +209,10 @@ def test_verl_s_loss_mode_is_the_objective_of_our_loss(
         ),
         ("--use-tis --rs-veto-threshold 0.1 --rs-policy current", "rs.policy current needs π_θ"),
         ("--use-tis --rs-criterion token:tv:0.1@away", "token_tv_away needs advantages"),
+        (
+            "--use-rollout-log-probs --rs-criterion token:k2:0.5 --mismatch-rollout-kl-coef 0.1",
+            "rollout_kl_on all reaches no rejected token in verl.*: choose accepted, or denominator original",
+        ),
         ("--use-tis --mismatch-rollout-kl-coef 0.1", "rollout_kl_coef needs rollout log-probs in the workers' loss"),
     ],
 )

@@ -185,6 +185,11 @@ def _build(text: str) -> MismatchConfig:
 def _refuse_on_driver(config: MismatchConfig) -> None:
     """Raises ValueError for what only the workers' loss in bypass mode has: π_θ, advantages, rollout log-probs."""
     if config.use_rollout_log_probs:
+        if config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all" and config.changes_denominator:
+            raise ValueError(
+                f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over the accepted "
+                f"ones: choose accepted, or denominator original."
+            )
         return
     where = f"without {RC}.bypass_mode"
     if config.judges_current:

@@ -93,7 +93,10 @@ def report_by_hand(
     report = {"pg_loss": total(lambda t: t["pg_loss"]), "entropy_loss": total(lambda t: t["entropy"])}
     report["loss"] = report["pg_loss"] - args.entropy_coef * report["entropy_loss"]
     report["train_rollout_logprob_abs_diff"] = total(lambda t: abs(t["log_ratio"]))
-    if config.algorithm != 3:
+    if config.terms.rollout_kl_coef:
+        report["rollout_kl_loss"] = total(lambda t: (t["current"] - t["rollout"]) ** 2 / 2)
+        report["loss"] += config.terms.rollout_kl_coef * report["rollout_kl_loss"]
+    if config.policy_objective != "reinforce":
         report |= {"pg_clipfrac": total(lambda t: t["clipped"]), "ppo_kl": total(lambda t: t["ppo_kl"])}
     if args.use_kl_loss:
         report["kl_loss"] = total(lambda t: t["weighted_kl"])
