@@ -121,9 +121,9 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 
 def sums_tokens(config: MismatchConfig) -> bool:
-    """True where log-ratios are added up over a sequence, so that rounding adds up too."""
+    """True where log-ratios are added up over a sequence, so that rounding adds up too, or GSPO's narrow clip sees it."""
     weights = config.weighted and units_of(config).multiplies
-    return weights or any(c.aggregate == "sequence_sum" for c in config.criteria)
+    return weights or config.policy_objective == "gspo" or any(c.aggregate == "sequence_sum" for c in config.criteria)
 
 
 def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> MismatchConfig:
@@ -157,6 +157,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
 def refuse_idle(config: MismatchConfig, metrics_asked: bool) -> None:
     """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
     without_mask(config, metrics_asked)
-    if config.algorithm == 0 and not config.rejects:
+    idle = config.objective == "ppo" and not config.terms.rollout_kl_coef
+    if config.algorithm == 0 and not config.rejects and idle:
         what = "these settings correct nothing (algorithm 0, no rejection)"
         raise ValueError(_WITHOUT_MASK.format("nothing can be measured", what))
