@@ -121,7 +121,7 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 
 def sums_tokens(config: MismatchConfig) -> bool:
-    """True where log-ratios are added up over a sequence, so that rounding adds up too, or GSPO's narrow clip sees it."""
+    """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
     weights = config.weighted and units_of(config).multiplies
     return weights or config.policy_objective == "gspo" or any(c.aggregate == "sequence_sum" for c in config.criteria)
 

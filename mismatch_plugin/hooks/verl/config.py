@@ -187,7 +187,7 @@ def _refuse_on_driver(config: MismatchConfig) -> None:
     if config.use_rollout_log_probs:
         if config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all" and config.changes_denominator:
             raise ValueError(
-                f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over the accepted "
+                f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over accepted "
                 f"ones: choose accepted, or denominator original."
             )
         return
