@@ -119,7 +119,7 @@ class MismatchConfig(Settings):
         if self.rs.group != "keep":
             fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""
             lines.append(f"advantages: of a group's accepted responses only{fewer}")
-        if self.algorithm != 3 and self.objective != "ppo":
+        if self.algorithm != 3:
             clip = f", ratio in [{1 - self.ppo.eps_clip_low:g}, {1 + self.ppo.eps_clip_high:g}]"
             lines.append(f"objective: {self.objective}{clip if self.objective != 'reinforce' else ''}")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")

@@ -141,6 +141,11 @@ def outside_known_range(config: Settings) -> list[str]:
             f"objective gspo with aggregation {config.aggregation}: the paper's loss is seq-mean-token-mean, in which "
             f"every response counts the same."
         )
+    if config.policy_objective == "gspo" and config.ppo.eps_clip_high > 0.01:
+        notes.append(
+            f"objective gspo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips hardly "
+            f"anything: {geometric} (the paper has 3e-4 and 4e-4)."
+        )
     if config.algorithm == 3 and not config.weighted and not config.judges:
         notes.append(
             "algorithm 3 without weights and without rejection is plain REINFORCE: nothing corrects the mismatch. "

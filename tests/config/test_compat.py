@@ -120,6 +120,23 @@ def test_slime_loss_flags_at_slime_s_defaults() -> None:
     assert _silent(from_slime, "use_kl_loss: true, kl_loss_coef: 0.1").terms.kl_type == "k1"
 
 
+@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
+def test_slime_estimators_are_objectives(estimator: str) -> None:
+    config, _ = _noted(from_slime, f"advantage_estimator: {estimator}, eps_clip: 4.0, eps_clip_high: 0.3")
+    assert (config.objective, config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (estimator, 1.0, 0.3)
+    assert _silent(from_slime, "advantage_estimator: grpo") == _silent(from_slime, "use_tis: false")
+
+
+def test_slime_off_policy_sequence_masking() -> None:
+    bypass = _silent(from_slime, "use_rollout_logprobs: true, use_opsm: true, opsm_delta: 0.1")
+    assert (bypass.algorithm, bypass.rs.policy) == (1, "auto")
+    decoupled, notes = _noted(from_slime, "use_opsm: true, opsm_delta: 0.1")
+    assert (decoupled.rs, len(notes)) == (mp.preset("opsm", delta=0.1).rs, 1)
+    assert notes[0].startswith("use_opsm judges π_θ against π_rollout") and bypass.criteria == decoupled.criteria
+    shipped, _ = _noted(from_slime, "use_opsm: true")
+    assert shipped.criteria[0].lower_bound == math.exp(-1e-4)
+
+
 # verl -----------------------------------------------------------------------------------------------------------------
 
 
@@ -239,6 +256,33 @@ def test_verl_actor_settings() -> None:
     assert (config.aggregation, config.length_norm) == ("seq-mean-token-sum", 1024.0)
 
 
+_CLIP = "clip_ratio_low: 3.0, clip_ratio_high: 0.3, clip_ratio_c: 3.0"
+
+
+@pytest.mark.parametrize(
+    ("mode", "objective", "clip"),
+    [
+        ("vanilla", "ppo", (1.0, 0.3, 3.0)),
+        ("gspo", "gspo", (1.0, 0.3, None)),  # verl's has no dual clip
+        ("cispo", "cispo", (1.0, 0.3, None)),
+        ("gpg", "reinforce", (0.2, 0.2, None)),
+    ],
+)
+def test_verl_loss_modes_are_objectives(mode: str, objective: str, clip: tuple[float | None, ...]) -> None:
+    config, _ = _noted(from_verl, f"policy_loss: {{loss_mode: {mode}}}, {_CLIP}")
+    assert (config.objective, config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (
+        objective,
+        *clip,
+    )
+    actor = f"{{policy_loss: {{loss_mode: {mode}}}, {_CLIP}}}"
+    assert _noted(from_verl, f"actor_rollout_ref: {{actor: {actor}}}")[0] == config
+    bypass, notes = _noted(from_verl, f"bypass_mode: true, loss_mode: {mode}")
+    assert (bypass.algorithm, bypass.objective) == (1, "ppo")
+    assert [note.startswith(f"loss_mode {mode} changes nothing in bypass") for note in notes] == [True] * (
+        mode != "vanilla"
+    )
+
+
 @pytest.mark.parametrize("kinds", ["kl k1", "k1 k1", "mse k2", "k2 k2", "k3 low_var_kl", "low_var_kl low_var_kl"])
 def test_verl_kl_estimators(kinds: str) -> None:
     """verl's k3 and low_var_kl are one and bounded to ±10, as our low_var_kl."""
@@ -356,6 +400,19 @@ def test_what_has_no_effect_is_accepted_and_said(read: Any, settings: str, note:
         (from_verl, "loss_agg_mode: seq-mean-token-sum-norm", "give loss_scale_factor"),
         (from_verl, "loss_agg_mode: sample-mean", "aggregation is 'sample-mean': it should be 'token-mean'"),
         (from_verl, "kl_loss_coef: 0.1, kl_loss_type: abs", "kl_loss_type 'abs' is unknown"),
+        (
+            from_verl,
+            "loss_mode: dppo_tv",
+            "dppo_tv is no setting here; next to it comes preset dppo_tv with by",
+        ),
+        (from_verl, "policy_loss: {loss_mode: clip_cov}", "comes objective ppo: verl's takes tokens out at random"),
+        (from_verl, "loss_mode: gsop", "loss_mode 'gsop' is unknown: did you mean gspo"),
+        (from_slime, "use_opsm: true, use_rs: true", "the veto π_old: give --rs-policy current"),
+        (
+            from_slime,
+            "use_unbiased_kl: true, use_kl_loss: true, kl_loss_coef: 0.1",
+            "use_unbiased_kl is no setting here: slime's hook",
+        ),
         (from_verl, "rollout_token_veto_threshold: 2.0", "rs.veto_threshold is 2.0: it should be less than 1"),
     ],
 )

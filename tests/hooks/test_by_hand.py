@@ -60,10 +60,12 @@ def policies(seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask", "mask normalised"])
-@pytest.mark.parametrize("denominator", ["auto", "original"])
-def test_verl(way: str, level: str, mode: str, denominator: str) -> None:
+@pytest.mark.parametrize(("denominator", "objective"), [("auto", "ppo"), ("original", "ppo"), ("original", "cispo")])
+def test_verl(way: str, level: str, mode: str, denominator: str, objective: str) -> None:
     bounds = {"upper_bound": 1.2} if mode == "truncate" else {"lower_bound": 0.7, "upper_bound": 1.4}
     ours: dict[str, Any] = {"denominator": denominator, "rs": {"veto_threshold": 0.6}}
+    if way != "reinforce":
+        ours["objective"] = objective
     if way != "bypass":
         tis = {"level": level, "mode": mode.split()[0], **bounds}
         ours |= {"use_tis": True, "tis": tis}
@@ -95,7 +97,7 @@ def test_verl(way: str, level: str, mode: str, denominator: str) -> None:
             assert metrics[name] == pytest.approx(float(wanted), rel=1e-9, abs=1e-12), name
         kept += float(placed(sequences, "keep").sum()) / float(4 * MASK.sum())
         clipped, dual = clipped + metrics.get("actor/pg_clipfrac", 1), dual + metrics.get("actor/pg_clipfrac_lower", 1)
-    assert 0.2 < kept < 1 and clipped and dual  # every rule was at work
+    assert 0.2 < kept < 1 and clipped and (dual or objective == "cispo")  # every rule was at work
 
 
 # NeMo-RL --------------------------------------------------------------------------------------------------------------
@@ -137,16 +139,23 @@ def test_nemo_rl(name: str, token_level: bool, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "weighted_kl"), [("0", False), ("1", False), ("2", False), ("2", True), ("3", False), ("3", True)]
+    ("algorithm", "weighted_kl", "objective"),
+    [
+        *(("0", False, "ppo"), ("1", False, "ppo"), ("2", False, "ppo"), ("2", True, "ppo"), ("3", False, "ppo")),
+        *(("3", True, "ppo"), ("0", False, "gspo"), ("1", False, "cispo"), ("2", False, "gspo"), ("2", True, "cispo")),
+        ("2", False, "reinforce"),
+    ],
 )
-def test_megatron_rl(algorithm: str, weighted_kl: bool) -> None:
+def test_megatron_rl(algorithm: str, weighted_kl: bool, objective: str) -> None:
     terms = {"kl_coef": CLIP.kl_beta, "kl_type": "k3", "kl_importance_weighted": weighted_kl}
-    more: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"]}, "terms": terms}
+    more: dict[str, Any] = {"rs": {"criteria": ["sequence_max:k2:0.3"]}, "terms": terms, "objective": objective}
     low, high = 1.0 - CLIP.eps_lower, 1.0 + CLIP.eps_upper
     if algorithm in "23":
         more["tis"] = {"mode": "clip", "lower_bound": 0.9, "upper_bound": 1.25}
     if algorithm == "3":
         low, high = 0.9, 1.25
+    if objective == "reinforce":
+        low, high = 0.0, math.inf  # no clip
     config = make_config(**ALGORITHMS[algorithm], **more)
     outside = {"above": 0.0, "below": 0.0}
     for layout in LAYOUTS.values():
@@ -168,4 +177,4 @@ def test_megatron_rl(algorithm: str, weighted_kl: bool) -> None:
                 above, below = float(token["r"] > high), float(token["r"] < low)
                 assert got == pytest.approx([loss, token["kl"], token["r"], entropy, above, below], rel=1e-9, abs=1e-12)
                 outside = {"above": outside["above"] + above, "below": outside["below"] + below}
-    assert all(outside.values())
+    assert all(outside.values()) or objective in ("gspo", "reinforce")  # the mean of a response moves less

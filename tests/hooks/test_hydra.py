@@ -168,6 +168,74 @@ def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) ->
         _verl(tmp_path, f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo")
 
 
+@pytest.mark.parametrize(
+    ("line", "algorithm", "objective"),
+    [
+        (f"--use-tis {_LOSS_MODE}=gspo", 2, "gspo"),
+        (f"--use-rollout-log-probs {_LOSS_MODE}=cispo", 1, "cispo"),
+        (f"--rs-criterion token:k2:0.5 {_LOSS_MODE}=gpg", 0, "reinforce"),
+        (f"--use-tis --use-rollout-log-probs {_LOSS_MODE}=gpg", 3, "ppo"),
+        ("--use-tis --mismatch-objective cispo", 2, "cispo"),
+        (f"--use-tis --mismatch-objective gspo {_LOSS_MODE}=gspo", 2, "gspo"),
+    ],
+)
+def test_verl_s_loss_mode_is_the_objective_of_our_loss(
+    line: str, algorithm: int, objective: str, tmp_path: Path
+) -> None:
+    """Its place on the line is ours: in bypass mode verl would run its own bypass loss whatever it says."""
+    plan = _verl(tmp_path, f"{line} {_ACTOR}.clip_ratio_low=4 {_ACTOR}.clip_ratio_high=0.3")
+    tree = _tree(plan)
+    assert tree["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "mismatch"
+    assert sum(token.startswith(_LOSS_MODE) for token in plan.argv) == 1
+    config = verl_settings.check_tree(tree)
+    assert config is not None and (config.algorithm, config.objective) == (algorithm, objective)
+    if objective in ("gspo", "cispo"):
+        assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high, config.ppo.dual_clip) == (1.0, 0.3, None)
+        assert f"objective: {objective}, ratio in [0, 1.3]" in plan.lines
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"--use-tis --use-rollout-log-probs {_LOSS_MODE}=gspo", "gspo contradicts algorithm 3"),
+        (f"--use-tis --mismatch-objective cispo {_LOSS_MODE}=gspo", "gspo contradicts --mismatch-objective cispo"),
+        (f"--use-tis {_LOSS_MODE}=dppo_tv", "next to it comes preset dppo_tv with bypass_mode, which judges"),
+        (f"--use-tis {_LOSS_MODE}=sapo", "sapo is no setting here; next to it comes objective ppo"),
+        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo", "leave one of them out"),
+        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=vanilla", "needs our loss in the"),
+        (
+            f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo",
+            rf"\(gspo is \+{_RC}.mismatch.objective=gspo there\)",
+        ),
+        ("--use-tis --rs-veto-threshold 0.1 --rs-policy current", "rs.policy current needs π_θ"),
+        ("--use-tis --rs-criterion token:tv:0.1@away", "token_tv_away needs advantages"),
+        (
+            "--use-rollout-log-probs --rs-criterion token:k2:0.5 --mismatch-rollout-kl-coef 0.1",
+            "rollout_kl_on all reaches no rejected token in verl.*: choose accepted, or denominator original",
+        ),
+        ("--use-tis --mismatch-rollout-kl-coef 0.1", "rollout_kl_coef needs rollout log-probs in the workers' loss"),
+    ],
+)
+def test_verl_s_losses_and_ours_that_cannot_be_had_together(line: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        _verl(tmp_path, line)
+
+
+def test_conditions_are_judged_in_verl_s_workers_in_bypass_mode(tmp_path: Path) -> None:
+    plan = _verl(tmp_path, "--mismatch-preset dppo_tv")
+    config = verl_settings.check_tree(_tree(plan))
+    assert config is not None and (config.algorithm, config.denominator) == (3, "original")
+    assert [criterion.name for criterion in config.criteria] == ["token_tv_away"]
+
+
+def test_another_loss_of_verl_s_has_no_objective_of_ours(tmp_path: Path) -> None:
+    lines = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=sapo").lines
+    assert any(line.startswith("loss in the workers: verl's own sapo, with") for line in lines)
+    assert not any(line.startswith("objective: ") for line in lines)
+    own = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo").lines
+    assert "objective: gspo, ratio in [0.8, 1.2]" in own
+
+
 def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(name="mismatch_plugin")
     monkeypatch.setattr(verl, "entry_points", lambda group: [here] if group == "verl.plugins" else [])
@@ -226,7 +294,12 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
     ("line", "yaml", "message"),
     [
         ("--use-tis", "loss_fn: {mismatch: {use_tis: true}}\n", "is set next to the plugin's flags"),
-        ("--use-tis loss_fn.use_cispo=true", "loss_fn: {}\n", "use_cispo True makes another loss"),
+        (
+            "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true",
+            "loss_fn: {}\n",
+            "objective gspo contradicts NeMo-RL's loss_fn, which makes it cispo",
+        ),
+        ("--use-tis loss_fn.positive_example_nll_weight=0.1", "loss_fn: {}\n", "makes another loss"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "loss_fn: {}\n", "eps_clip_low 0.1 contradicts NeMo-RL's loss_fn"),
     ],
 )

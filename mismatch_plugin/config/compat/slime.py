@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.compat.reading import known_only, note, present, switch_of
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
 from mismatch_plugin.config.values import number, unknown
 
@@ -17,8 +18,12 @@ MIS_KEYS = (
 _SLIME_KEYS = (
     *("use_tis", "use_rollout_logprobs", "use_rollout_log_probs", "tis_clip", "tis_clip_low"),
     *("eps_clip", "eps_clip_high", "eps_clip_c", "entropy_coef", "use_kl_loss", "kl_loss_coef", "kl_loss_type"),
-    *("calculate_per_token_loss", *MIS_KEYS),
+    *("advantage_estimator", "use_opsm", "opsm_delta", "use_unbiased_kl", "calculate_per_token_loss", *MIS_KEYS),
 )
+OPSM_DELTA = 1e-4
+"""slime's own default."""
+_OBJECTIVES = ("gspo", "cispo")
+"""Of slime's advantage estimators those that choose an objective; the others are PPO's."""
 
 
 def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
@@ -28,6 +33,7 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     what slime makes of null: tis_lower_bound 1/tis_upper_bound, rs bounds those of TIS. Absent switches are off. With
     `use_tis` and no other key of `mis.yaml` it is slime's built-in: token ratios clipped to [tis_clip_low, tis_clip].
     `use_rs` without `use_tis` rejects, as slime's page says; slime's code skips it.
+    advantage_estimator gspo and cispo are objectives, use_opsm a criterion (see `with_opsm`).
     Raises: ValueError naming an unknown key, or an invalid value. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(mapping, _SLIME_KEYS, "slime key")
@@ -50,9 +56,11 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
                 where = "next to mis.yaml's keys" if use_tis else "without use_tis"
                 note(f"{key} {given[key]} changes nothing {where}: slime reads it in its built-in TIS only.")
     low, high = given.get("eps_clip"), given.get("eps_clip_high")
-    data["ppo"] = present(
-        eps_clip_low=low, eps_clip_high=low if high is None else high, dual_clip=given.get("eps_clip_c")
-    )
+    high = low if high is None else high
+    low = None if low is None else min(number(low, "eps_clip"), 1.0)  # no ratio is below 0
+    data["ppo"] = present(eps_clip_low=low, eps_clip_high=high, dual_clip=given.get("eps_clip_c"))
+    if (objective := host_objective(str(given.get("advantage_estimator")))) != "ppo":
+        data["objective"] = objective
     data["terms"] = present(entropy_coef=given.get("entropy_coef"))
     coefficient = number(given.get("kl_loss_coef") or 0.0, "kl_loss_coef")
     if coefficient and switch_of(given, "use_kl_loss"):
@@ -62,7 +70,46 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
     if "calculate_per_token_loss" in given:
         per_token = switch_of(given, "calculate_per_token_loss")
         data["aggregation"] = "token-mean" if per_token else "seq-mean-token-mean"
+    if switch_of(given, "use_unbiased_kl") and data["terms"].get("kl_coef"):
+        raise ValueError("use_unbiased_kl is no setting here: slime's hook (mismatch_plugin.hooks.slime) computes it.")
+    if switch_of(given, "use_opsm"):
+        data = with_opsm(data, number(given.get("opsm_delta", OPSM_DELTA), "opsm_delta"))
+        if not bypass:
+            note("use_opsm judges π_θ against π_rollout, the sampler: slime's own policy_loss takes π_old.")
     return MismatchConfig.build(data)
+
+
+def host_objective(estimator: str) -> str:
+    """The objective of slime's own policy loss with that advantage estimator."""
+    return estimator if estimator in _OBJECTIVES else "ppo"
+
+
+def with_opsm(data: dict[str, Any], delta: float) -> dict[str, Any]:
+    """The settings with slime's off-policy sequence masking as a criterion of our loss.
+
+    Dropped where the sequence's mean A < 0 and mean(log π_rollout − log π_θ) > δ (arXiv 2512.02556). slime takes each
+    token's own A, and in algorithms 0 and 2 its anchor π_old in the place of π_rollout.
+    Raises: ValueError where algorithm 0 or 2 judges other criteria or a veto by π_old: one policy holds for all.
+    """
+    rule = Criterion(
+        aggregate="sequence_mean",
+        statistic="k1",
+        lower_bound=math.exp(-delta),
+        upper_bound=math.inf,
+        condition="negative",
+    )
+    rs = dict(data.get("rs") or {})
+    others = [Criterion.model_validate(parse_criterion(one)) for one in rs.get("criteria") or ()]
+    if rule not in others:  # a file's settings, read before, have it
+        if not data["use_rollout_log_probs"] and rs.get("policy") != "current":
+            if others or rs.get("veto_threshold") is not None:
+                raise ValueError(
+                    "--use-opsm judges π_θ, and the other criteria or the veto π_old: give --rs-policy current, which "
+                    "holds for all of them, or leave one of the two out."
+                )
+            rs["policy"] = "current"
+        rs["criteria"] = [*(one.model_dump(exclude_unset=True) for one in others), rule.model_dump()]
+    return {**data, "rs": rs}
 
 
 def _mis_weights(given: Mapping[str, Any]) -> dict[str, Any]:

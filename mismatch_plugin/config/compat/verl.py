@@ -31,6 +31,21 @@ SPELLED = {
     "denominator": "rollout_is_threshold",
 }
 """Our setting → the key of the block that says it."""
+OBJECTIVES = {"vanilla": "ppo", "gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+"""The actor's `policy_loss.loss_mode` → our objective."""
+_DPPO = "preset {} with bypass_mode, which judges π_θ against π_rollout: verl's judges it against old_log_prob"
+OTHER_LOSSES = {
+    "dppo_tv": _DPPO.format("dppo_tv"),
+    "dppo_kl": _DPPO.format("dppo_kl"),
+    "geo_mean": "objective gspo: verl's clips each token's log-ratio and takes the geometric mean of a response",
+    "sapo": "objective ppo: verl's has a smooth gate in the place of the clip",
+    "clip_cov": "objective ppo: verl's takes tokens out at random, by their covariance",
+    "kl_cov": "terms.rollout_kl_coef: verl's penalises the tokens of the largest covariance",
+    "dro": "terms.rollout_kl_coef: verl's is a penalty on π_θ/π_old in the place of the clip",
+}
+"""Those that we do not have → what comes next to it, and what is different."""
+_OWN_NAMES = (None, "bypass_mode", "mismatch")
+"""Values of loss_mode that say nothing of the objective."""
 _VERL_BLOCK_KEYS = (
     *("rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize"),
     *("rollout_rs", "rollout_rs_threshold", "rollout_rs_threshold_lower", "rollout_token_veto_threshold"),
@@ -39,7 +54,7 @@ _VERL_BLOCK_KEYS = (
 )
 _VERL_ACTOR_KEYS = (
     *("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c", "entropy_coeff"),
-    *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor"),
+    *("use_kl_loss", "kl_loss_coef", "kl_loss_type", "loss_agg_mode", "loss_scale_factor", "loss_mode"),
 )
 _VERL_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "low_var_kl", "k3": "low_var_kl"}
 _VERL_AGGREGATE = {"token": "token", "seq_sum": "sequence_sum", "seq_mean": "sequence_mean", "seq_max": "sequence_max"}
@@ -61,6 +76,7 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     With bypass, policy gradient, and neither rollout_is nor rollout_rs it is REINFORCE that nothing corrects.
     `rollout_is_threshold: "lo_hi"` is IcePop: mask mode, the rejected stay in the denominator. The bounds of `*_k1` act
     on 1/ρ in verl; here they become [1/hi, 1/lo] on ρ, which accepts the same.
+    `loss_mode` gspo, cispo and gpg (REINFORCE) are objectives; in bypass mode verl runs its own loss whatever it says.
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")
@@ -99,7 +115,8 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
         note(
             "an IcePop threshold keeps what rollout_rs rejects in the denominator too: one denominator holds for both."
         )
-    return MismatchConfig.build(data | _verl_actor(given))
+    data |= _verl_objective(given, bypass)
+    return MismatchConfig.build(data | _verl_actor(given, data.get("objective", "ppo")))
 
 
 def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,6 +139,9 @@ def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
     actor = (reference.get("actor") or {}) if isinstance(reference, Mapping) else {}
     # The actor has many keys that are not about the loss; of the block, every key must be known.
     flat |= {key: value for key, value in actor.items() if key in _VERL_ACTOR_KEYS}
+    policy_loss = flat.pop("policy_loss", None) or actor.get("policy_loss")
+    if isinstance(policy_loss, Mapping) and policy_loss.get("loss_mode") is not None:
+        flat["loss_mode"] = policy_loss["loss_mode"]
     return flat | {key: value for key, value in block.items() if not str(key).startswith("_")}
 
 
@@ -209,16 +229,41 @@ def _inverted(name: str, lower: float | None, upper: float) -> dict[str, float]:
     return {"lower_bound": 1.0 / upper, "upper_bound": 1.0 / lower}
 
 
-def _verl_actor(given: Mapping[str, Any]) -> dict[str, Any]:
+def _verl_objective(given: Mapping[str, Any], bypass: bool) -> dict[str, Any]:
+    mode = given.get("loss_mode")
+    if mode in _OWN_NAMES:
+        return {}
+    if mode in OTHER_LOSSES:
+        raise ValueError(no_such_loss(mode))
+    if mode not in OBJECTIVES:
+        raise unknown("loss_mode", mode, OBJECTIVES)
+    if bypass and mode != "vanilla":
+        note(f"loss_mode {mode} changes nothing in bypass mode, where verl runs its own bypass_mode: set objective.")
+        return {}
+    return {"objective": OBJECTIVES[mode]}
+
+
+def no_such_loss(mode: str) -> str:
+    """Why one of `OTHER_LOSSES` is no setting here, and what comes next to it."""
+    return f"loss_mode {mode} is no setting here; next to it comes {OTHER_LOSSES[mode]}."
+
+
+def verl_clip(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
+    """The actor's clip as `ppo` settings, as far as verl's loss of that objective reads it."""
+    clip, low, high = (given.get(f"clip_ratio{side}") for side in ("", "_low", "_high"))
+    low = clip if low is None else low
+    bounds_ = present(
+        eps_clip_low=None if low is None else min(number(low, "clip_ratio_low"), 1.0),  # no ratio is below 0
+        eps_clip_high=clip if high is None else high,
+    )
+    dual = present(dual_clip=given.get("clip_ratio_c"))
+    return {"ppo": bounds_ | dual, "reinforce": {}}.get(objective, bounds_)
+
+
+def _verl_actor(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
     """Clip, entropy, KL and aggregation; only what was given."""
-    clip = given.get("clip_ratio")
-    low, high = given.get("clip_ratio_low"), given.get("clip_ratio_high")
     data: dict[str, Any] = {
-        "ppo": present(
-            eps_clip_low=clip if low is None else low,
-            eps_clip_high=clip if high is None else high,
-            dual_clip=given.get("clip_ratio_c"),
-        ),
+        "ppo": verl_clip(given, objective),
         "terms": present(entropy_coef=given.get("entropy_coeff")),
     }
     coefficient = number(given.get("kl_loss_coef") or 0.0, "kl_loss_coef")

@@ -65,13 +65,15 @@ def settings(args: Namespace) -> MismatchConfig:
         theirs, ours = getattr(args, name, None), value_and_default(config, path)[0]
         if theirs is None or (path == "tis.upper_bound" and not config.weighted):
             continue
+        if path == "ppo.eps_clip_low":
+            theirs = min(float(theirs), 1.0)  # no ratio is below 0
         if path in asked and float(ours) != float(theirs):
             raise ValueError(f"{path} {ours:g} contradicts {flag} {theirs:g}: give {flag} alone, it holds for both.")
         section, field = path.split(".")
         own[section][field] = float(theirs)
     if own["terms"].get("kl_coef"):
         own["terms"]["kl_type"] = "k3"
-    if config.algorithm == 3:
+    if config.policy_objective == "reinforce":
         own["ppo"] = {}
     if coefficient is not None and not config.weighted:
         raise ValueError(
@@ -94,7 +96,7 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
     def on(name: str) -> bool:
         return bool(getattr(host_args, name, False))
 
-    said = ("algorithm", "weights: ", "rejection: ", "policies: ")
+    said = ("algorithm", "weights: ", "rejection: ", "policies: ", "advantages: ", "objective: ", "penalty: ")
     lines = [line for line in config.describe().splitlines() if line.startswith(said)]
     each = "of each micro-batch (add --calculate-per-token-loss for the step's)"
     over = "of the whole step" if on("calculate_per_token_loss") else each
@@ -119,9 +121,9 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 
 def sums_tokens(config: MismatchConfig) -> bool:
-    """True where log-ratios are added up over a sequence, so that rounding adds up too."""
+    """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
     weights = config.weighted and units_of(config).multiplies
-    return weights or any(c.aggregate == "sequence_sum" for c in config.criteria)
+    return weights or config.policy_objective == "gspo" or any(c.aggregate == "sequence_sum" for c in config.criteria)
 
 
 def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> MismatchConfig:
@@ -132,6 +134,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     """
     tis, metrics = config.tis, config.metrics
     judging = {
+        f"--mismatch-objective {config.objective}": config.policy_objective == "gspo",
         f"level {tis.level}": config.weighted and not units_of(config).per_token,
         "batch normalisation": config.normalizes,
         **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
@@ -154,6 +157,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
 def refuse_idle(config: MismatchConfig, metrics_asked: bool) -> None:
     """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
     without_mask(config, metrics_asked)
-    if config.algorithm == 0 and not config.rejects:
+    idle = config.objective == "ppo" and not config.terms.rollout_kl_coef
+    if config.algorithm == 0 and not config.rejects and idle:
         what = "these settings correct nothing (algorithm 0, no rejection)"
         raise ValueError(_WITHOUT_MASK.format("nothing can be measured", what))

@@ -6,6 +6,7 @@ by the trained tokens), so what is computed here is one loss a token, 0 where co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,7 +125,8 @@ def grpo_terms(
     Host syncs: none. Gradient: through log_probs only.
     """
     shape = log_probs.shape
-    ppo = config.ppo.model_copy(update={"eps_clip_low": clip.eps_lower, "eps_clip_high": clip.eps_upper})
+    eps_low = min(clip.eps_lower, 1.0)  # no ratio is below 0
+    ppo = config.ppo.model_copy(update={"eps_clip_low": eps_low, "eps_clip_high": clip.eps_upper})
     terms = {"kl_coef": clip.kl_beta, "kl_type": "k3", "entropy_coef": 0.0}
     config = config.model_copy(update={"ppo": ppo, "terms": config.terms.model_copy(update=terms)})
     token = token_loss(
@@ -135,9 +137,12 @@ def grpo_terms(
     kl = token.kl()
     assert kl is not None  # ref is given
     low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
-    if log_r is None:
-        low, high = config.tis.lower, config.tis.upper
-        log_r = torch.where(token.selected, log_p - token.correction.tokens.rollout, 0.0)
+    if log_r is None:  # REINFORCE: no clip, and in algorithm 3 a weight
+        weighs = config.use_rollout_log_probs
+        low, high = (config.tis.lower, config.tis.upper) if weighs else (0.0, math.inf)
+        anchor = token.correction.tokens.rollout if weighs else packed.old_log_probs
+        assert anchor is not None  # `pack` gives both
+        log_r = torch.where(token.selected, log_p - anchor, 0.0)
     ratios = bounded_exp(log_r.detach())
     above, below = (ratios > high) & token.selected, (ratios < low) & token.selected
     columns = (token.total() - clip.entropy_weight * entropy, kl, ratios, entropy, above, below)

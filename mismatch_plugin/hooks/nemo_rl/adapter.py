@@ -100,7 +100,7 @@ class MismatchLoss:
         token = self._token_loss(next_token_logprobs, mask, data)
         result = sum_tokens(token)
         divisor = (global_valid_toks if self.token_level else global_valid_seqs) + _EPSILON
-        loss = result.loss_sum / divisor
+        loss = (result.loss_sum + sum(result.terms.values())) / divisor
         kl = None
         if self.reference_policy_kl_penalty:
             kl = self._kl(next_token_logprobs, mask, token.selected.view_as(mask), data) / divisor

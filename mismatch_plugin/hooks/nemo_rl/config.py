@@ -6,18 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, nemo_rl_settings
+from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, nemo_rl_settings
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 
-# Switches of NeMo-RL that make another loss than the four algorithms: name → value that leaves it off.
-_OTHER_LOSSES = {
-    "disable_ppo_ratio": "−A log π_θ weighted by π_old/π_rollout; REINFORCE + IS is algorithm 3 of loss_fn.mismatch",
-    "use_cispo": "CISPO",
-    "sequence_level_importance_ratios": "GSPO",
-    "positive_example_nll_weight": "a likelihood term on correct samples",
-}
 # Start of the path of a setting that NeMo-RL owns → where it is set.
 _OWNED_BY_NEMO_RL = {
     "terms.entropy_coef": "NeMo-RL's loss gets no entropy",
@@ -38,26 +31,28 @@ def loss_settings(host_config: Any) -> dict[str, Any]:
 def settings(host_config: Any) -> MismatchConfig:
     """The configuration that NeMo-RL's own keys and `loss_fn.mismatch` (our settings, or `preset`) give together.
 
-    Clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the bare switch,
-    which asynchronous GRPO insists on, asks for a correction and not for which. The denominator is original, because
-    NeMo-RL counts tokens before the loss.
+    Objective, clip bounds and aggregation are NeMo-RL's; its correction is read as `nemo_rl_settings` says, and the
+    bare switch, which asynchronous GRPO insists on, asks for a correction and not for which. The denominator is
+    original, because NeMo-RL counts tokens before the loss.
     Raises: ValueError, one sentence, where the two contradict each other or NeMo-RL would run another loss.
     """
     host = loss_settings(host_config)
     own, name = take_block(host, "loss_fn")
-    for key, meaning in _OTHER_LOSSES.items():
-        if host.get(key):
-            raise ValueError(f"loss_fn.{key} {host[key]} makes another loss ({meaning}): switch it off.")
+    if weight := host.get("positive_example_nll_weight"):
+        raise ValueError(
+            f"loss_fn.positive_example_nll_weight {weight} makes another loss (a likelihood term on correct samples): "
+            f"switch it off."
+        )
     kind, theirs = host.get(CORRECTION_TYPE), nemo_rl_settings(host)
     if name is not None or own.get("use_rollout_log_probs"):
         if kind is not None:
             given = f"preset {name}" if name is not None else "use_rollout_log_probs"
             raise ValueError(f"loss_fn.{CORRECTION_TYPE} {kind} is next to {BLOCK}.{given}: leave one of them out.")
-        theirs = {key: theirs[key] for key in ("ppo", "aggregation")}
-    elif kind is None and "tis" in own:
-        theirs.pop("tis", None)
+        theirs = {key: theirs[key] for key in ("objective", "ppo", "aggregation") if key in theirs}
+    elif kind is None and "tis" in own and "tis" in theirs:
+        theirs["tis"] = {"level": theirs["tis"]["level"]}
     for path, value in settings_given(own, "loss_fn", "NeMo-RL", _OWNED_BY_NEMO_RL):
-        fixed = at(theirs, path) if kind is not None or path.startswith("ppo.") else None
+        fixed = at(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
         if fixed not in (None, value):
             raise ValueError(
                 f"{BLOCK}.{path} {value} contradicts NeMo-RL's loss_fn, which makes it {fixed}: set one only."
@@ -65,6 +60,14 @@ def settings(host_config: Any) -> MismatchConfig:
     data = merge(theirs if name is None else merge(find_preset(name).settings(), theirs), own)
     if data.get("use_tis") and data.get("use_rollout_log_probs"):
         data["ppo"] = own.get("ppo", {})  # REINFORCE has no clip
+        if (objective := theirs.get("objective")) not in (None, "reinforce"):
+            switch = next(name for name, made in OBJECTIVES.items() if made == objective)
+            raise ValueError(
+                f"loss_fn.{switch} clips π_θ/π_old, and algorithm 3 is REINFORCE, which has no such ratio: switch it "
+                f"off, or leave {BLOCK}.use_tis out (algorithm 1)."
+            )
+        if "objective" not in own:
+            data.pop("objective", None)
     config = MismatchConfig.build(data, dotted_fields_set(own))
     if host.get("use_importance_sampling_correction") and config.algorithm == 0:
         raise ValueError(
@@ -91,6 +94,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
     count = "tokens" if host.get("token_level_loss", True) else "sequences"
     lines.append(f"loss: {config.aggregation}, normaliser NeMo-RL's global {count}, rejected ones included")
+    if host.get("force_on_policy_ratio") and (found := [name for name in OBJECTIVES if host.get(name)]):
+        lines.append(f"{', '.join(found)}: no effect next to force_on_policy_ratio, whose ratio is 1")
     if host.get("force_on_policy_ratio"):
         anchor = "rollout log-probs" if config.use_rollout_log_probs else "π_θ itself"
         lines.append(f"old log-probs pass: skipped (force_on_policy_ratio); the anchor is {anchor}")

@@ -8,6 +8,7 @@ what the arguments mean in `config`.
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
 from argparse import Namespace
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.core.correction import Correction, correct
-from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.loss import TokenLoss, token_loss
+from mismatch_plugin.core.objectives import LOW_VARIANCE_BOUND, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
+from mismatch_plugin.hooks.slime.switches import load_reducer
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -195,14 +198,16 @@ class RayAdapter(ABC):
             entropy=entropy,
         )
         token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
-        pg_loss = loss = reduce(self.run.record(token.policy, token.correction, config, batch["loss_masks"]))
+        policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
+        pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
         report: dict[str, Tensor] = {}
         if clipped := dict(token.clip_columns()):
             either = clipped["clip_high"] | clipped["clip_low"]
             report = {"pg_clipfrac": reduce(either.to(token.policy.dtype)), "ppo_kl": reduce(clipped["ppo_kl"])}
         for term in token.terms():
             if term.coefficient:
-                added = reduce(term.added)
+                weighted_here = term.name == "kl" and getattr(args, "use_unbiased_kl", False)
+                added = reduce(unbiased_kl(token) if weighted_here else term.added)
                 loss = loss + term.coefficient * added
             elif term.name == "entropy":  # reported as the host does; 0 times it would still be in the gradient
                 added = reduce(term.added.detach())
@@ -213,6 +218,20 @@ class RayAdapter(ABC):
             report["train_rollout_logprob_abs_diff"] = reduce(token.correction.tokens.log_ratio.abs())
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
+
+    def _policy_reducer(self, args: Namespace, batch: Mapping[str, Any], token: TokenLoss, reduce: Reduce) -> Reduce:
+        """`reduce`, or the reducer that the host's own argument names, which may count the masks it is given.
+
+        Collectives: with a reducer and rejection that of `without_rejected`.
+        """
+        path = getattr(args, "custom_pg_loss_reducer_function_path", None)
+        if path is None:
+            return reduce
+        masks = batch["loss_masks"]
+        if token.config.rejects:
+            masks = without_rejected(masks, token.correction.keep, token.packed, self.groups)
+        shape = (batch["total_lengths"], batch["response_lengths"])
+        return load_reducer(path)(*shape, masks, args.calculate_per_token_loss)
 
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
@@ -245,8 +264,8 @@ class RayAdapter(ABC):
                         for key in _PREPARED
                         if (values := rollout_data.get(key)) is not None
                     }
-                    old, rollout = chosen.get("log_probs"), chosen.get("rollout_log_probs")
-                    steps.append(pack_local(args, chosen, self.groups, old_log_probs=old, rollout_log_probs=rollout))
+                    fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
+                    steps.append(pack_local(args, chosen, self.groups, **fields))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -277,7 +296,22 @@ _PLAIN = (bool, int, float, str, list, dict, type(None))
 _HELD = {"log_probs": "old_log_probs"} | {
     name: name for name in ("rollout_log_probs", "ref_log_probs", "advantages", "weight_versions")
 }
-_PREPARED = ("loss_masks", "total_lengths", "response_lengths", "log_probs", "rollout_log_probs", "max_seq_lens")
+_COMPARED = {"log_probs": "old_log_probs", "rollout_log_probs": "rollout_log_probs", "advantages": "advantages"}
+_PREPARED = ("loss_masks", "total_lengths", "response_lengths", "max_seq_lens", *_COMPARED)
+
+
+def unbiased_kl(token: TokenLoss) -> Tensor:
+    """[T] π_θ/anchor · k(d) with the gradient of both, as --use-unbiased-kl has it (arXiv 2512.02556).
+
+    d = log π_θ − log π_ref; anchor: π_rollout under bypass, else π_old. low_var_kl bounds the product to ±10.
+    """
+    packed, tokens, kind = token.packed, token.correction.tokens, token.config.terms.kl_type
+    assert packed.ref_log_probs is not None  # `token_loss` has refused a coefficient without it
+    anchor = tokens.rollout if token.config.use_rollout_log_probs else packed.old_log_probs
+    anchor = token.log_probs if anchor is None else torch.where(token.selected, anchor, 0.0)
+    ref = torch.where(token.selected, packed.ref_log_probs.detach(), 0.0)
+    bound = LOW_VARIANCE_BOUND if kind == "low_var_kl" else math.inf
+    return score_function_kl(token.log_probs, anchor, ref, "k3" if kind == "low_var_kl" else kind, math.inf, bound)
 
 
 def _token_metrics(correction: Correction, config: MismatchConfig) -> dict[str, Tensor]:

@@ -12,12 +12,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
-from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime
+from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
+from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
 
 HOOKS = {
     "policy_loss": "custom_loss_function_path",
@@ -32,11 +33,11 @@ _SWITCHES = (
     *("use_rollout_logprobs", "use_tis", "get_mismatch_metrics", "calculate_per_token_loss", "use_kl_loss"),
     *("use_opsm", "use_unbiased_kl", "skip_actor_forward_only"),
 )
-_NUMBERS = {"tis_clip": 2.0, "tis_clip_low": 0.0, "eps_clip": 0.2, "entropy_coef": 0.0, "kl_loss_coef": 0.0}
+_NUMBERS = {"tis_clip": 2.0, "tis_clip_low": 0.0, "eps_clip": 0.2, "opsm_delta": 1e-4, "entropy_coef": 0.0}
 _WORDS = {"kl_loss_type": "k1", "loss_type": "policy_loss", "advantage_estimator": "grpo"}
 ARGUMENTS: dict[str, tuple[type, Any]] = {
     **dict.fromkeys(_SWITCHES, (bool, False)),
-    **{name: (float, default) for name, default in _NUMBERS.items()},
+    **{name: (float, default) for name, default in {**_NUMBERS, "kl_loss_coef": 0.0}.items()},
     **dict.fromkeys(("eps_clip_high", "eps_clip_c"), (float, None)),
     **{name: (str, default) for name, default in _WORDS.items()},
     **dict.fromkeys((_REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
@@ -51,11 +52,7 @@ _OWNED = {
     "terms.kl_type": ("kl_loss_type", "--kl-loss-type"),
 }
 """Our setting → the host's argument that owns it, and its flag."""
-_NEEDS_OUR_LOSS = {
-    1: "rejection and metrics compare π_θ with π_rollout, which {host}'s policy_loss does not pass on",
-    3: "{host}'s policy_loss clips π_θ/π_rollout already, so that the importance weight would count twice",
-}
-"""Algorithm → why the host's own loss with our weights cannot be it."""
+_SHOWN = ("advantage_estimator", "use_opsm", "use_unbiased_kl")
 _BEFORE_STEP = f"--{HOOKS['before_train_step'].replace('_', '-')} runs mismatch_plugin.hooks.{{host}}.before_train_step"
 _LAUNCHER = "`python -m mismatch_plugin.launch`"
 
@@ -101,6 +98,10 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
     data |= {"use_rollout_log_probs": bypass, "use_tis": bool(ours.get("use_tis")) or value(args, "use_tis")}
     if data["use_tis"]:
         data["tis"] = _tis_bounds(args, data.get("tis") or {}, host)
+    algorithm = bypass + 2 * data["use_tis"]
+    data |= read_objective(value(args, "advantage_estimator"), ours.get("objective"), algorithm, host)
+    if value(args, "use_opsm") and value(args, "loss_type") == "custom_loss":
+        data = with_opsm(data, value(args, "opsm_delta"))
     if data.get("denominator") == "accepted":
         raise ValueError(
             f"--mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
@@ -170,6 +171,7 @@ def _owned_by_host(args: Namespace, ours: Mapping[str, Any], host: str) -> dict[
     found = {path: value(args, name) for path, (name, _) in _OWNED.items()}
     if found["ppo.eps_clip_high"] is None:
         found["ppo.eps_clip_high"] = found["ppo.eps_clip_low"]
+    found["ppo.eps_clip_low"] = min(found["ppo.eps_clip_low"], 1.0)  # no ratio is below 0: 1 turns the bound off
     if not value(args, "use_kl_loss"):
         found["terms.kl_coef"] = 0.0
     if not found["terms.kl_coef"]:
@@ -220,36 +222,24 @@ def _tis_bounds(args: Namespace, tis: Mapping[str, Any], host: str) -> dict[str,
 # Checking -------------------------------------------------------------------------------------------------------------
 
 
-def why_our_loss(config: MismatchConfig, host: str) -> str:
-    """The algorithm under bypass, and why it cannot run inside the host's own loss."""
-    typed = "--use-rollout-log-probs with --use-tis" if config.use_tis else "--use-rollout-log-probs"
-    return f"algorithm {config.algorithm} ({typed}): {_NEEDS_OUR_LOSS[config.algorithm].format(host=host)}"
+def our_reason(args: Namespace, config: MismatchConfig, host: str, *, hooked: bool = False) -> str:
+    """`why_our_loss` with the host's arguments."""
+    return why_our_loss(config, host, value(args, "advantage_estimator"), hooked=hooked)
 
 
-def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: bool) -> None:
-    """Refuse what a loss cannot mean. whole: our whole loss; else our weights in the host's loss.
+def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: bool, hooked: bool = True) -> None:
+    """Refuse what a loss cannot mean. whole: our whole loss; else our weights (hooked) in the host's loss.
 
     Raises ValueError with what to change. It depends on the arguments alone, so every rank raises or none does.
     """
-    if not whole:
-        if config.algorithm in _NEEDS_OUR_LOSS:
-            raise ValueError(
-                f"--loss-type policy_loss cannot run {why_our_loss(config, host)}. Start through {_LAUNCHER}, or set "
-                f"--loss-type custom_loss --custom-loss-function-path {hook_path(host, 'policy_loss')}."
-            )
-        return
-    estimator = value(args, "advantage_estimator")
-    refused = {
-        f"--advantage-estimator {estimator}": estimator in ("gspo", "cispo"),
-        "--use-opsm": value(args, "use_opsm"),
-        "--use-unbiased-kl": value(args, "use_unbiased_kl") and config.terms.kl_coef,
-        "--custom-pg-loss-reducer-function-path": value(args, _REDUCER),
-    }
-    for flag in (flag for flag, given in refused.items() if given):
+    if not whole and (reason := our_reason(args, config, host, hooked=hooked)):
         raise ValueError(
-            f"{flag} belongs to {host}'s own policy_loss and has no meaning in the plugin's loss (algorithm "
-            f"{config.algorithm}): leave it out, or use algorithm 0 or 2 with --loss-type policy_loss "
-            f"--custom-tis-function-path {hook_path(host, 'tis_function')}."
+            f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
+            f"--custom-loss-function-path {hook_path(host, 'policy_loss')}."
+        )
+    if whole and value(args, "use_unbiased_kl") and config.terms.kl_importance_weighted:
+        raise ValueError(
+            "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
         )
 
 
@@ -276,8 +266,7 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
         return config
     hooked = runs(args, host, "tis_function")
     called = hooked and (value(args, "get_mismatch_metrics") or value(args, "use_tis"))
-    if config.algorithm == 3 or (config.algorithm == 1 and (called or config.compares)):
-        check_loss(args, config, host, whole=False)
+    check_loss(args, config, host, whole=False, hooked=called)
     if value(args, HOOKS["tis_function"]) is None and (config.use_tis or config.compares):
         raise ValueError(
             f"weights, rejection or the gate are asked for, but no hook of the plugin would run (use_tis alone is "
@@ -298,7 +287,7 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
 def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> list[str]:
     """Lines of the start-up block: what will run, whose normaliser divides, which passes are skipped."""
     custom = value(args, "loss_type") == "custom_loss"
-    hook, reducer = (None, None) if custom else (value(args, HOOKS["tis_function"]), value(args, _REDUCER))
+    hook, reducer = None if custom else value(args, HOOKS["tis_function"]), value(args, _REDUCER)
     through = hook_path(host, "policy_loss") if custom else f"{host}'s policy_loss" + (f" with {hook}" if hook else "")
     masks = "the original masks"
     if reducer:
@@ -312,8 +301,10 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
         )
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss:")]  # the host's
     lines += [f"through: {through}", f"normaliser: {normaliser}"]
-    # The host knows one set of masks.
-    lines.append(f"entropy and KL terms: over {'what is not rejected' if reducer and config.rejects else masks}")
+    lines += switch_lines(config, host, {name: value(args, name) for name in _SHOWN}, whole=custom)
+    # The host's own loss knows one set of masks.
+    fewer = reducer and config.rejects and not custom
+    lines.append(f"entropy and KL terms: over {'what is not rejected' if fewer else masks}")
     if config.normalizes:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")

@@ -22,10 +22,10 @@ from mismatch_plugin.hooks.slime.config import (
     check_arguments,
     describe_settings,
     hook_path,
+    our_reason,
     read_settings,
     refuse_unknown_settings,
     runs,
-    why_our_loss,
 )
 from mismatch_plugin.hooks.version import refuse_old_megatron
 
@@ -130,22 +130,20 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
             f"--loss-type custom_loss with --custom-loss-function-path {args.custom_loss_function_path} is another "
             f"loss, in which the correction would not run: leave both out, or name {ours}."
         )
-    if not custom and config.use_rollout_log_probs:
-        if "loss_type" in typed and config.algorithm == 1 and not config.compares:
+    reason = our_reason(args, config, host)
+    if not custom and (config.use_rollout_log_probs or reason):
+        if "loss_type" in typed and not reason:
             return added  # the host's own loss is algorithm 1
         if "loss_type" in typed:
             raise ValueError(
-                f"--loss-type {args.loss_type} contradicts {why_our_loss(config, host)}. Leave --loss-type out: the "
-                f"launcher sets {ours}."
+                f"--loss-type {args.loss_type} contradicts {reason}. Leave --loss-type out: the launcher sets {ours}."
             )
+        if not config.use_rollout_log_probs:
+            _refuse_other_correction(host, args)
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)
     elif not custom:
-        if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
-            raise ValueError(
-                f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls "
-                f"one only: leave it out, or leave the plugin's flags out."
-            )
+        _refuse_other_correction(host, args)
         give_hook("tis_function")
         if config.use_tis:
             give("use_tis")
@@ -155,6 +153,14 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
     for name in ("rollout_data_postprocess", "before_train_step", "init"):
         give_hook(name)
     return added
+
+
+def _refuse_other_correction(host: str, args: Namespace) -> None:
+    if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
+        raise ValueError(
+            f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls one "
+            f"only: leave it out, or leave the plugin's flags out."
+        )
 
 
 def _read_config(args: Namespace) -> dict[str, Any]:

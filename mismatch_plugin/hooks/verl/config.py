@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
-from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, SPELLED, from_verl
+from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
@@ -64,9 +64,18 @@ def check_tree(tree: Any) -> MismatchConfig | None:
     uses_loss = policy_loss.get("loss_mode") == LOSS_NAME
     if not uses_loss and not has_block(block):
         return None
-    config = settings(tree)
+    config, mode = settings(tree), policy_loss.get("loss_mode") or "vanilla"
     if config.use_rollout_log_probs and not uses_loss:
-        raise ValueError(f"{RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}.")
+        objective = OBJECTIVES.get(mode, "ppo")
+        spelled = "" if objective == "ppo" else f" ({mode} is +{RC}.{BLOCK}.objective={objective} there)"
+        raise ValueError(
+            f"{RC}.bypass_mode with a block {BLOCK} needs our loss in the workers: add {LOSS_LINES}{spelled}."
+        )
+    if not uses_loss and config.objective != OBJECTIVES.get(mode, "ppo"):
+        raise ValueError(
+            f"{BLOCK}.objective {config.objective} needs our loss in the workers, where verl's own {mode} runs: add "
+            f"{LOSS_LINES}."
+        )
     if uses_loss and plain(policy_loss.get("rollout_correction")) != plain(block):
         raise ValueError(f"{ACTOR}.policy_loss.rollout_correction is not {RC}: add {REFERENCE_LINE}.")
     needs = config.needs_rollout_log_probs
@@ -100,6 +109,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     if mode == LOSS_NAME:
         lines.append(f"loss in the workers: the plugin's; loss_mode {LOSS_NAME} is algorithm {config.algorithm} here")
     elif not bypass:
+        if mode not in OBJECTIVES:
+            lines = [line for line in lines if not line.startswith("objective: ")]
         lines.append(
             f"loss in the workers: verl's own {mode}, with the driver's weights and mask; for the plugin's add "
             f"{LOSS_LINES}"
@@ -141,7 +152,11 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             raise ValueError(f"the workers do not see {RC}: add {REFERENCE_LINE} (loss_mode {LOSS_NAME} reads it).")
     else:
         block, actor = host_config, {}
-    return plain(block or {}), {key: actor.get(key) for key in CLIP if actor.get(key) is not None}
+    chosen = {key: actor.get(key) for key in CLIP if actor.get(key) is not None}
+    mode = (actor.get("policy_loss") or {}).get("loss_mode")
+    if mode in OBJECTIVES and mode != "vanilla":  # verl's default, next to which ours may choose
+        chosen["loss_mode"] = mode
+    return plain(block or {}), chosen
 
 
 @lru_cache(maxsize=16)
@@ -154,14 +169,44 @@ def _build(text: str) -> MismatchConfig:
     _refuse_contradictions(own, theirs, None if name is not None else block)
     if name is not None:
         _refuse_other_switches(name, block, theirs)
-        base = {**find_preset(name).settings(), "ppo": base["ppo"]}
+        base = {**find_preset(name).settings(), **{key: base[key] for key in ("objective",) if key in base}}
+    base["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
     criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
     if all(criteria):
         own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})
     if base.get("use_tis") and base.get("use_rollout_log_probs"):
         base.pop("ppo")  # REINFORCE has no clip
     data, by_hand = merge(base, own), dotted_fields_set(own)
-    return _scoped(MismatchConfig.build(data, by_hand), data, by_hand)
+    config = MismatchConfig.build(data, by_hand)
+    _refuse_on_driver(config)
+    return _scoped(config, data, by_hand)
+
+
+def _refuse_on_driver(config: MismatchConfig) -> None:
+    """Raises ValueError for what only the workers' loss in bypass mode has: π_θ, advantages, rollout log-probs."""
+    if config.use_rollout_log_probs:
+        if config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all" and config.changes_denominator:
+            raise ValueError(
+                f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over accepted "
+                f"ones: choose accepted, or denominator original."
+            )
+        return
+    where = f"without {RC}.bypass_mode"
+    if config.judges_current:
+        raise ValueError(
+            f"{BLOCK}.rs.policy current needs π_θ, which verl's driver, the judge {where}, lacks: choose auto."
+        )
+    if config.needs_advantages:
+        names = ", ".join(criterion.name for criterion in config.criteria if criterion.condition != "any")
+        raise ValueError(
+            f"{BLOCK}.rs.criteria {names} needs advantages, which verl's driver, the judge {where}, computes later: "
+            f"take the condition away, or set bypass_mode."
+        )
+    if config.terms.rollout_kl_coef:
+        raise ValueError(
+            f"{BLOCK}.terms.rollout_kl_coef needs rollout log-probs in the workers' loss, which gets none {where}: set "
+            f"it, or leave the penalty out."
+        )
 
 
 def _refuse_other_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
@@ -192,6 +237,11 @@ def _refuse_contradictions(own: dict[str, Any], theirs: MismatchConfig, block: M
             raise ValueError(f"{BLOCK}.use_tis {value} in bypass mode is {RC}.loss_type={kind}: set that.")
         if set_by_verl in (None, value):
             continue
+        if path == "objective":
+            raise ValueError(
+                f"{BLOCK}.objective {value} contradicts {ACTOR}.policy_loss.loss_mode, which makes it {set_by_verl}: "
+                f"leave one of them out."
+            )
         if path.startswith("ppo."):
             raise ValueError(f"{BLOCK}.{path} {value} contradicts {ACTOR}.clip_ratio* {set_by_verl}: set it there.")
         key = SPELLED.get(path)

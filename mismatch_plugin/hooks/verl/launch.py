@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.config.compat.verl import CLIP
+from mismatch_plugin.config.compat.verl import CLIP, OBJECTIVES, OTHER_LOSSES, no_such_loss
 from mismatch_plugin.hooks.base import Given, Host, Plan
 from mismatch_plugin.hooks.block import BLOCK
 from mismatch_plugin.hooks.hydra import put, read_overrides, text
@@ -33,6 +33,7 @@ from mismatch_plugin.hooks.verl.config import (
 )
 
 _POLICY_LOSS = f"{ACTOR}.policy_loss"
+_LOSS_MODE = f"{_POLICY_LOSS}.loss_mode"
 
 # Hydra reads verl's YAML files, not the launcher; the entry point sees the whole tree.
 _UNTOUCHED = (
@@ -52,7 +53,13 @@ def plan(given: Given, script: Path | None) -> Plan:
     mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
     if not given.flags and mode != LOSS_NAME and not has_block(line["algorithm"]["rollout_correction"]):
         return replace(Plan.untouched("verl", given), lines=_UNTOUCHED)
-    wanted = _wanted(given) if given.flags else {f"{_POLICY_LOSS}.loss_mode": LOSS_NAME} if mode is None else {}
+    block = {name: value for name, value in given.settings.items() if name != "use_rollout_log_probs"}
+    host_argv = given.host_argv
+    if given.flags and mode in (*OBJECTIVES, *OTHER_LOSSES):
+        block |= _objective(given, mode)
+        overrides.pop(_LOSS_MODE, None)
+        host_argv = tuple(token for token in host_argv if token.partition("=")[0].lstrip("+~") != _LOSS_MODE)
+    wanted = _wanted(given) if given.flags else {_LOSS_MODE: LOSS_NAME} if mode is None else {}
     for name, value in wanted.items():
         mine = overrides.get(name, value)
         if mine != value:
@@ -60,7 +67,6 @@ def plan(given: Given, script: Path | None) -> Plan:
                 f"{name}={text(mine)} contradicts algorithm {given.config.algorithm} of the plugin's flags, which "
                 f"makes it {text(value)}: leave one of them out."
             )
-    block = {name: value for name, value in given.settings.items() if name != "use_rollout_log_probs"}
     if given.config.use_rollout_log_probs:
         block.pop("use_tis", None)  # bypass_mode and loss_type say it
     if given.config.algorithm == 3:  # without a level verl's own REINFORCE has no weights
@@ -78,7 +84,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     config = check_tree(tree)
     assert config is not None  # the tree has our block or our loss
-    return Plan((*given.host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered)
+    return Plan((*host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered)
 
 
 def refuse_unregistered() -> None:
@@ -100,7 +106,20 @@ def _wanted(given: Given) -> dict[str, Any]:
     bypass = given.config.use_rollout_log_probs
     kind = "reinforce" if given.config.algorithm == 3 else "ppo_clip"
     wanted: dict[str, Any] = {f"{RC}.bypass_mode": bypass, f"{RC}.loss_type": kind}
-    return {**wanted, f"{_POLICY_LOSS}.loss_mode": LOSS_NAME, LOG_PROBS: True}
+    return {**wanted, _LOSS_MODE: LOSS_NAME, LOG_PROBS: True}
+
+
+def _objective(given: Given, mode: str) -> dict[str, Any]:
+    """The objective of verl's loss_mode, which gives its place to ours. Raises ValueError where it cannot be had."""
+    if mode in OTHER_LOSSES:
+        raise ValueError(f"{_LOSS_MODE}={mode} is verl's own: {no_such_loss(mode)} Leave it or the plugin's flags out.")
+    theirs, mine = OBJECTIVES[mode], given.settings.get("objective")
+    if given.config.algorithm == 3:
+        mine = "reinforce"
+    if mine not in (None, theirs):
+        whose = "algorithm 3 (REINFORCE)" if given.config.algorithm == 3 else f"--mismatch-objective {mine}"
+        raise ValueError(f"{_LOSS_MODE}={mode} contradicts {whose}: leave one of them out.")
+    return {} if theirs == "ppo" or given.config.algorithm == 3 else {"objective": theirs}
 
 
 def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,12 @@ def correct_by_hand(rows: list[Row], config: mp.MismatchConfig, normalized: bool
     sequences = []
     for row in rows:
         tokens = [_token(row, at, config) if row["mask"][at] else {} for at in range(len(row["mask"]))]
-        _judge([token for token in tokens if token], config)
+        trained = [token for token in tokens if token]
+        _judge(trained, config)
+        if config.objective == "gspo":
+            mean = sum(token["log_r"] for token in trained) / max(1, len(trained))
+            for token in trained:
+                token["log_r"] = mean
         sequences.append(tokens)
     factor = _mean_weight(sequences, config) if normalized and config.tis.batch_normalize else 1.0
     for token in (token for tokens in sequences for token in tokens if token):
@@ -41,8 +46,10 @@ def correct_by_hand(rows: list[Row], config: mp.MismatchConfig, normalized: bool
 def _token(row: Row, at: int, config: mp.MismatchConfig) -> Token:
     token = {name: values[at] for name, values in row.items() if name != "mask"}
     token.setdefault("old", token["current"])
-    train = token["current"] if config.use_rollout_log_probs else token["old"]
-    return {**token, "log_ratio": train - token["rollout"], "ratio": math.exp(train - token["rollout"])}
+    bypass = config.use_rollout_log_probs
+    train, anchor = (token["current"], token["rollout"]) if bypass else (token["old"], token["old"])
+    log_ratio = train - token["rollout"]
+    return {**token, "log_ratio": log_ratio, "ratio": math.exp(log_ratio), "log_r": token["current"] - anchor}
 
 
 def _judge(trained: list[Token], config: mp.MismatchConfig) -> None:
@@ -93,8 +100,7 @@ def _mean_weight(sequences: list[list[Token]], config: mp.MismatchConfig) -> flo
 def _finish(token: Token, config: mp.MismatchConfig) -> None:
     """The policy loss with its slope by log π_θ, what the clip did, and the KL to the reference."""
     theta, advantage, coefficient = token["current"], token["advantages"], token["weight"] * token["keep"]
-    anchor = token["rollout"] if config.use_rollout_log_probs else token["old"]
-    r, clip = math.exp(theta - anchor), config.ppo
+    r, clip = math.exp(token["log_r"]), config.ppo
     bounded = min(max(r, 1 - clip.eps_clip_low), 1 + clip.eps_clip_high)
     loss, slope = max(-r * advantage, -bounded * advantage), -r * advantage
     clipped = -bounded * advantage > -r * advantage
@@ -103,10 +109,12 @@ def _finish(token: Token, config: mp.MismatchConfig) -> None:
         loss = -clip.dual_clip * advantage
     if clipped or dual:
         slope = 0.0
-    if config.algorithm == 3:
+    if config.objective == "cispo":
+        loss, slope, clipped, dual = -bounded * advantage * theta, -bounded * advantage, r != bounded, False
+    if config.algorithm == 3 or config.objective == "reinforce":
         loss, slope = -advantage * theta, -advantage
     token |= {"pg_loss": coefficient * loss, "slope": coefficient * slope, "used": coefficient}
-    token |= {"r": r, "ppo_kl": anchor - theta, "clipped": float(clipped), "dual": float(dual)}
+    token |= {"r": r, "ppo_kl": -token["log_r"], "clipped": float(clipped), "dual": float(dual)}
     if "ref" in token:
         d = theta - token["ref"]
         k3 = math.exp(-d) - 1 + d

@@ -26,10 +26,11 @@ CALLS = []
 
 
 def add_arguments(parser):
-    for flag in ("use-rollout-logprobs", "use-tis", "get-mismatch-metrics", "calculate-per-token-loss", "use-kl-loss"):
+    for flag in ("use-rollout-logprobs", "use-tis", "get-mismatch-metrics", "calculate-per-token-loss", "use-kl-loss",
+                 "use-opsm", "use-unbiased-kl"):
         parser.add_argument(f"--{flag}", action="store_true", default=False)
     for flag, default in {"tis-clip": 2.0, "tis-clip-low": 0, "eps-clip": 0.2, "eps-clip-high": None,
-                          "eps-clip-c": None, "entropy-coef": 0.0, "kl-loss-coef": 0.0}.items():
+                          "eps-clip-c": None, "entropy-coef": 0.0, "kl-loss-coef": 0.0, "opsm-delta": 1e-4}.items():
         parser.add_argument(f"--{flag}", type=float, default=default)
     for flag, default in {"loss-type": "policy_loss", "kl-loss-type": "k1", "advantage-estimator": "grpo"}.items():
         parser.add_argument(f"--{flag}", default=default)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
+
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
 BOUNDS = {"token": (0.7, 1.4), "sequence": (0.3, 2.5), "geometric": (0.9, 1.1)}
 CRITERIA = ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"]
@@ -23,6 +25,8 @@ SHIPPED: dict[str, Any] = {
     "rs_veto_threshold": 1e-4,
     "tis_batch_normalize": True,
 }
+NARROW = {"eps_clip": 0.01, "eps_clip_high": 0.02}
+"""ε that clips some of the sequences."""
 WEIGHTED_KL = {"terms": {"kl_importance_weighted": True}}
 
 
@@ -78,3 +82,37 @@ def product(host: str) -> dict[str, dict[str, Any]]:
                 "calculate_per_token_loss": per_token,
             }
     return cases
+
+
+def own_switches(host: str, estimators: tuple[str, ...]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """(ours, the host's own) for its switches: GSPO, CISPO, off-policy sequence masking, the unbiased KL, reducers."""
+    bypass, masking = {"use_rollout_logprobs": True}, {"use_opsm": True, "opsm_delta": 0.02}
+    own: dict[str, dict[str, Any]] = {}
+    for estimator, more in itertools.product(estimators, (NARROW, {**NARROW, "eps_clip_c": 1.005})):
+        name = estimator + ", dual clip" * ("eps_clip_c" in more)
+        own[name] = {"advantage_estimator": estimator, **more}
+        own[f"bypass {name}"] = {**own[name], **bypass}
+    if "cispo" in estimators:
+        own["cispo, no lower bound, terms"] = {**own["cispo"], "eps_clip": 3.0, **TERMS}
+    own["gspo, per token"] = {"advantage_estimator": "gspo", **NARROW, "calculate_per_token_loss": True}
+    own["bypass masking"] = {**bypass, **masking}
+    own["bypass gspo masking"] = {**own["bypass gspo"], **masking}
+    own["sampled masking"] = masking  # where π_old is the sampler
+    for kind in ("k1", "k2", "k3", "low_var_kl"):
+        own[f"unbiased KL {kind}"] = {**TERMS, "kl_loss_type": kind, "use_unbiased_kl": True}
+        own[f"bypass unbiased KL {kind}"] = {**own[f"unbiased KL {kind}"], **bypass}
+    own["reducer"] = {**TERMS, "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+    pairs = {name: ({**custom(host), **changes}, changes) for name, changes in own.items()}
+    # Our weights on the host's own GSPO and CISPO, against our weights in our whole loss.
+    for estimator, level in zip(estimators, ("sequence", "token"), strict=False):
+        changes = {**ours(2, weights(level, "mask")), **NARROW, "advantage_estimator": estimator}
+        pairs[f"{estimator} weighed"] = ({**changes, **custom(host)}, {**changes, **hooked(host)})
+    changes = {**ours(2, weights("sequence", "mask")), "custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
+    pairs["reducer of what is accepted"] = ({**changes, **custom(host)}, {**changes, **hooked(host)})
+    return pairs
+
+
+def pair_data(name: str) -> dict[str, Any]:
+    """What a pair's data must be. The hosts' GSPO has its gradient through the mean, ours through each token; their
+    masking takes each token's advantage, ours the mean; and it compares with π_old where that is not the sampler."""
+    return {"hooks": False, "constant": "gspo" in name or "masking" in name, "sampled": "sampled" in name}

@@ -93,7 +93,10 @@ def report_by_hand(
     report = {"pg_loss": total(lambda t: t["pg_loss"]), "entropy_loss": total(lambda t: t["entropy"])}
     report["loss"] = report["pg_loss"] - args.entropy_coef * report["entropy_loss"]
     report["train_rollout_logprob_abs_diff"] = total(lambda t: abs(t["log_ratio"]))
-    if config.algorithm != 3:
+    if config.terms.rollout_kl_coef:
+        report["rollout_kl_loss"] = total(lambda t: (t["current"] - t["rollout"]) ** 2 / 2)
+        report["loss"] += config.terms.rollout_kl_coef * report["rollout_kl_loss"]
+    if config.policy_objective != "reinforce":
         report |= {"pg_clipfrac": total(lambda t: t["clipped"]), "ppo_kl": total(lambda t: t["ppo_kl"])}
     if args.use_kl_loss:
         report["kl_loss"] = total(lambda t: t["weighted_kl"])
@@ -123,3 +126,11 @@ def same(ours: list[list[Outcome]], theirs: list[list[Outcome]], other_metrics: 
             assert {"loss", "pg_loss", "pg_clipfrac", "ppo_kl"} <= shared
             for name in {"loss", "pg_loss"} if other_metrics == "all" else shared - {other_metrics}:
                 assert mine[step].report[name] == pytest.approx(other[step].report[name], rel=1e-5, abs=1e-6), name
+
+
+def they_bite(name: str, ours: list[list[Outcome]], theirs: list[list[Outcome]]) -> None:
+    """In a pair of `own_switches` something is clipped, and masked, on every rank of either side."""
+    reported = [(ours, "pg_clipfrac")] * ("gspo" in name or "cispo" in name)
+    reported += [(theirs, "opsm_clipfrac"), (ours, "tis_rejected")] * ("masking" in name)
+    for side, metric in reported:
+        assert all(sum(step.report[metric] for step in rank) > 0 for rank in side), metric

@@ -36,7 +36,10 @@ from tests.hooks.contracts.slime_source import host_root
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of a run, in a layout. root: the checkout, for `run_host`."""
+    """Arguments of a run, in a layout. root: the checkout, for `run_host`.
+
+    constant: every response has one advantage. sampled: the rollout's log-probs are those of π_old.
+    """
 
     host: str
     tp: int
@@ -45,6 +48,8 @@ class Case:
     hooks: bool = True
     old: bool = True
     shared: bool = False
+    constant: bool = False
+    sampled: bool = False
     root: str = ""
 
 
@@ -126,9 +131,12 @@ def _rollout_data(case: Case, cp_rank: int, mine: list[list[list[int]]], padded:
     ids = [sample for step in mine for batch in step for sample in batch]
     chosen, sums = [samples()[i] for i in ids], mask_sums(case.shared)
     places = [owned(sample.total, sample.prompt, case.cp, cp_rank, padded) for sample in chosen]
-    data: dict[str, Any] = {
-        name: [sample.rows[name][at] for sample, at in zip(chosen, places, strict=True)] for name in _LOCAL
-    }
+    rows = [sample.rows for sample in chosen]
+    if case.constant:
+        rows = [{**row, "advantages": row["advantages"][:1].expand(row["advantages"].shape)} for row in rows]
+    if case.sampled:
+        rows = [{**row, "rollout_log_probs": row["log_probs"]} for row in rows]
+    data: dict[str, Any] = {name: [row[name][at] for row, at in zip(rows, places, strict=True)] for name in _LOCAL}
     return data | {
         "log_probs": data["log_probs"] if case.old else None,
         "loss_masks": [sample.rows["loss_masks"] for sample in chosen],

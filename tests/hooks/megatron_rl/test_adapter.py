@@ -309,6 +309,8 @@ def test_token_level_needs_no_mask(algorithm: str) -> None:
         ({"rs": {"criteria": ["sequence_max:k2:0.5"]}}, "criterion sequence_max_k2"),
         ({"rs": {"veto_threshold": 1e-4}}, "the veto"),
         ({"rollout_log_prob_policy": "drop-sequence"}, "drop-sequence"),
+        ({"objective": "gspo"}, "--mismatch-objective gspo"),
+        ({"rs": {"criteria": ["sequence_mean:k1:0.9:inf@negative"]}}, "criterion sequence_mean_ratio_negative"),
     ],
 )
 def test_the_rest_needs_it(settings: dict[str, Any], named: str) -> None:

@@ -37,6 +37,18 @@ def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
     assert [part for part in parts if part not in done.printed] == []
 
 
+def test_objectives_have_megatron_s_eps_and_are_in_the_block(tmp_path: Path) -> None:
+    line = "--mismatch-objective gspo --use-tis --grpo-clamp-eps-lower 3 --grpo-clamp-eps-upper 4e-4 --bf16"
+    done = launch(megatron_tree(tmp_path / "tree", patched=True), line)
+    assert done.given is not None, done.errors
+    config = megatron_rl.settings(Namespace(**done.given["args"]))
+    assert (config.objective, config.ppo.eps_clip_low, config.ppo.eps_clip_high) == ("gspo", 1.0, 4e-4)
+    assert "objective: gspo, ratio in [0, 1.0004]" in done.printed
+    assert "half precision" in done.printed  # which the mean of a response's log-ratios is judged in
+    plain = launch(megatron_tree(tmp_path / "other", patched=True), "--use-tis --bf16").printed
+    assert "objective: ppo, ratio in [0.99, 1.01]" in plain and "half precision" not in plain
+
+
 def test_a_patched_tree_has_every_level(tmp_path: Path) -> None:
     line = "--use-rollout-log-probs --use-tis --tis-level sequence --rs-veto-threshold 1e-4 --bf16"
     done = launch(megatron_tree(tmp_path / "tree", patched=True), line)
@@ -89,7 +101,12 @@ def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "line", ["--use-tis", "--use-tis --mismatch-metrics off", "--rs-criterion token:k2:0.5", "--use-rollout-log-probs"]
+    "line",
+    [
+        *("--use-tis", "--use-tis --mismatch-metrics off", "--rs-criterion token:k2:0.5", "--use-rollout-log-probs"),
+        *("--mismatch-objective cispo", "--mismatch-rollout-kl-coef 1e-3"),
+        "--rs-criterion token:tv:0.15@away --rs-policy current",
+    ],
 )
 def test_what_corrects_single_tokens_needs_no_patch(line: str, tmp_path: Path) -> None:
     assert "no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines

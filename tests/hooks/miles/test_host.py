@@ -16,8 +16,18 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks import miles, slime
 from tests.distributed.launch import launch
 from tests.hooks.contracts import miles as contract
-from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
-from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same
+from tests.hooks.contracts.slime_cases import (
+    TERMS,
+    WEIGHTED_KL,
+    custom,
+    hooked,
+    ours,
+    own_switches,
+    pair_data,
+    product,
+    weights,
+)
+from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same, they_bite
 from tests.hooks.contracts.slime_data import arguments, owned, samples
 from tests.hooks.contracts.slime_live import run_host
 from tests.hooks.contracts.slime_worker import Case, Runs
@@ -66,11 +76,11 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
         own = {"use_tis": True, **clip, **TERMS}
         pairs[f"built-in TIS{name}"] = ({**hooked("miles"), **own}, own)
         pairs[f"built-in TIS, whole loss{name}"] = ({**custom("miles"), **own}, own)
-    return pairs
+    return pairs | own_switches("miles", ("gspo",))  # it has no CISPO
 
 
 PAIRS = _pairs()
-SIDES = {(name, side): {"changes": pair[side], "hooks": False} for name, pair in PAIRS.items() for side in (0, 1)}
+SIDES = {(name, side): {"changes": pair[side], **pair_data(name)} for name, pair in PAIRS.items() for side in (0, 1)}
 BOTH = Runs(run_host, "miles", SIDES, HOST_LAYOUTS)
 
 
@@ -78,8 +88,10 @@ BOTH = Runs(run_host, "miles", SIDES, HOST_LAYOUTS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_miles_s_own_loss_means_the_same(layout: str, name: str):
     # Under bypass miles compares the rollout with itself.
-    other = "train_rollout_logprob_abs_diff" if name == "bypass PPO" else ""
-    same(BOTH(layout, (name, 0)), BOTH(layout, (name, 1)), other, "miles")
+    other = "train_rollout_logprob_abs_diff" if name.startswith("bypass") else ""
+    mine, theirs = BOTH(layout, (name, 0)), BOTH(layout, (name, 1))
+    same(mine, theirs, other, "miles")
+    they_bite(name, mine, theirs)
 
 
 # Without miles --------------------------------------------------------------------------------------------------------

@@ -228,12 +228,40 @@ def test_nemo_rls_own_correction_is_understood() -> None:
     assert (config.algorithm, config.ppo.eps_clip_low, config.denominator) == (1, 0.1, "original")
 
 
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_nemo_rls_switches_are_objectives() -> None:
+    cispo = build({}, use_cispo=True, ratio_clip_min=2.0, ratio_clip_max=0.3).config
+    assert (cispo.objective, cispo.ppo.eps_clip_low, cispo.ppo.eps_clip_high) == ("cispo", 1.0, 0.3)
+    gspo: dict[str, Any] = {"sequence_level_importance_ratios": True, "token_level_loss": False}
+    config = build({}, **gspo, ratio_clip_min=3e-4, ratio_clip_max=4e-4).config
+    assert (config.objective, config.ppo.eps_clip_high, config.algorithm) == ("gspo", 4e-4, 0)
+    # As NeMo-RL weighs it.
+    assert build({}, **gspo, use_importance_sampling_correction=True).config.tis.level == "sequence"
+    ours = build({"tis": {"upper_bound": 3.0}}, **gspo, use_importance_sampling_correction=True).config
+    assert (ours.tis.level, ours.tis.upper_bound) == ("sequence", 3.0)
+    plain = build({}, disable_ppo_ratio=True).config
+    assert (plain.algorithm, plain.objective, plain.policy_objective) == (0, "reinforce", "reinforce")
+    both = {"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}}
+    assert build(both, disable_ppo_ratio=True).config.algorithm == 3  # REINFORCE already
+    forced = {"disable_ppo_ratio": True, "force_on_policy_ratio": True, "mismatch": {}}
+    assert settings(forced).objective == "ppo"  # whose ratio is 1
+    assert "disable_ppo_ratio: no effect next to force_on_policy_ratio" in "\n".join(describe(settings(forced), forced))
+    host = {**gspo, "mismatch": {}}
+    assert "objective: gspo, ratio in [0.8, 1.2]" in describe(settings(host), host)
+
+
 @pytest.mark.parametrize(
     ("host", "block", "sentence"),
     [
-        ({"use_cispo": True}, {}, "use_cispo True makes another loss (CISPO): switch it off"),
-        ({"disable_ppo_ratio": True}, {}, "algorithm 3 of loss_fn.mismatch"),
-        ({"sequence_level_importance_ratios": True}, {}, "GSPO"),
+        ({"use_cispo": True, "disable_ppo_ratio": True}, {}, "disable_ppo_ratio and use_cispo make different losses"),
+        (
+            {"use_cispo": True}, {"objective": "gspo"},
+            "mismatch.objective gspo contradicts NeMo-RL's loss_fn, which makes it cispo",
+        ),
+        (
+            {"sequence_level_importance_ratios": True}, {"use_tis": True, "use_rollout_log_probs": True},
+            "loss_fn.sequence_level_importance_ratios clips π_θ/π_old, and algorithm 3 is REINFORCE",
+        ),
         ({"positive_example_nll_weight": 0.1}, {}, "likelihood"),
         ({}, {"terms": {"kl_coef": 0.1}}, "reference_policy_kl_penalty"),
         ({}, {"terms": {"entropy_coef": 0.1}}, "gets no entropy"),
@@ -359,6 +387,9 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
     "seq-mask-tis": {
         **NO_KL, **_CORRECTED, f"{_TIS}_type": "seq-mask-tis", f"{_TIS}_ratio": 1.05, f"{_TIS}_ratio_min": 0.95,
     },
+    "reinforce": {**NO_KL, "disable_ppo_ratio": True},
+    "reinforce, correction": {**NO_KL, **_CORRECTED, "disable_ppo_ratio": True},
+    "reinforce, on policy": {**NO_KL, **_CORRECTED, "disable_ppo_ratio": True, "force_on_policy_ratio": True},
     "kl k1": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"},
     "kl k2": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k2"},
     "kl k3": {"reference_policy_kl_penalty": 0.3},
@@ -387,6 +418,57 @@ def test_equals_nemo_rls_own_loss(source: Path, name: str, token_level: bool) ->
         if name != "on policy":
             assert mine[2]["token_mult_prob_error"] == pytest.approx(theirs[2]["token_mult_prob_error"], rel=1e-6)
         assert mine[2]["kl_penalty"] == pytest.approx(theirs[2]["kl_penalty"], rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["cispo", "cispo, correction"])
+def test_cispo_equals_nemo_rls_own(source: Path, name: str) -> None:
+    """NeMo-RL has it with the token-level loss only."""
+    host = {**NO_KL, "use_cispo": True, "ratio_clip_min": 0.3, "ratio_clip_max": 0.2}
+    same_as_nemo_rls_own(source, host | (_CORRECTED if "correction" in name else {}))
+
+
+_GSPO: dict[str, Any] = {
+    **NO_KL, "sequence_level_importance_ratios": True, "token_level_loss": False, "ratio_clip_min": 0.02,
+    "ratio_clip_max": 0.03,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"ratio_clip_c": 1.05},
+        _CORRECTED,
+        {**_CORRECTED, f"{_TIS}_type": "tis", f"{_TIS}_ratio": 1.2, f"{_TIS}_ratio_min": 0.8},
+        {**_CORRECTED, f"{_TIS}_type": "icepop", f"{_TIS}_ratio": 1.6, f"{_TIS}_ratio_min": 0.6},
+    ],
+    ids=["plain", "dual-clip", "correction", "tis", "icepop"],
+)
+def test_gspo_equals_nemo_rls_own_where_a_response_has_one_advantage(source: Path, more: dict[str, Any]) -> None:
+    """NeMo-RL's gradient passes through the mean, ours through each token: the same for constant advantages."""
+    same_as_nemo_rls_own(source, {**_GSPO, **more}, constant=True)
+
+
+def test_gspo_differs_from_nemo_rls_own_where_advantages_differ_in_a_response(source: Path) -> None:
+    (log_probs, data), host = batch(0), {**_GSPO, "ratio_clip_min": 1.0, "ratio_clip_max": 9.0}
+    theirs = call(contract.own_loss(source, host), log_probs, data, 31.0, 7.0)
+    mine = call(build({}, **host), log_probs, data, 31.0, 7.0)
+    torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
+    assert (mine[1] - theirs[1]).abs().max() > 1e-3
+    torch.testing.assert_close(mine[1].sum(), theirs[1].sum(), rtol=1e-6, atol=1e-9)  # spread over other tokens
+
+
+def same_as_nemo_rls_own(source: Path, host: dict[str, Any], constant: bool = False) -> None:
+    oracle, loss, clipped = contract.own_loss(source, host), build({}, **host), 0
+    for seed in range(4):
+        log_probs, data = batch(seed)
+        if constant:
+            data["advantages"] = data["advantages"][:, :1].expand(MASK.shape).contiguous()
+        theirs, mine = call(oracle, log_probs, data, 31.0, 7.0), call(loss, log_probs, data, 31.0, 7.0)
+        torch.testing.assert_close(mine[0], theirs[0], rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(mine[1], theirs[1], rtol=1e-6, atol=1e-9)
+        clipped += theirs[2]["probs_ratio"] != theirs[2]["probs_ratio_clamped"]
+    assert clipped  # the clip acts
 
 
 def test_nemo_rls_enums(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts import slime as contract
-from tests.hooks.contracts.slime_cases import TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
 from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
 from tests.hooks.contracts.slime_data import arguments as build
@@ -53,6 +53,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "dry run": {"changes": {**custom("slime"), **ours(3, weights("token", "mask"), dry_run=True)}},
     "dual clip": {"changes": {**custom("slime"), **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},
+    **{
+        f"{estimator}, {algorithm}": {
+            "changes": {**custom("slime"), **ours(algorithm), **NARROW, "advantage_estimator": estimator}
+        }
+        for estimator, algorithm in (("gspo", 0), ("gspo", 2), ("cispo", 1), ("cispo", 2))
+    },
+    "reinforce by hand": {"changes": {**custom("slime"), **ours(0, objective="reinforce")}},
+    "distance to the sampler": {"changes": {**custom("slime"), **ours(2, terms={"rollout_kl_coef": 0.1})}},
     "metrics off": {"changes": {**hooked("slime"), **ours(2, weights("token", "clip"), metrics="off")}, "hooks": False},
 }
 
@@ -87,18 +95,24 @@ _REDUCED: dict[str, Any] = {
 }
 
 
+_WAYS = {"hook": hooked, "whole": custom}
 _REDUCER = {"custom_pg_loss_reducer_function_path": ACCEPTED_MEAN}
 REDUCED = Runs(
     run_by_hand,
     "slime",
-    {name: {"changes": {**hooked("slime"), **changes, **_REDUCER}} for name, changes in _REDUCED.items()},
+    {
+        (name, way): {"changes": {**ways("slime"), **changes, **_REDUCER}}
+        for name, changes in _REDUCED.items()
+        for way, ways in _WAYS.items()
+    },
     HAND_LAYOUTS,
 )
 
 
 @pytest.mark.parametrize("layout", ["one", "cp2", "cp4"])
 @pytest.mark.parametrize("name", _REDUCED)
-def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str):
+@pytest.mark.parametrize("way", _WAYS)
+def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str, way: str):
     """Its count is that of accepted tokens: Σ w · PPO-clip over what is kept / how many are kept, a micro-batch."""
     config = slime.settings(arguments(**hooked("slime"), **_REDUCED[name]))
     rejected = 0
@@ -120,7 +134,7 @@ def test_a_custom_reducer_sees_what_is_rejected(layout: str, name: str):
             loss = loss + kept.sum() / correction.keep.sum().clamp(min=1) / len(log_probs)
             rejected += int(torch.cat(rows["loss_masks"]).sum() - correction.keep.sum())
         wanted = torch.cat(torch.autograd.grad(loss, list(log_probs.values())))
-        for rank in REDUCED(layout, name):
+        for rank in REDUCED(layout, (name, way)):
             torch.testing.assert_close(rank[step].gradient, wanted, rtol=2e-5, atol=2e-6)
             assert rank[step].loss == pytest.approx(float(loss.detach()), rel=2e-5)
     assert (rejected > 0) == ("nothing" not in name and "dry" not in name)
@@ -191,6 +205,34 @@ def test_the_entropy_bonus_has_its_gradient():
     loss, _ = slime.ADAPTER.loss(args, batch, [sample.log_probs], [entropy], torch.sum)
     (gradient,) = torch.autograd.grad(loss, entropy)
     torch.testing.assert_close(gradient, -0.01 * sample.rows["loss_masks"].float())
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("kind", ["k1", "k2", "k3", "low_var_kl"])
+def test_the_unbiased_kl_has_the_gradient_of_both_factors(kind: str, bypass: bool):
+    """Of r·k(d) it is r·k + r·k'(d), r = π_θ/anchor; the policy loss has none, for its advantages are 0."""
+    sample = samples()[0]
+    rows = {**sample.rows, "advantages": torch.zeros(sample.response)}
+    rows["ref_log_probs"] = rows["ref_log_probs"].index_fill(0, torch.tensor([1]), -30.0)  # r·k is beyond 10 there
+    batch = {name: [values] for name, values in rows.items()}
+    batch |= {"total_lengths": [sample.total], "response_lengths": [sample.response]}
+    changes = {"use_kl_loss": True, "kl_loss_coef": 0.3, "kl_loss_type": kind, "use_unbiased_kl": True}
+    args = arguments(**custom("slime"), **ours(1 if bypass else 2), **changes)
+    log_probs = sample.log_probs.clone().requires_grad_()
+    loss, report = slime.ADAPTER.loss(args, batch, [log_probs], None, torch.sum)
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    d, r = sample.log_probs - rows["ref_log_probs"], sample.log_probs
+    r = (r - rows["rollout_log_probs" if bypass else "log_probs"]).exp()
+    k3 = (torch.expm1(-d) + d, 1.0 - (-d).exp())
+    value, slope = {"k1": (d, torch.ones_like(d)), "k2": (d * d / 2, d), "k3": k3, "low_var_kl": k3}[kind]
+    product, wanted = r * value, r * (value + slope)
+    assert product[1] > 10.0
+    if kind == "low_var_kl":
+        wanted = torch.where(product > 10.0, 0.0, wanted)
+        product = product.clamp(max=10.0)
+    mask = rows["loss_masks"]
+    torch.testing.assert_close(gradient, 0.3 * wanted * mask, rtol=1e-5, atol=1e-6)
+    assert float(report["kl_loss"]) == pytest.approx(float((product * mask).sum()), rel=1e-5)
 
 
 def test_an_entropy_that_has_no_coefficient_is_only_reported():

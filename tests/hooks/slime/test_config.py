@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import subprocess
 import sys
 import warnings
@@ -59,6 +60,7 @@ def test_both_flags_in_yaml_with_the_whole_loss_are_algorithm_3(host: str):
 
 HOOK, WHOLE = hooked("slime"), custom("slime")
 KL = {"use_kl_loss": True, "kl_loss_coef": 0.1}
+GSPO = {"advantage_estimator": "gspo"}
 MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {},
@@ -92,13 +94,27 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "^--tis-upper-bound 3.0 contradicts slime's --tis-clip 5",
     ),
     (HOOK, ours(2, {"mode": "truncate"}) | {"tis_clip_low": 0.5}, "bounds no weight under --tis-mode truncate"),
-    (WHOLE, ours(3) | {"advantage_estimator": "gspo"}, "gspo belongs to slime's"),
-    (WHOLE, ours(0) | {"use_opsm": True}, "--use-opsm belongs to slime's"),
-    (WHOLE, ours(0) | {"use_unbiased_kl": True, **KL}, "--use-unbiased-kl belongs to slime's"),
+    (WHOLE, ours(3) | GSPO, "gspo clips .*algorithm 3 is REINFORCE, .*: choose grpo, .*or leave --use-tis out"),
     (
         WHOLE,
-        ours(0) | {"custom_pg_loss_reducer_function_path": "my.reducer"},
-        "--custom-pg-loss-reducer-function-path belongs to slime's",
+        ours(2, objective="cispo") | GSPO,
+        "^--mismatch-objective cispo contradicts slime's --advantage-estim.* gspo",
+    ),
+    (HOOK, ours(2, objective="gspo"), "cannot run --mismatch-objective gspo: slime's policy_loss computes ppo"),
+    (HOOK, ours(2, objective="ppo") | GSPO, "^--mismatch-objective ppo contradicts slime's --advantage-estimator gspo"),
+    (
+        HOOK,
+        ours(2, rs={"policy": "current", "veto_threshold": 0.1}),
+        "cannot run --rs-policy current: .* does not pass π_θ on.* set --loss-type custom_loss",
+    ),
+    (HOOK, ours(0, rs={"criteria": ["token:tv:0.1@away"]}), "--rs-criterion with @away: .* not pass advantages on"),
+    (HOOK, ours(2, terms={"rollout_kl_coef": 0.1}), "--mismatch-rollout-kl-coef: slime's policy_loss adds no such"),
+    (HOOK, {**ours(2, terms={"kl_importance_weighted": True}), **KL}, "--mismatch-kl-importance-weighted: slime's"),
+    (WHOLE, ours(0, rs={"veto_threshold": 0.1}) | {"use_opsm": True}, "the veto π_old: give --rs-policy current"),
+    (
+        WHOLE,
+        {**ours(2, terms={"kl_importance_weighted": True}), **KL, "use_unbiased_kl": True},
+        "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL",
     ),
     (HOOK, {"use_tis": True, "tis_clip": "high"}, "tis_clip is 'high'"),  # in YAML
 ]
@@ -114,6 +130,64 @@ def test_mistakes_are_refused_with_what_to_change(paths: dict[str, Any], changes
 def test_losses_that_are_not_ours_are_left_alone():
     assert slime.check(namespace(**TWICE, loss_type="sft_loss")) is None
     assert slime.check(namespace(use_rollout_logprobs=True)) == slime.settings(namespace(use_rollout_logprobs=True))
+
+
+# The host's own switches ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("estimator", ["gspo", "cispo"])
+@pytest.mark.parametrize("algorithm", [0, 1, 2])
+def test_the_host_s_estimator_is_the_objective_with_the_host_s_eps(estimator: str, algorithm: int):
+    """ε that nobody typed is the host's default, which its own loss would have used, and not the objective's own."""
+    changes = {**WHOLE, **ours(algorithm), "advantage_estimator": estimator}
+    config = slime.settings(namespace(**changes))
+    assert (config.objective, config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (estimator, 0.2, 0.2)
+    block = described(**changes)
+    assert f"objective: {estimator}, ratio in [0.8, 1.2]" in block
+    assert f"{estimator} by --advantage-estimator: the plugin's, ε as --eps-clip and" in block
+    typed = slime.settings(namespace(**changes, eps_clip=3e-4, eps_clip_high=4e-4)).ppo
+    assert (typed.eps_clip_low, typed.eps_clip_high) == (3e-4, 4e-4)
+    wide = slime.settings(namespace(**changes, eps_clip=4.0, eps_clip_high=0.3)).ppo
+    assert (wide.eps_clip_low, wide.eps_clip_high) == (1.0, 0.3)
+    same = {**changes["mismatch_settings"], "objective": estimator}
+    assert slime.settings(namespace(**{**changes, "mismatch_settings": same})).objective == estimator
+
+
+@pytest.mark.parametrize(("objective", "low", "high"), [("gspo", 0.2, 0.2), ("reinforce", 0.2, 0.2)])
+def test_an_objective_by_hand_is_taken_by_our_loss(objective: str, low: float, high: float):
+    config = slime.check(namespace(**WHOLE, **ours(2, objective=objective)))
+    assert config is not None and config.objective == objective
+    assert (config.ppo.eps_clip_low, config.ppo.eps_clip_high) == (low, high)  # the host's --eps-clip
+
+
+def test_the_host_s_own_gspo_keeps_its_loss_under_our_weights(host: str):
+    changes = {**hooked(host), **ours(2, {"level": "sequence"}), **GSPO, "use_opsm": True}
+    config = HOSTS[host][0].check(namespace(host, **changes))
+    assert (config.objective, config.criteria) == ("gspo", ())
+    block = described(host, **changes)
+    assert f"gspo by --advantage-estimator: {host}'s own" in block
+    assert f"--use-opsm: {host}'s own, which judges π_θ against π_old" in block
+    assert "rejection: none" in block
+
+
+@pytest.mark.parametrize(("algorithm", "policy"), [(0, "current"), (1, "auto"), (2, "current"), (3, "auto")])
+def test_off_policy_sequence_masking_is_a_criterion_of_our_loss(algorithm: int, policy: str, host: str):
+    changes = {**custom(host), **ours(algorithm), "use_opsm": True, "opsm_delta": 0.1}
+    config = HOSTS[host][0].check(namespace(host, **changes))
+    (rule,) = config.criteria
+    assert (rule.name, config.rs.policy) == ("sequence_mean_ratio_negative", policy)
+    assert rule.lower_bound == pytest.approx(math.exp(-0.1), rel=1e-15) and rule.upper_bound == math.inf
+    assert (rule.lower_bound, config.rs.policy) == (mp.preset("opsm", delta=0.1).criteria[0].lower_bound, policy)
+    against = "a criterion against π_rollout, the sampler" if policy == "current" else "a criterion; a sequence is"
+    assert f"--use-opsm: {against}" in described(host, **changes)
+
+
+def test_off_policy_sequence_masking_is_read_once_and_next_to_other_criteria():
+    other = {"rs": {"criteria": ["token:k2:0.3"], "policy": "current"}}
+    config = slime.settings(namespace(**WHOLE, **ours(0, **other), use_opsm=True))
+    assert [rule.name for rule in config.criteria] == ["token_k2", "sequence_mean_ratio_negative"]
+    again = {**WHOLE, **ours(0), "mismatch_settings": config.model_dump(mode="json", exclude_unset=True)}
+    assert slime.settings(namespace(**again, use_opsm=True)) == config
 
 
 # Reading --------------------------------------------------------------------------------------------------------------

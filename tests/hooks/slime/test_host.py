@@ -16,15 +16,18 @@ from tests.hooks.contracts.slime_cases import (
     BOUNDS,
     LEVELS,
     MODES,
+    NARROW,
     SHIPPED,
     TERMS,
     custom,
     hooked,
     ours,
+    own_switches,
+    pair_data,
     product,
     weights,
 )
-from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same
+from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same, they_bite
 from tests.hooks.contracts.slime_live import run_host
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_worker import Runs
@@ -45,6 +48,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "recomputed loss": {
         "changes": {**custom("slime"), **ours(3, weights("sequence", "clip")), "recompute_loss_function": True},
+    },
+    **{
+        f"{estimator}, {algorithm}": {
+            "changes": {**custom("slime"), **ours(algorithm), **NARROW, "advantage_estimator": estimator, **more}
+        }
+        for estimator, algorithm, more in (
+            ("gspo", 1, {}),
+            ("gspo", 2, {"calculate_per_token_loss": True}),
+            ("gspo", 0, {"allgather_cp": True}),
+            ("cispo", 2, TERMS),
+        )
+    },
+    "reinforce by hand, 2": {
+        "changes": {**custom("slime"), **ours(2, weights("token", "clip"), objective="reinforce")}
+    },
+    "distance to the sampler": {
+        "changes": {**custom("slime"), **ours(2, terms={"rollout_kl_coef": 0.1}), "calculate_per_token_loss": True},
     },
 }
 
@@ -98,6 +118,7 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
             {**keys, **hooked("slime")},
             {**keys, "custom_tis_function_path": _MIS},
         )
+    pairs |= own_switches("slime", ("gspo", "cispo"))
     for mode in MODES:
         # A reducer that counts the masks it is given, entropy and KL over the same masks.
         name = f"mis.py token {mode} + rejection + veto"
@@ -107,7 +128,7 @@ def _pairs() -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
 
 
 PAIRS = _pairs()
-SIDES = {(name, side): {"changes": pair[side], "hooks": False} for name, pair in PAIRS.items() for side in (0, 1)}
+SIDES = {(name, side): {"changes": pair[side], **pair_data(name)} for name, pair in PAIRS.items() for side in (0, 1)}
 BOTH = Runs(run_host, "slime", SIDES, HOST_LAYOUTS)
 
 
@@ -115,4 +136,6 @@ BOTH = Runs(run_host, "slime", SIDES, HOST_LAYOUTS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_slime_s_own_loss_means_the_same(layout: str, name: str):
     # With mis.py slime averages its metrics over the masks that are left.
-    same(BOTH(layout, (name, 0)), BOTH(layout, (name, 1)), "all" if name.startswith("mis.py") else "")
+    mine, theirs = BOTH(layout, (name, 0)), BOTH(layout, (name, 1))
+    same(mine, theirs, "all" if name.startswith("mis.py") else "")
+    they_bite(name, mine, theirs)

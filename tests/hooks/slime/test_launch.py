@@ -63,6 +63,14 @@ def _args(done: Outcome) -> Namespace:
         (BOTH, 3, True, {"--use-rollout-logprobs"}),
         ("--mismatch-preset pg_is", 3, True, {"--use-rollout-logprobs"}),
         ("--mismatch-preset decoupled_token_is", 2, False, {"--use-tis"}),
+        ("--use-tis --advantage-estimator gspo --use-opsm", 2, False, {"--use-tis"}),
+        ("--mismatch-metrics full --advantage-estimator cispo", 0, False, {"--get-mismatch-metrics"}),
+        # What the host's own loss cannot run takes ours.
+        ("--mismatch-objective gspo", 0, True, set()),
+        ("--use-tis --mismatch-objective reinforce", 2, True, set()),
+        ("--rs-criterion token:tv:0.15@away", 0, True, set()),
+        ("--use-tis --rs-veto-threshold 1e-4 --rs-policy current", 2, True, set()),
+        ("--use-tis --mismatch-rollout-kl-coef 1e-3", 2, True, set()),
     ],
 )
 def test_each_algorithm_has_its_path(
@@ -92,6 +100,27 @@ def test_both_flags_are_algorithm_3_on_the_namespace(host: str, tmp_path: Path) 
     config = ADAPTERS[host].settings(args)
     assert (config.algorithm, config.tis.level, config.rs.veto_threshold) == (3, "sequence", 1e-4)
     assert done.given and "--tis-level" not in done.given["argv"]  # miles would stop, slime would ignore it
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_host_s_switches_reach_our_loss(host: str, tmp_path: Path) -> None:
+    """Bypass takes our loss, where the masking of whole sequences is a criterion, on the Namespace as in the plan."""
+    line = "--use-rollout-logprobs --advantage-estimator gspo --use-opsm --opsm-delta 0.05 --eps-clip 3e-4"
+    done = launch(ray_tree(tmp_path / "tree", host), line)
+    config = ADAPTERS[host].settings(_args(done))
+    assert (config.algorithm, config.objective, config.ppo.eps_clip_high) == (1, "gspo", 3e-4)
+    assert [rule.name for rule in config.criteria] == ["sequence_mean_ratio_negative"]
+    assert "objective: gspo, ratio in [0.9997, 1.0003]" in done.printed
+    assert "rejection: sequence_mean_ratio_negative in [0.951229, inf]" in done.printed
+
+
+def test_what_needs_our_loss_contradicts_the_host_s_by_hand(tmp_path: Path) -> None:
+    line = "--use-tis --mismatch-objective gspo"
+    with pytest.raises(ValueError, match="policy_loss contradicts --mismatch-objective gspo: slime's policy_loss comp"):
+        _plan(tmp_path, f"{line} --loss-type policy_loss")
+    with pytest.raises(ValueError, match=r"mine\.tis is another correction"):
+        _plan(tmp_path, f"{line} --custom-tis-function-path mine.tis")
+    assert _value(_plan(tmp_path, f"{line} --advantage-estimator gspo"), "--loss-type") is None
 
 
 def test_what_is_typed_reaches_the_hooks_as_it_was_typed(tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ import torch
 from batches import actor, batch, correction, loss_and_gradient
 from verl.trainer.ppo.core_algos import get_policy_loss_fn
 
+import mismatch_plugin as mp
+
 TOLERANCE = 1e-6
 SEEDS = range(6)
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -110,6 +112,66 @@ def test_decoupled_equals_vanilla(aggregation: str, weighted: bool) -> None:
         assert mine[2] == {name: pytest.approx(value, rel=1e-5, abs=1e-6) for name, value in theirs[2].items()}
         dual += mine[2]["actor/pg_clipfrac_lower"]
     assert dual > 0  # the dual clip was at work
+
+
+OBJECTIVES = {"gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+WAYS: dict[str, dict[str, Any]] = {
+    "decoupled": {},
+    "weighted": {"rollout_is": "token"},
+    "bypass": {"bypass_mode": True},
+}
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", OBJECTIVES)
+@pytest.mark.parametrize("way", WAYS)
+def test_objectives_in_the_block_equal_verl_s_loss_modes(mode: str, way: str, aggregation: str) -> None:
+    """With verl's clip and without its dual clip, which these have not."""
+    ours: dict[str, Any] = {"objective": OBJECTIVES[mode]}
+    config = actor(correction(mismatch=ours, **WAYS[way]), clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.01)
+    clipped = 0.0
+    for seed in SEEDS:
+        data = batch(seed)
+        weights = torch.exp(data["old_log_probs"] - data["rollout_log_probs"]).clamp(max=1.3) * data["response_mask"]
+        data["response_mask"][0] = 0  # a rejected sequence
+        arguments = {
+            "old_log_prob": data["rollout_log_probs" if way == "bypass" else "old_log_probs"],
+            "rollout_is_weights": weights if way == "weighted" else None,
+            "loss_agg_mode": aggregation,
+            "config": config,
+        }
+        theirs = loss_and_gradient(get_policy_loss_fn(mode), data, **arguments)
+        mine = loss_and_gradient(get_policy_loss_fn("mismatch"), data, **arguments)
+        same(mine, theirs)
+        assert mine[1].abs().sum() > 0
+        clipped += mine[2].get("actor/pg_clipfrac", 1.0)
+    assert clipped > 0
+
+
+DPPO = {"dppo_tv": ("token:tv:0.05@away", 0.05), "dppo_kl": ("token:binary_kl:0.01@away", 0.01)}
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", DPPO)
+def test_the_presets_of_dppo_are_verl_s_losses_with_the_rollout_as_old_policy(name: str, aggregation: str) -> None:
+    """δ is verl's clip_ratio, and the truncation its clip_ratio_c, whose YAML has 3, its code 20."""
+    criterion, delta = DPPO[name]
+    shape = mp.preset(name)
+    block = {"tis": {"level": "token", "upper_bound": 1.2}, "denominator": "original", "rs": {"criteria": [criterion]}}
+    assert (shape.tis.level, shape.denominator, shape.tis.upper_bound) == ("token", "original", 20.0)
+    assert [rule.name for rule in shape.criteria] == [mp.MismatchConfig(rs=block["rs"]).criteria[0].name]
+    config = actor(
+        correction(bypass_mode=True, loss_type="reinforce", mismatch=block),
+        clip_ratio=delta, clip_ratio_low=delta, clip_ratio_high=delta, clip_ratio_c=1.2,
+    )  # fmt: skip
+    rejected = 0.0
+    for seed in SEEDS:
+        data = batch(seed)
+        arguments = {"old_log_prob": data["rollout_log_probs"], "loss_agg_mode": aggregation, "config": config}
+        theirs = loss_and_gradient(get_policy_loss_fn(name), data, **arguments)
+        same(loss_and_gradient(get_policy_loss_fn("mismatch"), data, **arguments), theirs)
+        rejected += theirs[2]["actor/pg_clipfrac"]
+    assert 0 < rejected < len(SEEDS)
 
 
 def test_where_verl_averages_over_rejected_weights_ours_does_not() -> None:
