@@ -130,7 +130,7 @@ def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
     """(`group_advantages` by sample, {} where all are 0; within what)."""
     rewarded = [s for s in batch if s.record.reward is not None and np.isfinite(s.record.reward)]
     named = all(sample.record.group is not None for sample in rewarded)
-    groups: list[Hashable] = [s.record.group if named else s.record.prompt_ids.tobytes() for s in rewarded]
+    groups: Sequence[Hashable] = [s.record.group if named else s.record.prompt_ids.tobytes() for s in rewarded]
     how = "within each group" if named else "within each prompt"
     if len(set(groups)) == len(groups):
         groups, how = [0] * len(groups), "over the batch, for no two responses share a group or prompt"
