@@ -1,4 +1,4 @@
-"""slime's advantages over a group's accepted responses: ranks that share groups, slime's own functions, what is refused.
+"""slime's advantages over a group's accepted responses: ranks that share groups, slime's own code, what is refused.
 
 With MISMATCH_HOST_SRC slime's own `compute_advantages_and_returns` calls ours, after its own normalisation of rewards.
 """
@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
@@ -153,7 +152,7 @@ def test_groups_split_over_ranks_equal_one_process(layout: str) -> None:
 def test_all_accepted_is_what_slime_has() -> None:
     case = Case(rs={"criteria": ["sequence_mean:ratio:0.01:100"], "group": "exclude"}, cp=1)
     ((found, metrics),) = launch(advantages_of, [case], 1, timeout=120.0)[0]
-    own = normalised([*RAW[:6], *RAW[7:]] + [0.0], True)
+    own = normalised(RAW, True)
     for sample in range(4):
         assert found[sample].tolist() == pytest.approx([own[sample]] * samples()[sample].response, abs=1e-6)
     assert metrics["rollout_corr/rollout_rs_group_changed_fraction"] == 0.5  # by the sample that trains nothing
@@ -211,7 +210,7 @@ EXCLUDE = MismatchConfig.build({"rs": {**SEVERAL, "group": "exclude"}})
         ({"custom_advantage_function_path": None}, r"has no effect unless --custom-advantage-function-path runs"),
         (
             {"custom_advantage_function_path": "mine.f"},
-            r"--custom-advantage-function-path mine.f forms other advantages",
+            r"--custom-advantage-function-path mine\.f forms other advantages",
         ),
         ({"advantage_estimator": "ppo"}, r"--advantage-estimator ppo makes others"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, r"reinforce_plus_plus_baseline makes others"),
@@ -237,12 +236,11 @@ def test_miles_has_no_such_function() -> None:
 def test_the_hook_alone_is_refused_without_the_advantage_function() -> None:
     """A user who sets --custom-tis-function-path by hand: weights would run, and rs.group would do nothing."""
     case = Case(rs={**SEVERAL, "group": "exclude"}, cp=1, changes={"custom_advantage_function_path": None})
-    rows = samples()[0].rows
-    given: dict[str, Any] = {key: [rows[key]] for key in ("rollout_log_probs", "loss_masks")}
-    lengths = {"total_lengths": [samples()[0].total], "response_lengths": [samples()[0].response]}
+    given: dict[str, Any] = {name: [samples()[0].rows[name]] for name in ("rollout_log_probs", "loss_masks")}
+    given |= {"total_lengths": [samples()[0].total], "response_lengths": [samples()[0].response]}
+    given |= {"train_log_probs": [samples()[0].rows["log_probs"]], "pg_loss": torch.zeros(samples()[0].response)}
     with pytest.raises(ValueError, match="--rs-group exclude has no effect unless"):
-        loss: Tensor = torch.zeros(samples()[0].response)
-        slime.tis_function(host_arguments(case), pg_loss=loss, train_log_probs=[rows["log_probs"]], **given, **lengths)
+        slime.tis_function(host_arguments(case), **given)
 
 
 LINE = "--use-tis --rs-criterion sequence_mean:k3:0.1"
@@ -256,7 +254,7 @@ def test_the_launcher_sets_what_it_takes(tmp_path: Path) -> None:
     assert found[found.index("--custom-advantage-function-path") + 1] == PATH
     assert "--get-mismatch-metrics" in found
     assert not {"--custom-advantage-function-path", "--get-mismatch-metrics"} & set(added(LINE))
-    with pytest.raises(ValueError, match="mine.f forms other advantages than --rs-group exclude"):
+    with pytest.raises(ValueError, match=r"mine\.f forms other advantages than --rs-group exclude"):
         added(f"{LINE} --rs-group exclude --custom-advantage-function-path mine.f")
     with pytest.raises(ValueError, match="needs --rs-group exclude or drop"):
         added(f"{LINE} --custom-advantage-function-path {PATH}")
