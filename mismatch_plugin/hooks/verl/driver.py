@@ -24,8 +24,8 @@ def correct_rollout_batch(
     response_mask as it is and gives rejected tokens the weight 0; otherwise they leave response_mask, and so verl's
     count of tokens too. rollout_is_weights [B, S] is added where there are weights or the mask stays.
     Where everything is rejected the mask stays and all weights are 0: a zero loss instead of a division by 0
-    (`rollout_corr/all_rejected` is 1). keep: is given the batch's statistics. Under `rs.group` the batch also says who is
-    accepted, for the advantages.
+    (`rollout_corr/all_rejected` is 1). keep: is given the batch's statistics. Under `rs.group` the batch
+    also says who is accepted, for the advantages.
     Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
     left are read there). Collectives: none.
     Raises: ValueError for shapes that differ or a mask that is not 0 and 1; InvalidLogProbError naming row, position

@@ -24,7 +24,7 @@ _TRAINER, _COMPUTE = "verl.trainer.ppo.ray_trainer", "compute_advantage"
 
 
 def check_estimator(config: MismatchConfig, algorithm: Mapping[str, Any]) -> None:
-    """Raise ValueError where verl would form advantages otherwise. algorithm: its section; absent keys are not known."""
+    """Raise ValueError where verl would form other advantages. algorithm: its section; absent keys are not known."""
     estimator = algorithm.get("adv_estimator")
     if config.rs.group != "keep" and estimator is not None and estimator not in ESTIMATORS:
         raise ValueError(
@@ -39,7 +39,7 @@ def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dic
 
     batch: verl's DataProto, with token_level_rewards [B, S] and uid. Raises ValueError where one of them is missing.
     """
-    if "uid" not in batch.non_tensor_batch or "token_level_rewards" not in batch.batch.keys():
+    if "uid" not in batch.non_tensor_batch or batch.batch.get("token_level_rewards", None) is None:
         raise ValueError(
             f"the batch has no uid or no token_level_rewards, and rs.group {config.rs.group} needs the group and the "
             f"reward of every response: leave it out."
@@ -69,7 +69,7 @@ def compute_advantage(own: Callable[..., Any], data: Any, adv_estimator: Any, *a
     advantages and returns become [B, S] under the response mask, as verl's GRPO has them. norm_adv_by_std_in_grpo
     (default true) says whether they are divided by the deviation. Raises ValueError for a reward that is not finite.
     """
-    if _ACCEPTED not in data.batch.keys():
+    if data.batch.get(_ACCEPTED, None) is None:
         return own(data, adv_estimator, *args, **kwargs)
     scaled = kwargs.get("norm_adv_by_std_in_grpo", args[3] if len(args) > 3 else True)
     accepted, least = data.batch.pop(_ACCEPTED), data.meta_info.pop(_LEAST)

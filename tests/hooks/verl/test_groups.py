@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.hooks.verl.launch import plan
+from mismatch_plugin.launch.command_line import read_command_line
 
 
 class Estimator(str, enum.Enum):
@@ -29,7 +29,9 @@ def test_advantages_that_are_not_within_a_prompt_are_refused() -> None:
     for estimator in ("gae", Estimator.GAE, "rloo", "reinforce_plus_plus"):
         assert check_tree(tree(estimator, "keep")) is not None
         name = getattr(estimator, "value", estimator)
-        with pytest.raises(ValueError, match=rf"rs\.group exclude .*, and algorithm.adv_estimator {name} compares other"):
+        with pytest.raises(
+            ValueError, match=rf"rs\.group exclude .*, and algorithm\.adv_estimator {name} compares other"
+        ):
             check_tree(tree(estimator, "exclude"))
     for estimator in ("grpo", Estimator.GRPO, "grpo_vectorized", None):
         assert check_tree(tree(estimator, "exclude")) is not None
