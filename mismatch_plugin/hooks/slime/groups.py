@@ -17,6 +17,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import switch
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
+from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -34,12 +35,9 @@ def check_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
                 f"--{_flag(_PATH)} {ours} needs --rs-group exclude or drop: add it, or leave the path out."
             )
         return
-    given = f"--rs-group {config.rs.group}"
     if host != "slime":
-        raise ValueError(
-            f"{given} cannot be had in {host}: it computes advantages itself, by no function that could be given "
-            f"instead, and hands no rollout data over before it does. Leave it out."
-        )
+        refuse_group_advantages(config, host, "it computes advantages itself and takes no function for them")
+    given = f"--rs-group {config.rs.group}"
     if path is not None and path != ours:
         raise ValueError(f"--{_flag(_PATH)} {path} forms other advantages than {given}: leave one of the two out.")
     if path is None:
