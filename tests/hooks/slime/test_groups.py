@@ -28,7 +28,7 @@ from tests.hooks.contracts.slime_cases import hooked, ours, weights
 from tests.hooks.contracts.slime_data import arguments, owned, samples
 from tests.hooks.contracts.slime_live import _import_host
 from tests.hooks.contracts.slime_source import function, host_root
-from tests.hooks.contracts.slime_worker import initialize
+from tests.hooks.contracts.slime_worker import Model, initialize
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 
@@ -169,6 +169,29 @@ def test_rewards_that_slime_did_not_use_are_refused_on_every_rank() -> None:
     assert all("slime's rewards are not its raw_reward" in error for error in others)
     assert all("8 samples, not --rollout-batch-size 3 groups of --n-samples-per-prompt 4" in error for error in count)
     assert all("add --get-mismatch-metrics" in error for error in skipped)
+
+
+def logged_of(case: Case) -> list[dict[str, float]]:
+    """What slime's tracker gets of two steps on a rollout."""
+    initialize(1, case.cp)
+    args, logged = host_arguments(case), []
+    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    data = rollout(case, 0, 1, 0)
+    slime.group_advantages(args, data)
+    for step in range(2):
+        model = Model()
+        slime.before_train_step(args, 0, step, [model], None, None)
+        slime.ADAPTER.loss(args, data, [sample.log_probs for sample in samples()], None, lambda values: values.sum())
+        model.config.finalize_model_grads_func([model])
+    return logged
+
+
+def test_every_step_of_the_rollout_logs_what_changed() -> None:
+    ((first, second),) = launch(logged_of, [Case(**CASES["drop"], cp=1)], 1, timeout=120.0)[0]
+    for metrics in (first, second):
+        assert metrics["train/rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
+        assert metrics["train/rollout_corr/rollout_rs_group_changed_fraction"] == 1.0
+        assert "train/rollout_corr/kl" in metrics
 
 
 # In slime -------------------------------------------------------------------------------------------------------------
