@@ -18,7 +18,9 @@ from torch.utils.tensorboard import SummaryWriter
 import mismatch_plugin as mp
 
 VOCAB, ROWS, WIDTH, MICRO_BATCH, STEPS = 16, 16, 12, 4, 3
-config = mp.preset("token_is").replace(rs={"criteria": ["token:k3:0.000005"]}, terms={"entropy_coef": 0.01})
+GROUP = 4  # responses to a prompt
+rejection = {"criteria": ["token:k3:0.000005", "sequence_mean:k3:0.000003"], "group": "exclude"}
+config = mp.preset("token_is").replace(rs=rejection, terms={"entropy_coef": 0.01})
 
 
 def score(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,15 +31,16 @@ def score(model: Any, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 @torch.no_grad()
 def rollout(sampler: Any, seed: int) -> tuple[torch.Tensor, ...]:
-    """Tokens [B, S + 1], the sampler's own log-probs [B, S], the mask of the response [B, S], one advantage a row."""
+    """Tokens [B, S + 1], the sampler's own log-probs [B, S], the response mask [B, S], rewards and prompts [B]."""
     random = torch.Generator().manual_seed(seed)
-    tokens = torch.zeros(ROWS, 1, dtype=torch.int64)
+    prompts = torch.arange(ROWS) // GROUP
+    tokens = prompts[:, None]
     for _ in range(WIDTH):
         drawn = torch.multinomial(sampler(tokens[:, -1]).float().softmax(-1), 1, generator=random)
         tokens = torch.cat([tokens, drawn], dim=1)
     mask = torch.arange(WIDTH) < torch.randint(3, WIDTH + 1, (ROWS, 1), generator=random)  # ragged, padded to S
     reward = ((tokens[:, 1:] % 2 == 0) & mask).sum(1) / mask.sum(1)
-    return tokens, score(sampler, tokens)[0], mask, (reward - reward.mean()).double()
+    return tokens, score(sampler, tokens)[0], mask, reward.double(), prompts
 
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -51,16 +54,21 @@ writer = SummaryWriter(sys.argv[1] if len(sys.argv) > 1 else "runs/torch_loop") 
 
 for step in range(STEPS):
     batch = rollout(copy.deepcopy(policy).bfloat16(), seed=step)  # in bf16 the same weights give other log-probs
-    batch = [values[rank::world] for values in batch]
-    parts = []
-    for tokens, sampled, mask, advantages in zip(*(values.split(MICRO_BATCH) for values in batch), strict=True):
-        with torch.no_grad():
-            old, _ = score(policy, tokens)  # π_old, before the optimizer step
-        names = {"old_log_probs": old, "rollout_log_probs": sampled, "loss_masks": mask, "advantages": advantages}
-        parts.append((tokens, mp.PackedSequences.from_padded(**names)))
+    # All responses to a prompt on one rank; where they are not, gather rewards, prompts and verdicts before advantages.
+    tokens, sampled, mask, rewards, prompts = (values.chunk(world)[rank] for values in batch)
+    with torch.no_grad():
+        old, _ = score(policy, tokens)  # π_old, before the optimizer step
+    names: dict[str, Any] = {"old_log_probs": old, "rollout_log_probs": sampled, "loss_masks": mask}
+    # What is accepted follows from π_old, so it is known before advantages: a rejected response is in no baseline.
+    accepted = mp.correct(mp.PackedSequences.from_padded(**names), config).kept_N
+    names["advantages"] = mp.group_advantages(rewards, prompts, accepted)
+    rows = (
+        {name: values[i : i + MICRO_BATCH] for name, values in names.items()} for i in range(0, len(old), MICRO_BATCH)
+    )
+    parts = list(zip(tokens.split(MICRO_BATCH), (mp.PackedSequences.from_padded(**row) for row in rows), strict=True))
 
     # The mean over a step is Σ loss_sum / Σ denominator over all micro-batches and ranks; the mean of their means would
-    # weigh tokens of short micro-batches more. What is accepted follows from π_old, so it is known before the loss.
+    # weigh tokens of short micro-batches more.
     counts = [torch.stack([mp.correct(packed, config).keep.sum(), packed.loss_mask.sum()]) for _, packed in parts]
     totals = torch.stack(counts).sum(0)
     if world > 1:

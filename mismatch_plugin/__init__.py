@@ -6,6 +6,7 @@ from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.gate import GateError
+from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
@@ -38,6 +39,7 @@ __all__ = [
     "compile_correct",
     "compile_policy_loss",
     "correct",
+    "group_advantages",
     "policy_loss",
     "preset",
 ]

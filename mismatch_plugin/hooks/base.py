@@ -171,6 +171,19 @@ def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfi
     return config
 
 
+def refuse_group_advantages(config: MismatchConfig, host: str, why: str) -> MismatchConfig:
+    """The configuration, on a host where rejection comes after the advantages. why: what the host does.
+
+    Raises: ValueError for `rs.group` other than keep.
+    """
+    if config.rs.group != "keep":
+        raise ValueError(
+            f"--rs-group {config.rs.group} cannot be had in {host}: {why}. Leave it out: rejected responses then "
+            f"count in their groups."
+        )
+    return config
+
+
 def stop(message: str) -> NoReturn:
     """End the program with one sentence, before training starts."""
     print(f"mismatch_plugin: {message}", file=sys.stderr)

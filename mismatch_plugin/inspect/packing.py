@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from mismatch_plugin.check.batch import Batch, Sample, Tokens
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.check.versions import version_number
+from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import KINDS, SOUND, classify
 from mismatch_plugin.rollout.responses import Bools, Floats, Ints
@@ -127,25 +127,16 @@ def _advantages(
 
 
 def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
-    """((r − mean) / (sample deviation + 1e-6) by sample, {} where all are 0; within what)."""
-    groups: dict[Hashable, list[Sample]] = defaultdict(list)
+    """(`group_advantages` by sample, {} where all are 0; within what)."""
     rewarded = [s for s in batch if s.record.reward is not None and np.isfinite(s.record.reward)]
     named = all(sample.record.group is not None for sample in rewarded)
-    for sample in rewarded:
-        groups[sample.record.group if named else sample.record.prompt_ids.tobytes()].append(sample)
+    groups: Sequence[Hashable] = [s.record.group if named else s.record.prompt_ids.tobytes() for s in rewarded]
     how = "within each group" if named else "within each prompt"
-    if all(len(members) == 1 for members in groups.values()):
-        groups.clear()
-        groups[0], how = rewarded, "over the batch, for no two responses share a group or prompt"
-    values: dict[int, float] = {}
-    for members in groups.values():
-        rewards = np.array([sample.record.reward for sample in members], dtype=np.float64)
-        if np.ptp(rewards) > 0:
-            rewards = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-6)
-        else:
-            rewards = np.zeros_like(rewards)
-        values |= {sample.index: float(value) for sample, value in zip(members, rewards, strict=True)}
-    return (values if any(values.values()) else {}), how
+    if len(set(groups)) == len(groups):
+        groups, how = [0] * len(groups), "over the batch, for no two responses share a group or prompt"
+    rewards = torch.tensor([sample.record.reward for sample in rewarded], dtype=torch.float64)
+    values = group_advantages(rewards, groups).tolist()
+    return ({s.index: value for s, value in zip(rewarded, values, strict=True)} if any(values) else {}), how
 
 
 def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, tuple[str, ...]]:

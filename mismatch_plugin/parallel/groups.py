@@ -84,6 +84,10 @@ class ParallelGroups:
         """Sum over DP × CP, in place. One all-reduce."""
         return _all_reduce(values, self.dp_cp, dist.ReduceOp.SUM)
 
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
+        """Sum over DP, in place. One all-reduce; none where dp is one rank."""
+        return _all_reduce(values, self.dp, dist.ReduceOp.SUM)
+
     def agree(self, kind: StepKind, *, stages: bool = True) -> None:
         """Raise the same ValueError on every rank, naming ranks, where what they bring to a step cannot go together.
 

@@ -44,3 +44,13 @@ def test_the_loop_gives_the_same_numbers_however_it_is_split(tmp_path: Path) -> 
     for other in (run(LOOP, tmp_path / "two", *torchrun), run(whole, tmp_path / "whole")):
         for mine, theirs in zip(other, alone, strict=True):
             assert mine == pytest.approx(theirs, rel=1e-9, abs=1e-11)
+
+
+def test_rejected_responses_are_in_no_baseline(tmp_path: Path) -> None:
+    """Catches advantages over all responses: other numbers than the loop's, which rejects whole ones in every step."""
+    everyone = tmp_path / "everyone.py"
+    everyone.write_text(LOOP.read_text().replace("prompts, accepted)", "prompts)"))
+    assert everyone.read_text() != LOOP.read_text()
+    alone, biased = run(LOOP, tmp_path / "alone"), run(everyone, tmp_path / "biased")
+    assert abs(alone[0][0] - biased[0][0]) > 1e-3
+    assert alone[0][2] == biased[0][2], "the same tokens are accepted"

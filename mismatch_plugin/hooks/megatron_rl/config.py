@@ -12,7 +12,7 @@ from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, merge
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.hooks.base import refuse_log_prob_settings
+from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
 COEFFICIENT = "--rl-importance-sampling-truncation-coef"
@@ -52,6 +52,7 @@ def settings(args: Namespace) -> MismatchConfig:
         given = {"use_tis": True, "tis": {"upper_bound": math.inf} if coefficient is None else {}}
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
+    refuse_group_advantages(config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side")
     asked = dotted_fields_set(given)
     for path, allowed in _FIXED.items():
         value = value_and_default(config, path)[0]

@@ -24,6 +24,7 @@ from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
+from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import refuse_other_settings, report_logged
@@ -165,6 +166,8 @@ def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., t
         lines = describe(config, master_config)  # a mistake shows before the cluster starts
         if config.report_dir is not None:
             refuse_other_settings(config.report_dir, config)
+        if config.rs.group != "keep":
+            GroupAdvantages(config, master_config).install()
         lines.append(version_line("nemo-rl"))
         print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
         made = replace_loss(setup(master_config, *args, **kwargs), master_config)

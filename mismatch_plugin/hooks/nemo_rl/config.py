@@ -74,6 +74,11 @@ def settings(host_config: Any) -> MismatchConfig:
             "loss_fn.use_importance_sampling_correction asks for weights, and algorithm 0 of these settings has "
             "none: switch it off, or choose another algorithm."
         )
+    if config.rs.group != "keep" and host.get("force_on_policy_ratio"):
+        raise ValueError(
+            f"{BLOCK}.rs.group {config.rs.group} needs prev_logprobs before advantages, and "
+            f"loss_fn.force_on_policy_ratio skips their pass: switch it off, or leave rs.group out."
+        )
     if config.denominator == "accepted" and config.rejects:
         raise ValueError(
             f"{BLOCK}.denominator accepted cannot hold: NeMo-RL counts tokens before the loss does. Choose auto or "

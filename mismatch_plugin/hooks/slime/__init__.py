@@ -7,6 +7,7 @@
 | `--rollout-data-postprocess-path` | `rollout_data_postprocess` | algorithm 2's mean weight before each step |
 | `--custom-megatron-before-train-step-hook-path` | `before_train_step` | step metrics, errors on all ranks together |
 | `--custom-megatron-init-path` | `init` | refusing wrong arguments before training starts |
+| `--custom-advantage-function-path` | `group_advantages` | `--rs-group exclude` and `drop` |
 
 slime divides the loss by the tokens of the original masks (of a rollout, or of the step with
 `--calculate-per-token-loss`), whatever is rejected. Written for slime at commit 624b824.
@@ -18,9 +19,11 @@ from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks.slime.groups import check_groups, rollout_advantages
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -53,6 +56,21 @@ class SlimeAdapter(RayAdapter):
         )
         return found["log_probs"], found["entropy"]
 
+    def group_advantages(self, args: Namespace, rollout_data: dict[str, Any]) -> None:
+        """slime's custom advantage function under `--rs-group`: sets advantages and returns, [this rank's tokens] a
+        sample, each sample's own over all of its tokens; 0 where it is not accepted.
+
+        Collectives, host syncs, errors: those of `rollout_advantages`.
+        """
+        config = self.config(args)
+        check_groups(args, config, self.name)
+        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups)
+        shapes = rollout_data["kl"]
+        rollout_data["advantages"] = [
+            torch.full_like(like, value) for like, value in zip(shapes, found.tolist(), strict=True)
+        ]
+        rollout_data["returns"] = list(rollout_data["advantages"])
+
     def log(self, args: Namespace, metrics: dict[str, float]) -> None:
         from slime.observability import logging_utils  # pyright: ignore[reportMissingImports]
 
@@ -63,4 +81,4 @@ ADAPTER = SlimeAdapter()
 settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
 rollout_data_postprocess, before_train_step = ADAPTER.rollout_data_postprocess, ADAPTER.before_train_step
-init = ADAPTER.init
+init, group_advantages = ADAPTER.init, ADAPTER.group_advantages

@@ -18,6 +18,7 @@ from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
+from mismatch_plugin.hooks.slime.groups import check_groups
 from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
 
 HOOKS = {
@@ -26,6 +27,7 @@ HOOKS = {
     "rollout_data_postprocess": "rollout_data_postprocess_path",
     "before_train_step": "custom_megatron_before_train_step_hook_path",
     "init": "custom_megatron_init_path",
+    "group_advantages": "custom_advantage_function_path",
 }
 """Our function → the host's argument that names it."""
 _REDUCER = "custom_pg_loss_reducer_function_path"
@@ -232,6 +234,7 @@ def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: boo
 
     Raises ValueError with what to change. It depends on the arguments alone, so every rank raises or none does.
     """
+    check_groups(args, config, host)
     if not whole and (reason := our_reason(args, config, host, hooked=hooked)):
         raise ValueError(
             f"--loss-type policy_loss cannot run {reason}. Start through {_LAUNCHER}, or set --loss-type custom_loss "
@@ -258,6 +261,7 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
     if loss_type not in ("policy_loss", "custom_loss"):
         return None
     config = read_settings(args, host)
+    check_groups(args, config, host)
     if config.gate_kl is not None and not runs(args, host, "before_train_step"):
         raise ValueError(gate_needs_steps(host))
     if loss_type == "custom_loss":

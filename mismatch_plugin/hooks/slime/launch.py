@@ -152,6 +152,10 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
     args.use_tis = config.algorithm == 2
     for name in ("rollout_data_postprocess", "before_train_step", "init"):
         give_hook(name)
+    if config.rs.group != "keep":
+        give_hook("group_advantages")
+        if not custom and not args.get_mismatch_metrics:
+            give("get_mismatch_metrics")  # the pass for old log-probs runs where a rollout is one step, too
     return added
 
 

@@ -34,6 +34,7 @@ class StepRun:
     writes: whether this process writes the run's files, of those that are first in their groups.
     step: the one in progress, on the last pipeline stage.
     metrics: of the last step that ended, on the ranks of that stage.
+    rollout_metrics: of the rollout whose steps these are, reported with each of them.
     """
 
     host: str
@@ -41,6 +42,7 @@ class StepRun:
     writes: Callable[[Namespace], bool] = lambda args: True
     step: Step | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    rollout_metrics: dict[str, float] = field(default_factory=dict)
     _prepared: list[Step] = field(default_factory=list)
     _steps_per_rollout: int = 0  # 0 without the rollout's hook: then each step compares ranks
     _begun: tuple[Namespace, MismatchConfig, ParallelGroups, int] | None = None
@@ -158,7 +160,7 @@ class StepRun:
             return outcome
         args, config, groups, number = begun
         finished = end_step(step, config, groups, model, number)
-        self.metrics = {} if finished is None else finished.metrics()
+        self.metrics = {} if finished is None else {**finished.metrics(), **self.rollout_metrics}
         if self.metrics and groups.is_first_of_stage:
             self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})
             report_step(config, number, self.metrics, finished, self.writes(args))

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
+from mismatch_plugin.hooks.verl.groups import use_group_advantages
 from mismatch_plugin.hooks.verl.loss import verl_token_loss
 from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
 from mismatch_plugin.hooks.version import version_line
@@ -115,6 +116,8 @@ def _rollout_correction(own: Callable[..., Any], batch: Any, rollout_corr_config
     if not has_block(rollout_corr_config):
         return own(batch, rollout_corr_config)
     config = settings(rollout_corr_config)
+    if config.rs.group != "keep":
+        use_group_advantages()
     return correct_rollout_batch(batch, config, STEP.keep if config.report_dir is not None else None)
 
 

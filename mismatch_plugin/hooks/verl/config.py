@@ -17,6 +17,7 @@ from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPE
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
+from mismatch_plugin.hooks.verl.groups import check_estimator
 
 LOSS_NAME = "mismatch"
 RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
@@ -65,6 +66,7 @@ def check_tree(tree: Any) -> MismatchConfig | None:
     if not uses_loss and not has_block(block):
         return None
     config, mode = settings(tree), policy_loss.get("loss_mode") or "vanilla"
+    check_estimator(config, algorithm)
     if config.use_rollout_log_probs and not uses_loss:
         objective = OBJECTIVES.get(mode, "ppo")
         spelled = "" if objective == "ppo" else f" ({mode} is +{RC}.{BLOCK}.objective={objective} there)"

@@ -12,6 +12,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.hooks.verl.groups import mark_accepted
 
 
 def correct_rollout_batch(
@@ -23,7 +24,8 @@ def correct_rollout_batch(
     response_mask as it is and gives rejected tokens the weight 0; otherwise they leave response_mask, and so verl's
     count of tokens too. rollout_is_weights [B, S] is added where there are weights or the mask stays.
     Where everything is rejected the mask stays and all weights are 0: a zero loss instead of a division by 0
-    (`rollout_corr/all_rejected` is 1). keep: is given the batch's statistics.
+    (`rollout_corr/all_rejected` is 1). keep: is given the batch's statistics. Under `rs.group` the batch
+    also says who is accepted, for the advantages.
     Host syncs: none on the driver, whose batch is on the CPU (the rows' lengths, the metrics, and whether anything is
     left are read there). Collectives: none.
     Raises: ValueError for shapes that differ or a mask that is not 0 and 1; InvalidLogProbError naming row, position
@@ -34,6 +36,8 @@ def correct_rollout_batch(
     packed, places_T = pack_trained(data)
     correction = correct(packed, config)
     metrics = correction.statistics.metrics()  # raises before anything is written
+    if config.rs.group != "keep":
+        metrics |= mark_accepted(batch, config, correction.kept_N > 0)
     if keep is not None:
         keep(correction.statistics)
 

@@ -126,7 +126,7 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, A
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{LOG_PROBS}.")):
+        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{LOG_PROBS}.", "algorithm.adv_estimator.")):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:

@@ -35,7 +35,7 @@ def add_arguments(parser):
     for flag, default in {"loss-type": "policy_loss", "kl-loss-type": "k1", "advantage-estimator": "grpo"}.items():
         parser.add_argument(f"--{flag}", default=default)
     for flag in ("loss-function", "tis-function", "config", "megatron-init", "megatron-before-train-step-hook",
-                 "pg-loss-reducer-function"):
+                 "pg-loss-reducer-function", "advantage-function"):
         parser.add_argument(f"--custom-{flag}-path", default=None)
     parser.add_argument("--rollout-data-postprocess-path", default=None)
     parser.add_argument("--num-rollout", type=int, default=1)

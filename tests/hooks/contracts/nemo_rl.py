@@ -49,6 +49,18 @@ SETUP_FIRST = "master_config"
 LOGGER = "nemo_rl/utils/logger.py"
 LOG_METRICS = ("self", "metrics", "step")
 STEP_LOGS = ("logger.log_metrics(metrics, total_steps + 1, prefix=", "logger.log_metrics(metrics, step + 1, prefix=")
+# What GRPO calls between prev_logprobs and advantages, what makes its estimator, and what of the first one it logs.
+BETWEEN = ("train_data", "rewards", "seq_logprob_error_threshold")
+ESTIMATOR = ("self", "prompt_ids", "rewards", "mask")
+BASELINE = ("prompts", "rewards", "valid_mask", "leave_one_out_baseline", "std_rewards")
+ESTIMATORS = "nemo_rl/algorithms/advantage_estimator.py"
+GROUP_CALLS = (
+    "adv_estimator = _create_advantage_estimator(master_config)",
+    "seq_error_result = compute_and_apply_seq_logprob_error_masking(",
+    "seq_logprob_error_metrics = seq_error_result",
+    "metrics.update(seq_logprob_error_metrics)",
+    "adv_estimator.compute_advantage(",
+)
 # Metrics of a loss that GRPO's log reads without asking.
 READ_METRICS = ("token_mult_prob_error",)
 
@@ -96,6 +108,15 @@ def drift(root: Path) -> list[str]:
     if not any("logger" in value.strip("()").split(", ") for value in returned):
         found.append(f"{GRPO}: setup no longer returns its logger")
     found += [f"{GRPO}: no longer has {call}" for call in STEP_LOGS if call not in text]
+    found += [f"{GRPO}: no longer has {call}" for call in GROUP_CALLS if call not in text]
+    body = _only(root, ESTIMATORS, ["GRPOAdvantageEstimator"])[0].body
+    for file, node, recorded in (
+        (GRPO, _only(root, GRPO, ["compute_and_apply_seq_logprob_error_masking"])[0], BETWEEN),
+        (UTILITIES, _only(root, UTILITIES, ["calculate_baseline_and_std_per_prompt"])[0], BASELINE),
+        (ESTIMATORS, next(node for node in body if getattr(node, "name", "") == "compute_advantage"), ESTIMATOR),
+    ):
+        if (seen := tuple(item.arg for item in node.args.args)) != recorded:
+            found.append(f"{file}: {node.name} takes {seen}, recorded {recorded}")
     logger = next(
         node for node in _only(root, LOGGER, ["Logger"])[0].body if getattr(node, "name", "") == "log_metrics"
     )
@@ -123,6 +144,14 @@ def own_loss(root: Path, settings: dict[str, Any]) -> Any:
     config = names["ClippedPGLossConfig"]
     config.model_rebuild(_types_namespace=names)
     return names["ClippedPGLossFn"](config(**settings))
+
+
+def own_grpo(root: Path) -> tuple[Any, Any]:
+    """(NeMo-RL's GRPOAdvantageEstimator, its baseline function) from its source."""
+    names: dict[str, Any] = {"torch": torch, "Optional": Optional, "AdvEstimatorConfig": Any}
+    _execute(_only(root, UTILITIES, ["calculate_baseline_and_std_per_prompt"]), names)
+    _execute(_only(root, ESTIMATORS, ["GRPOAdvantageEstimator"]), names)
+    return names["GRPOAdvantageEstimator"], names["calculate_baseline_and_std_per_prompt"]
 
 
 def _only(root: Path, file: str, names: Iterable[str]) -> list[Any]:

@@ -37,6 +37,7 @@ CALLS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {
         ("args", "rollout_id", "step_id", "model", "optimizer", "opt_param_scheduler"),
     ),
     "init": ("slime/backends/megatron_utils/initialize.py", "init", "custom_init", ("args",)),
+    "group_advantages": (LOSS, "compute_advantages_and_returns", "custom_adv_fn", ("args", "rollout_data")),
 }
 # How the reducer that --custom-pg-loss-reducer-function-path names is called, with the masks that tis_function returns.
 REDUCER = ("total_lengths", "response_lengths", "pg_loss_masks", "args.calculate_per_token_loss")
@@ -67,5 +68,6 @@ def namespace(**changes: Any) -> dict[str, Any]:
         "rollout_top_p": 1.0,
         "eps_clip_high": 0.2,
         "rank": 0,
+        "grpo_std_normalization": True,
     }
     return values | changes

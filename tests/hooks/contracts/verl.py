@@ -25,6 +25,9 @@ PARAMETERS = {
         *("dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"),
     ),
     (HELPER, "compute_rollout_correction_and_add_to_batch"): ("batch", "rollout_corr_config"),
+    ("verl/trainer/ppo/ray_trainer.py", "compute_advantage"): (
+        *("data", "adv_estimator", "gamma", "lam", "num_repeat", "norm_adv_by_std_in_grpo", "config"),
+    ),
     ("verl/utils/config.py", "validate_config"): ("config", "use_reference_policy", "use_critic"),
 }
 # What is logged once a step, and with which configuration.
@@ -53,6 +56,9 @@ FIELDS = {
 CALLERS = (
     ("verl/trainer/ppo/ray_trainer.py", "compute_rollout_correction_and_add_to_batch"),
     ("verl/trainer/ppo/v1/trainer_base.py", "compute_rollout_correction_and_add_to_batch"),
+    # After it, in the same process.
+    ("verl/trainer/ppo/ray_trainer.py", "compute_advantage"),
+    ("verl/trainer/ppo/v1/utils.py", "compute_advantage"),
     ("verl/trainer/main_ppo.py", "validate_config"),
 )
 

@@ -388,7 +388,10 @@ def test_miles_s_scripts_are_refused_and_its_trainers_are_not() -> None:
 
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_host_s_own_parser_takes_what_is_added(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = [_plan(tmp_path, line, host) for line in ("--use-tis", BOTH, "--rs-criterion token:k2:0.5")]
+    lines = ["--use-tis", BOTH, "--rs-criterion token:k2:0.5"]
+    if host == "slime":
+        lines.append("--use-tis --rs-criterion token:k2:0.5 --rs-group exclude")
+    plans = [_plan(tmp_path, line, host) for line in lines]
     parser = host_parser(host, monkeypatch)
     for plan in plans:
         args, unknown = parser.parse_known_args([*plan.argv, "--rollout-batch-size", "4"])
@@ -401,7 +404,9 @@ def test_the_host_s_own_parser_takes_what_is_added(host: str, tmp_path: Path, mo
 def test_the_recorded_flags_are_the_host_s(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parser = host_parser(host, monkeypatch)
     options = parser._option_string_actions
-    optional = {"--skip-actor-forward-only", "--calculate-per-token-loss"}  # miles's, and Megatron's
+    # miles's, Megatron's, and slime's alone
+    optional = {"--skip-actor-forward-only", "--calculate-per-token-loss"}
+    optional |= {"--custom-advantage-function-path"} if host == "miles" else set()
     missing = sorted(flag for flag in TABLE if flag not in options and flag not in optional)
     assert not missing, f"{host} no longer declares {', '.join(missing)}"
     for flag, recorded in TABLE.items():
