@@ -119,6 +119,7 @@ class Policy:
             tp_group=self.groups.tp,
             temperature=self.settings.temperature,
             vocab_size=self.task.vocab,
+            sampling_mask=batch.sampling_mask,
             rows=batch.rows,
             backend=self.backend,
         ).log_probs
