@@ -27,6 +27,7 @@ from mismatch_plugin.hooks.verl.config import (
     LOSS_NAME,
     RC,
     REFERENCE_LINE,
+    ROLLOUT,
     check_tree,
     describe,
     has_block,
@@ -107,7 +108,7 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, A
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{LOG_PROBS}.")):
+        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.")):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:

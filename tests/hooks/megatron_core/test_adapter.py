@@ -1,9 +1,9 @@
 """The loss hook through the real megatron-core: the same gradients and metrics for every parallel layout.
 
 The reference is one process without the hook: each sample through the model alone, plain `log_softmax`, one
-`policy_loss` on the whole batch, autograd. Every other sample was drawn from what filters kept. Every layout runs the hook in megatron's schedules, with 1 and 4
-micro-batches, packed or padded. In float64 all agree to 1e-7: megatron divides gradients by the token count in float32.
-In float32 they agree to 1e-5.
+`policy_loss` on the whole batch, autograd. Every other sample was drawn from what filters kept. Every layout runs the
+hook in megatron's schedules, with 1 and 4 micro-batches, packed or padded. In float64 all agree to 1e-7: megatron
+divides gradients by the token count in float32. In float32 they agree to 1e-5.
 """
 
 from __future__ import annotations
