@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -27,6 +28,7 @@ from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
+from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -44,6 +46,7 @@ class RayAdapter(ABC):
 
     def __init__(self) -> None:
         self.run = StepRun(self.name, self.log, self.writes)
+        self.versions = Versions(self.name)
         self._configs: dict[bool | None, MismatchConfig] = {}
         self._configured = ""
 
@@ -86,8 +89,14 @@ class RayAdapter(ABC):
         return describe_settings(config, host_args, self.name)
 
     def init(self, args: Namespace) -> None:
-        """When a training process starts: refuse what cannot run, and say on rank 0 what will."""
+        """When a training process starts: refuse what cannot run, and say on rank 0 what will.
+
+        Where weight versions are needed, the host's training class is wrapped, so that every rollout tells them.
+        """
         config = self.check(args)
+        if config is not None and config.rs.max_staleness is not None:
+            actor = import_module(f"{self.name}.backends.megatron_utils.actor")
+            self.versions.watch(actor.MegatronTrainRayActor)
         if config is not None and getattr(args, "rank", 0) == 0:
             for line in self.describe(config, args):
                 logger.info(line)
@@ -150,6 +159,7 @@ class RayAdapter(ABC):
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
+        packed = self._with_versions(packed, config, loss_masks)
         correction = correct(packed, config, self.groups, self.run.factor(config))
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
@@ -194,6 +204,7 @@ class RayAdapter(ABC):
             ref_log_probs=batch.get("ref_log_probs"),
             entropy=entropy,
         )
+        packed = self._with_versions(packed, config, batch["loss_masks"])
         token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
         pg_loss = loss = reduce(self.run.record(token.policy, token.correction, config, batch["loss_masks"]))
         report: dict[str, Tensor] = {}
@@ -214,6 +225,11 @@ class RayAdapter(ABC):
         report |= {name: reduce(values) for name, values in _token_metrics(token.correction, config).items()}
         return loss, {"loss": loss.detach().clone(), "pg_loss": pg_loss.detach().clone(), **report}
 
+    def _with_versions(
+        self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]
+    ) -> PackedSequences:
+        return packed if config.rs.max_staleness is None else self.versions.on(packed, loss_masks)
+
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
 
@@ -226,7 +242,7 @@ class RayAdapter(ABC):
             return
         counts, batches = list(rollout_data["num_microbatches"]), list(rollout_data["micro_batch_indices"])
         steps: list[PackedSequences] = []
-        failure, held, sequences = "", None, None
+        failure, held, sequences = self.versions.failure, None, None
         if self.groups.is_last_stage:
             held = ("loss_mask", *(name for key, name in _HELD.items() if rollout_data.get(key)))
             sequences = tuple(len(batch) for batch in batches)
@@ -246,7 +262,8 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     old, rollout = chosen.get("log_probs"), chosen.get("rollout_log_probs")
-                    steps.append(pack_local(args, chosen, self.groups, old_log_probs=old, rollout_log_probs=rollout))
+                    packed = pack_local(args, chosen, self.groups, old_log_probs=old, rollout_log_probs=rollout)
+                    steps.append(self._with_versions(packed, config, chosen["loss_masks"]))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -270,7 +287,10 @@ class RayAdapter(ABC):
         from megatron.core.utils import get_model_config
 
         device = next((p.device for p in model[0].parameters()), "cpu")
-        self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]), device)
+        config, model_config = self.config(args), get_model_config(model[0])
+        self.run.begin(
+            args, config, self.groups, rollout_id, step_id, model_config, device, failure=self.versions.failure
+        )
 
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))

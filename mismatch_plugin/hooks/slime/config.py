@@ -19,6 +19,7 @@ from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
 from mismatch_plugin.hooks.slime.sampling import sampling_filter
+from mismatch_plugin.hooks.slime.versions import needs_init
 
 HOOKS = {
     "policy_loss": "custom_loss_function_path",
@@ -272,6 +273,8 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
     config = read_settings(args, host)
     if config.gate_kl is not None and not runs(args, host, "before_train_step"):
         raise ValueError(gate_needs_steps(host))
+    if config.rs.max_staleness is not None and not runs(args, host, "init"):
+        raise ValueError(f"--rs-max-staleness needs the weight versions of {host}'s samples: {needs_init(host)}")
     if loss_type == "custom_loss":
         if runs(args, host, "policy_loss"):
             check_loss(args, config, host, whole=True)
