@@ -54,6 +54,12 @@ def settings(args: Namespace) -> MismatchConfig:
         given = {"use_tis": True, "tis": {"upper_bound": math.inf} if coefficient is None else {}}
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
+    if config.rs.max_staleness is not None:
+        raise ValueError(
+            f"--rs-max-staleness {config.rs.max_staleness} cannot be had in Megatron-LM RL, whose loss is not told "
+            f"which weights sampled a token (policy_epoch goes to its logs alone): leave it out, and set "
+            f"--rl-generation-lag."
+        )
     asked = dotted_fields_set(given)
     for path, allowed in _FIXED.items():
         value = value_and_default(config, path)[0]

@@ -25,6 +25,7 @@ _OWNED_BY_NEMO_RL = {
     "terms.kl": "set loss_fn.reference_policy_kl_penalty and reference_policy_kl_type",
     "aggregation": "set loss_fn.token_level_loss",
     "length_norm": "NeMo-RL has no such norm",
+    "rs.max_staleness": "its loss is told no weight versions; set grpo.async_grpo.max_trajectory_age_steps",
     "log_prob_backend": "NeMo-RL computes log-probs itself",
 }
 

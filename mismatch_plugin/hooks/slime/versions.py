@@ -24,7 +24,7 @@ from mismatch_plugin.rollout.packing import INITIAL_VERSION
 
 _KEY = "weight_versions"
 _WRAPPED = "mismatch_plugin_wraps"
-_PATCH = "mismatch-plugin patch apply --host slime --optional --root DIR"
+_PATCH = "mismatch-plugin patch apply --host slime --file slime/ray/rollout.py --root DIR"
 
 
 @dataclass(eq=False)

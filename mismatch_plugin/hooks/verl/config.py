@@ -33,6 +33,8 @@ _OWNED_BY_VERL = {
     "terms.kl": f"set {ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type",
     "aggregation": f"set {ACTOR}.loss_agg_mode",
     "length_norm": f"set {ACTOR}.loss_scale_factor",
+    "rs.max_staleness": "its rollout correction is not told which weights train, nor in the v1 trainers which sampled; "
+    "set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold",
     "log_prob_backend": "set actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)",
 }
 
