@@ -82,8 +82,8 @@ def test_whether_the_metric_shows_it_depends_on_the_engine_s_log_probs() -> None
     assert hidden in said(of_verl(top_p=0.9, name="vllm", logprobs_mode="raw_logprobs"))
     assert f"{shown} if the engine renormalises" in said(of_verl(top_p=0.9, name="trtllm"))
     assert hidden in said(of_megatron_rl(top_p=0.9))
-    mode = {"inference_dynamic_batching_logprobs_mode": "processed_logprobs"}
-    assert f"{shown}. Megatron-LM RL" in said(of_megatron_rl(top_p=0.9, **mode))
+    processed = of_megatron_rl(top_p=0.9, inference_dynamic_batching_logprobs_mode="processed_logprobs")
+    assert f"{shown}. Megatron-LM RL" in said(processed)
 
 
 def test_slime_replays_under_top_p_and_not_under_top_k_alone() -> None:

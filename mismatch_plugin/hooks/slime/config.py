@@ -322,7 +322,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     if config.normalizes:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
-    lines += filter(None, [sampling_filter(*(value(args, name) for name in _FILTERS), host)])
+    lines += filter(None, [sampling_filter(value(args, "rollout_top_p"), value(args, "rollout_top_k"), host)])
     if not runs(args, host, "before_train_step"):
         lines.append(
             f"step metrics: none, and an invalid rollout log-prob turns the loss into NaN instead of an error, unless "

@@ -115,9 +115,7 @@ def _number(version: Any) -> int:
     if str(version) == INITIAL_VERSION:
         return -1
     if not str(version).isdigit():
-        raise ValueError(
-            f"its weight version {version!r} is not the number of an update: leave --rs-max-staleness out."
-        )
+        raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
     return int(version)
 
 
