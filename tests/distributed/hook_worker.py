@@ -16,6 +16,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 
 VOCAB = 61
+TRAINER_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def micro_batches(
             align=align,
             padding_id=VOCAB - 1,
             dtype=getattr(torch, settings.dtype),
+            trainer_version=TRAINER_VERSION,
         )
         for part in parts
     ]
@@ -214,6 +216,7 @@ def run_plainly(layout: Layout) -> list[Outcome]:
             old_log_probs=column("old_log_probs") if samples[0].old_log_probs is not None else None,
             ref_log_probs=column("ref_log_probs"),
             weight_versions=[s.weight_versions for s in samples],
+            trainer_version=TRAINER_VERSION,
             entropy=[entropy for _, entropy in pairs] if keep_entropy else None,
         )
         result = mp.policy_loss(torch.cat([log_probs for log_probs, _ in pairs]), packed, config)

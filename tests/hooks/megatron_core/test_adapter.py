@@ -47,6 +47,7 @@ FACTORS: dict[str, list[Any]] = {
         {"criteria": ["sequence_mean:ratio:0.9:1.11"], "veto_threshold": 0.4},
         {"criteria": ["token:k3:0.2", "sequence_max:ratio:0.3:1.9"]},
         {"criteria": ["sequence_max:binary_kl:0.004", "token:ratio:0.6:1.7"], "veto_threshold": 0.45},
+        {"criteria": ["token:k3:0.3"], "max_staleness": 1},
     ],
     "batch_normalize": [False, True],
     "denominator": ["accepted", "original"],
