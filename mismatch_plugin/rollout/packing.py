@@ -17,7 +17,7 @@ from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask
 from mismatch_plugin.rollout.records import Fault, RolloutRecord
-from mismatch_plugin.rollout.sampling import remaining_bias
+from mismatch_plugin.rollout.sampling import filter_bias, remaining_bias
 from mismatch_plugin.rollout.turns import common_length
 
 Which = Literal["auto", "full", "behaviour"]
@@ -83,7 +83,7 @@ def to_packed(
         log_probs.append([*(given or ())[:same], *[None] * (len(ids) - same)])
         masks.append([*record.loss_mask, *[1] * len(ids)][: len(ids)])
         versions.append([*record.version_of_token, *[None] * len(ids)][: len(ids)])
-    for note in {remaining_bias(record.sampling, has_kept_ids=behaviour) for record in records} - {""}:
+    for note in {_note(record, behaviour) for record in records} - {""}:
         warnings.warn(note, MismatchWarning, stacklevel=2)
     names = [index if record.sample_id is None else record.sample_id for index, record in enumerate(records)]
     if config is not None and config.rs.max_staleness is not None:
@@ -169,6 +169,16 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
             f"pass version_numbers."
         )
     return numbers
+
+
+def _note(record: RolloutRecord, behaviour: bool) -> str:
+    """The bias that the sampling leaves in the log-probs that are used."""
+    sampling = record.sampling
+    note = remaining_bias(sampling, has_kept_ids=behaviour)
+    if not behaviour or record.kept_ids is not None or sampling.greedy:
+        return note
+    bias = filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True)
+    return f"{bias}. {note}" if bias and note else bias or note
 
 
 def _use_behaviour(records: Sequence[RolloutRecord], which: Which) -> bool:
