@@ -241,6 +241,7 @@ def test_a_folder_with_other_settings_is_refused_before_training(tmp_path: Path)
 MODEL = {"calculate_per_token_loss": True, "finalize_model_grads_func": None}
 MOE = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
 ACCEPTED = {"rs": CRITERIA, "denominator": "accepted"}
+CURRENT = {"rs": {**CRITERIA, "policy": "current"}, "denominator": "accepted"}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,8 @@ ACCEPTED = {"rs": CRITERIA, "denominator": "accepted"}
         ({**BYPASS, **ACCEPTED}, MEAN, "calculate_per_token_loss is off"),
         ({**BYPASS, **ACCEPTED}, MOE, "MoE aux loss"),
         ({**REINFORCE, **ACCEPTED, "terms": {"kl_coef": 0.1}}, {}, "a KL term"),
+        (CURRENT, MEAN, "--rs-policy current knows its accepted tokens only after the step"),
+        ({**CURRENT, "terms": {"kl_coef": 0.1}}, {}, r"--rs-policy current knows .*\(a KL term"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(config: dict[str, Any], model: dict[str, Any], sentence: str) -> None:
