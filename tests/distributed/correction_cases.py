@@ -19,7 +19,6 @@ import mismatch_plugin as mp
 from mismatch_plugin.parallel.context import ContextLayout, shard
 
 FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", "weight_versions")
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
 LEVELS, MODES = ("token", "turn", "sequence", "geometric", "prefix"), ("truncate", "clip", "mask")
 DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
@@ -41,6 +40,7 @@ CRITERIA = (
 )  # fmt: skip
 STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
+OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Settings:
         values["terms"] = {}
         if self.rotation % 3 == 0 and not (self.algorithm == 3 and self.normalizes):
             values["terms"] |= {"entropy_coef": 0.01, "kl_coef": 0.1}
-        if self.rotation % 3 < 2 and not (self.algorithm == 3 and self.normalizes):
+        if self.rotation % 3 != 1 and not (self.algorithm == 3 and self.normalizes):
             values["terms"] |= {"rollout_kl_coef": 0.2, "rollout_kl_type": ("k2", "k3")[self.rotation // 3 % 2]}
             values["terms"] |= {"rollout_kl_on": "accepted"} if self.rejects and self.rotation // 6 % 2 else {}
         with warnings.catch_warnings():

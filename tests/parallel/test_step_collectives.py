@@ -34,6 +34,8 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("basic", replace(WEIGHTED, level="token"), 13),
+    ("off", replace(PLAIN, rotation=7), 4),  # gspo: Σ log r and the tokens that enter
+    ("basic", replace(WEIGHTED, level="token", rotation=7), 15),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
     ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
@@ -88,6 +90,14 @@ def columns_of(call: Call, sequences: int, parts: int) -> int:
     return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
 
 
+def without_objective(settings: Settings, calls: list[Call], sequences: int) -> list[Call]:
+    """The same without what gspo adds to the first SUM, Σ log r and the tokens that enter: those of `correct`."""
+    if settings.objective != "gspo" or not calls:
+        return calls
+    size, *rest = calls[0].shape
+    return [replace(calls[0], shape=(size - 2 * (1 if rest else sequences), *rest)), *calls[1:]]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_exactly_these_collectives(layout: Layout):
     """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
@@ -126,8 +136,9 @@ def test_exactly_these_collectives(layout: Layout):
             assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
             assert counts["finish"] == [rank.over_data("SUM", sums), rank.over_data("MAX", extremes)]
             # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
-            judged = settings.config().uses_rollout_values and settings.algorithm in (0, 2)
-            before = losses if judged else masks
+            judged = settings.config().corrects and settings.algorithm in (0, 2)
+            of_correct = [without_objective(settings, *each) for each in zip(losses, counts["sequences"], strict=True)]
+            before = of_correct if judged else masks
             assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 7)]
 
 

@@ -250,6 +250,7 @@ CURRENT = {"rs": {**CRITERIA, "policy": "current"}, "denominator": "accepted"}
         ({**NORMALIZED, "tis": {**NORMALIZED["tis"], "batch_normalize_scope": "rollout_batch"}}, {}, "use step"),
         ({}, {**MEAN, "mtp_num_layers": 1}, "switch calculate_per_token_loss on, or MTP off"),
         ({**NORMALIZED, **BYPASS, "terms": {"entropy_coef": 0.1}}, {}, "there is also: an entropy term"),
+        ({**NORMALIZED, **BYPASS, "terms": {"rollout_kl_coef": 0.1}}, {}, "there is also: a penalty on the distance"),
         ({**NORMALIZED, **BYPASS}, MOE, "there is also: MoE aux loss"),
         ({**NORMALIZED, **BYPASS}, {"mtp_num_layers": 1}, "there is also: MTP"),
         ({**NORMALIZED, **BYPASS}, {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "there is also: MoE z-loss"),
