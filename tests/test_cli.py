@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 import mismatch_plugin
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.explain import explain_table
+from mismatch_plugin.explain.example import explain_table
 from mismatch_plugin.report.presets import preset_table, presets_table
 
 NAMES = [entry.name for entry in PRESETS]
@@ -49,7 +49,8 @@ def test_module_and_script_are_the_same():
 
 def test_version_and_help_import_nothing_heavy():
     heavy = (
-        "mismatch_plugin.explain",
+        "mismatch_plugin.explain.example",
+        "mismatch_plugin.explain.account",
         "mismatch_plugin.report.presets",
         "matplotlib",
         "transformers",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from mismatch_plugin.check.training import InputError
 from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
-from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.inspect.bounds import bounds_for
 from mismatch_plugin.inspect.flags import config_of
@@ -59,17 +58,7 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
         return find(preset)
     if flags is None:
         return None
-    parser = ArgumentParser(prog="--flags", add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_arguments(parser)
-    try:
-        known, unknown = parser.parse_known_args(shlex.split(flags))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"--flags {flags!r}: {error}.") from None
-    if unknown:
-        raise ValueError(f"--flags {flags!r} holds {unknown[0]}, which is no flag of this package: leave it out.")
-    if getattr(known, "mismatch_explain_only", None):
-        raise ValueError("--flags holds --mismatch-explain-only, which explains settings and inspects nothing.")
-    return MismatchConfig.from_args(known)
+    return config_of_words(shlex.split(flags), f"--flags {flags!r}")
 
 
 def diagnose(

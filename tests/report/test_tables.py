@@ -17,7 +17,7 @@ from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.core.health import all_rules
 from mismatch_plugin.core.metrics.registry import METRICS
-from mismatch_plugin.explain import LEVELS, MODES, PADDING, REJECTED, example_batch, explain_table
+from mismatch_plugin.explain.example import LEVELS, MODES, PADDING, REJECTED, example_batch, explain_table
 from mismatch_plugin.report.presets import PRESET_NAMES, as_flags, preset_table, presets_table, quiet_preset
 from mismatch_plugin.report.table import Table
 
