@@ -12,9 +12,11 @@ from torch import Tensor
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.values import merge, no_notes
-from mismatch_plugin.core.correction import Correction
+from mismatch_plugin.core.correction import Correction, correct
+from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import policy_loss, token_loss
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.segments import bounded_exp, spread
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.explain.numbers import Numbers
 
@@ -28,8 +30,9 @@ class Token(_Model):
 
     log_ratio: l = log π_train − log π_rollout. ratio: ρ = e^l. unit_ratio: that of its unit, before bounding. lower,
     upper: bounds on it that act. weight: after bounding and batch normalisation. kept: stays in the loss.
-    rejected_by: the rules that reject it, each judged alone. objective: its loss without weight and rejection. loss:
-    weight · kept · objective. gradient: d loss / d log π_θ of the whole loss, denominator and terms included.
+    rejected_by: the rules that reject it, each judged alone. objective_ratio: r, which the objective clips. objective:
+    its loss without weight and rejection. loss: weight · kept · objective. gradient: d loss / d log π_θ of the whole
+    loss, denominator and terms included.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Token(_Model):
     weight: float | None = None
     kept: bool | None = None
     rejected_by: tuple[str, ...] = ()
+    objective_ratio: float | None = None
     objective: float | None = None
     loss: float | None = None
     gradient: float | None = None
@@ -82,7 +86,8 @@ class Account(_Model):
 
 def account(numbers: Numbers, config: MismatchConfig) -> Account:
     """Every token under the settings. Raises as `policy_loss`."""
-    packed, log_probs = numbers.packed, numbers.log_probs
+    packed, log_probs = _with_advantages(numbers, config), numbers.log_probs
+    numbers = numbers._replace(packed=packed)
     result = policy_loss(log_probs, packed, config)
     metrics = result.statistics.metrics()  # raises where a log-prob that is used is invalid
     (gradient,) = torch.autograd.grad(result.loss, log_probs)
@@ -95,12 +100,14 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
         "rollout_log_prob": given(packed.rollout_log_probs),
         "advantage": given(packed.advantages),
         "log_ratio": tokens.log_ratio,
-        "ratio": tokens.log_ratio.exp(),
+        "ratio": bounded_exp(tokens.log_ratio),
         "weight": result.correction.weights,
         "objective": plain.policy,
         "loss": loss.policy,
         "gradient": gradient,
     }
+    if loss.log_r is not None:
+        columns["objective_ratio"] = bounded_exp(loss.log_r.detach())
     if bounds is not None:
         columns["unit_ratio"] = _unit_ratios(numbers, config, bounds.level)
         columns["upper"] = torch.full_like(log_probs, bounds.upper)
@@ -138,6 +145,20 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
     )
 
 
+def _with_advantages(numbers: Numbers, config: MismatchConfig) -> PackedSequences:
+    """The batch, with the advantages that its rewards give where there are any."""
+    packed, rs = numbers.packed, config.rs
+    if numbers.rewards is None:
+        if rs.group != "keep":
+            raise ValueError(f"rs.group {rs.group} makes advantages of rewards: give --rewards, one a sequence.")
+        return packed
+    groups = [0.0] * len(packed.lengths) if numbers.groups is None else numbers.groups
+    accepted = None if rs.group == "keep" else correct(packed, config).kept_N
+    rewards = torch.tensor(numbers.rewards, dtype=torch.float64)
+    advantages = group_advantages(rewards, groups, accepted, min_accepted=rs.min_group or 1)
+    return packed.replace(advantages=spread(advantages, packed.sequence_index))
+
+
 def given(values: Tensor | None) -> Tensor:
     """What `read_numbers` has filled in."""
     assert values is not None
@@ -161,19 +182,19 @@ def _unit_ratios(numbers: Numbers, config: MismatchConfig, level: str) -> Tensor
 
 def _rules(config: MismatchConfig) -> Iterator[tuple[str, MismatchConfig]]:
     """(name, the settings with this rule alone) of everything that may reject a token."""
-    tis = config.tis
+    tis, rs = config.tis, config.rs
     if config.weighted and tis.mode == "mask":
-        bounds = {"level": tis.level, "mode": "mask", "lower_bound": tis.lower, "upper_bound": tis.upper_bound}
-        yield "mask mode", _only(config, {"use_tis": True, "tis": bounds})
+        mode = tis.model_dump(include={"level", "mode", "lower_bound", "upper_bound", "bound_growth"})
+        yield "mask mode", _only(config, {"use_tis": True, "tis": mode})
     for criterion in config.criteria:
-        yield criterion.name, _only(config, {"rs": {"criteria": [criterion.model_dump(exclude_unset=True)]}})
-    if config.rs.veto_threshold is not None:
-        yield "veto", _only(config, {"rs": {"veto_threshold": config.rs.veto_threshold}})
+        yield criterion.name, _only(config, {"rs": {"criteria": [criterion.model_dump()], "policy": rs.policy}})
+    if rs.veto_threshold is not None:
+        yield "veto", _only(config, {"rs": {"veto_threshold": rs.veto_threshold, "policy": rs.policy}})
+    if rs.max_staleness is not None:
+        yield "staleness", _only(config, {"rs": {"max_staleness": rs.max_staleness}})
     if config.rollout_log_prob_policy.startswith("drop"):
-        yield (
-            "invalid log-prob",
-            _only(config, {"rollout_log_prob_policy": config.rollout_log_prob_policy, "use_tis": True}),
-        )
+        drop = {"rollout_log_prob_policy": config.rollout_log_prob_policy, "use_tis": True}
+        yield "invalid log-prob", _only(config, drop)
 
 
 def _only(config: MismatchConfig, settings: dict[str, Any]) -> MismatchConfig:

@@ -44,8 +44,14 @@ def explain(
     old: Annotated[Numbers, _own("log π_old, before the step. Default: --train, as in a first step.")] = None,
     mask: Annotated[Numbers, _own("1 where a token trains, 0 where a tool wrote it. Default: 1.")] = None,
     advantages: Annotated[Numbers, _own("One a token, a sequence, or for all. Default: 1.")] = None,
+    rewards: Annotated[Numbers, _own("One a sequence, in place of advantages: those of GRPO are made of them.")] = None,
+    groups: Annotated[Numbers, _own("The group of each sequence, a number. Default: one group.")] = None,
     ref: Annotated[Numbers, _own("log π_ref, for --mismatch-kl-coef.")] = None,
     entropy: Annotated[Numbers, _own("Entropy of π_θ at each token, for --mismatch-entropy-coef.")] = None,
+    versions: Annotated[Numbers, _own("Weight version that sampled each token, for --rs-max-staleness.")] = None,
+    trainer_version: Annotated[
+        int | None, typer.Option(help="Weight version that trains.", rich_help_panel=_OWN, metavar="NUMBER")
+    ] = None,
     mode: Annotated[
         list[Mode] | None,
         typer.Option(
@@ -82,7 +88,7 @@ def explain(
     """
     given = {
         "train": train, "rollout": rollout, "old": old, "mask": mask, "advantages": advantages, "ref": ref,
-        "entropy": entropy,
+        "entropy": entropy, "versions": versions, "rewards": rewards, "groups": groups,
     }  # fmt: skip
     try:
         if not any(given.values()):
@@ -93,13 +99,15 @@ def explain(
             return
         if mode or level:
             raise ValueError("--mode and --level are of the worked example: write --tis-mode and --tis-level.")
-        _own_numbers(given, context.args, markdown, as_json)
+        _own_numbers(given, trainer_version, context.args, markdown, as_json)
     except ValueError as error:
         typer.echo(f"cannot explain: {error}", err=True)
         raise typer.Exit(2) from None
 
 
-def _own_numbers(given: dict[str, Numbers], flags: list[str], markdown: bool, as_json: bool) -> None:
+def _own_numbers(
+    given: dict[str, Numbers], trainer_version: int | None, flags: list[str], markdown: bool, as_json: bool
+) -> None:
     from mismatch_plugin.config.words import config_of_words
     from mismatch_plugin.explain.account import account
     from mismatch_plugin.explain.numbers import read_numbers
@@ -109,7 +117,7 @@ def _own_numbers(given: dict[str, Numbers], flags: list[str], markdown: bool, as
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         config = config_of_words(flags)
-    found = account(read_numbers(given), config)
+    found = account(read_numbers(given, trainer_version=trainer_version), config)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
         return

@@ -27,24 +27,27 @@ FIELDS = {
 """Option (without dashes) → keyword of `PackedSequences.from_lists`; `train` is log π_θ, which is no field of it."""
 _FILLED = {"mask": 1.0, "advantages": 1.0}
 """What an option that is left out stands for, at every token."""
+_WHOLE = ("versions", "groups")
 _HOW = "write numbers with commas between tokens and ; between sequences, as in --train '-1.2,-0.3; -0.7'"
 
 Rows = list[list[float]]
 
 
 class Numbers(NamedTuple):
-    """log_probs: log π_θ, [T] float64, with gradient. packed: the rest."""
+    """log_probs: log π_θ, [T] float64, with gradient. packed: the rest. rewards, groups: [N], where there are any."""
 
     log_probs: Tensor
     packed: PackedSequences
+    rewards: list[float] | None = None
+    groups: list[float] | None = None
 
 
-def read_numbers(given: Mapping[str, Sequence[str] | None], **fields: Any) -> Numbers:
+def read_numbers(given: Mapping[str, Sequence[str] | None], trainer_version: int | None = None) -> Numbers:
     """Texts by option as a batch, in float64. An option given several times is several sequences.
 
-    given: by the names of `FIELDS`, and `train`. mask and advantages are 1 where they are left out, and a single
-    number is taken for every token (of its sequence, where there are several); old is train's values where it is left
-    out, as in the first step. fields: what else `PackedSequences.from_lists` takes.
+    given: by the names of `FIELDS`, `train`, `rewards` and `groups`. mask and advantages are 1 where they are left out,
+    and a single number is taken for every token (of its sequence, where there are several); old is train's values where
+    it is left out, as in the first step; groups are one group.
     Raises ValueError that names option, sequence, token and value: what is no number, lengths that differ, a log-prob
     above 0.
     """
@@ -53,17 +56,25 @@ def read_numbers(given: Mapping[str, Sequence[str] | None], **fields: Any) -> Nu
         if name not in rows:
             raise ValueError(f"--{name} is missing: give --train and --rollout, the log-probs of the same tokens.")
     lengths = list(map(len, rows["train"]))
-    for name in (*rows, *(name for name in _FILLED if name not in rows)):
+    of_sequences = [_of_sequences(name, rows.pop(name, None), len(lengths)) for name in ("rewards", "groups")]
+    if of_sequences[0] and "advantages" in rows:
+        raise ValueError("--rewards and --advantages both say the advantages: give one of them.")
+    if of_sequences[1] and not of_sequences[0]:
+        raise ValueError("--groups is for --rewards: give them, or leave the groups out.")
+    for name in dict.fromkeys((*rows, *_FILLED)):
         rows[name] = _fitted(name, rows.get(name, [[_FILLED.get(name, 0.0)]]), lengths)
     for name in LOG_PROBS:
         _refuse_impossible(name, rows.get(name, []), rows["mask"])
     rows.setdefault("old", rows["train"])
-    named = {
-        FIELDS[name]: [torch.tensor(row, dtype=torch.float64) for row in rows[name]] for name in FIELDS if name in rows
+    named: dict[str, Any] = {
+        field: [torch.tensor(row, dtype=torch.float64) for row in rows[name]]
+        for name, field in FIELDS.items()
+        if name in rows
     }
-    packed = PackedSequences.from_lists(**named, sequence_ids=tuple(map(sequence_name, range(len(lengths)))), **fields)
+    labels = tuple(map(sequence_name, range(len(lengths))))
+    packed = PackedSequences.from_lists(**named, sequence_ids=labels, trainer_version=trainer_version)
     flat = torch.tensor([value for row in rows["train"] for value in row], dtype=torch.float64)
-    return Numbers(torch.where(packed.loss_mask, flat, 0.0).requires_grad_(), packed)
+    return Numbers(torch.where(packed.loss_mask, flat, 0.0).requires_grad_(), packed, *of_sequences)
 
 
 def sequence_name(index: int) -> str:
@@ -81,6 +92,8 @@ def _rows(name: str, texts: Sequence[str]) -> Rows:
             raise ValueError(f"--{name} has no number in sequence {sequence_name(index)}: {_HOW}.")
         place = f"of sequence {sequence_name(index)} in --{name}"
         rows.append([_number(word, f"token {at} {place}") for at, word in enumerate(words, start=1)])
+    if name in _WHOLE and any(not value.is_integer() for row in rows for value in row):
+        raise ValueError(f"--{name} holds a number that is not whole: write 3,3,4.")
     return rows
 
 
@@ -109,6 +122,17 @@ def _fitted(name: str, rows: Rows, lengths: Sequence[int]) -> Rows:
                 f"give one a token{', or one for all of them' if name in _FILLED else ''}."
             )
     return rows
+
+
+def _of_sequences(name: str, rows: Rows | None, count: int) -> list[float] | None:
+    if rows is None:
+        return None
+    values = [value for row in rows for value in row]
+    if len(values) != count:
+        raise ValueError(
+            f"--{name} has {_counted(len(values), 'number')} for {_counted(count, 'sequence')}: give one each."
+        )
+    return values
 
 
 def _counted(count: int, what: str) -> str:

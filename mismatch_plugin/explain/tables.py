@@ -55,21 +55,35 @@ def _losses(account: Account, config: MismatchConfig) -> Table:
     rows = []
     for token in account.tokens:
         judged = (_yes(token.kept), ", ".join(token.rejected_by) or NOTHING) if token.trains else (PADDING, PADDING)
-        anchor = token.rollout_log_prob if config.use_rollout_log_probs else token.old_log_prob
-        numbers = _cells(token, token.log_prob, anchor, token.advantage)
+        numbers = _cells(token, token.log_prob, token.objective_ratio, token.advantage)
         rows.append((token.name, *numbers, *judged, *_cells(token, token.objective, token.loss, token.gradient)))
-    anchor = "log π_rollout" if config.use_rollout_log_probs else "log π_old"
-    headers = ("token", "log π_θ", anchor, "A", "kept", "rejected by", "objective", "loss", "gradient")
+    headers = ("token", "log π_θ", "r", "A", "kept", "rejected by", "objective", "loss", "gradient")
     notes = [
-        "objective: the token's loss without weight and rejection. loss = weight · kept · objective.",
+        f"objective: {config.policy_objective}, {_formula(config)}; loss = weight · kept · objective.",
         "gradient = d loss / d log π_θ of the whole loss below. Negative: the step makes the token likelier.",
     ]
     if config.dry_run:
         notes.append("A dry run: the rules judge, and nothing is applied.")
     table = Table("From weights to the loss", headers, tuple(rows), notes=tuple(notes))
-    if config.algorithm == 3:
-        return table.only(*(header for header in headers if header != anchor))
-    return table
+    return table.only(*(header for header in headers if set(table.column(header)) - {NOTHING, PADDING}))
+
+
+_FORMULAS = {
+    "ppo": "−min(r A, clip(r) A)",
+    "gspo": "−min(r A, clip(r) A), r of the whole sequence: its geometric mean",
+    "cispo": "−clip(r) A log π_θ, clip(r) without gradient",
+    "reinforce": "−A log π_θ",
+}
+
+
+def _formula(config: MismatchConfig) -> str:
+    formula, clip = _FORMULAS[config.policy_objective], config.ppo
+    if config.policy_objective == "reinforce":
+        return formula
+    anchor = "π_rollout" if config.use_rollout_log_probs else "π_old"
+    between = f"{1 - clip.eps_clip_low:.7g} to {1 + clip.eps_clip_high:.7g}"
+    dual = "" if clip.dual_clip is None else f", at most {clip.dual_clip:g} |A| where A < 0"
+    return f"{formula} with r = π_θ / {anchor}, clipped to {between}{dual}"
 
 
 def _yes(kept: bool | None) -> str:
