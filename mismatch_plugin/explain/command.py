@@ -74,7 +74,8 @@ def explain(
 ) -> None:
     """Show what a setting makes of every token: weight, rejection, loss and gradient.
 
-    Without numbers: what each mode and level makes of the same eight tokens.
+    Without numbers: a worked example, eight tokens under every mode and
+    level, criterion and objective.
 
     With --train and --rollout: the same of your own, under the settings that
     follow as on a launch line (--use-tis --tis-level sequence, or
@@ -130,8 +131,13 @@ def _own_numbers(
 
 
 def _example(modes: Collection[Mode], levels: Collection[Level], markdown: bool) -> None:
-    from mismatch_plugin.explain.example import LEVELS, MODES, explain_table
+    from mismatch_plugin.explain.example import LEVELS, MODES, example_tables, explain_table
     from mismatch_plugin.report.terminal import show
 
-    chosen = [[name for name in MODES if name in (modes or MODES)], [n for n in LEVELS if n in (levels or LEVELS)]]
-    show(explain_table(*chosen), markdown)
+    narrowed = explain_table(
+        [name for name in MODES if name in (modes or MODES)], [name for name in LEVELS if name in (levels or LEVELS)]
+    )
+    for place, table in enumerate((narrowed,) if modes or levels else example_tables()):
+        if place:
+            typer.echo()
+        show(table, markdown)

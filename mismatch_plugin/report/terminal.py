@@ -14,7 +14,7 @@ def show(table: Table, markdown: bool = False) -> None:
         return
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table.to_rich())
     for note in table.notes:
         console.print(note, soft_wrap=" --" in note)  # flags, which one may want to copy, stay on one line
