@@ -24,6 +24,7 @@ from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
@@ -147,6 +148,7 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
+            units_of(config).needs,
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
@@ -188,6 +190,7 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
+            units_of(config).needs,
             old_log_probs=None if config.use_rollout_log_probs else batch.get("log_probs"),
             rollout_log_probs=batch.get("rollout_log_probs"),
             advantages=batch["advantages"],
@@ -246,7 +249,9 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     old, rollout = chosen.get("log_probs"), chosen.get("rollout_log_probs")
-                    steps.append(pack_local(args, chosen, self.groups, old_log_probs=old, rollout_log_probs=rollout))
+                    needs = units_of(config).needs
+                    packed = pack_local(args, chosen, self.groups, needs, old_log_probs=old, rollout_log_probs=rollout)
+                    steps.append(packed)
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
