@@ -22,6 +22,8 @@ from tests.plain import (
     criterion_bounds,
     criterion_name,
     is_ratio,
+    log_bounds,
+    summed,
     tis_bounds,
     units_of,
     weighted,
@@ -100,13 +102,9 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
     level = config.tis.level
     whole = level in ("sequence", "geometric")
     rho = [bounded_exp(token.log_ratio) for token in tokens]
-    logs = [aggregate(level, unit) for unit in units_of(level, responses)]
-    # Of each sequence: at token level the mean of its ratios, else its own ratio. Of each token: its unit's ratio.
-    by_sequence = [
-        bounded_exp(aggregate(level, unit)) if whole else mean(bounded_exp(token.log_ratio) for token in unit)
-        for unit in responses
-    ]
-    by_token = [by_sequence[n] for n, unit in enumerate(responses) for _ in unit] if whole else rho
+    logs = [aggregate(level, unit) for unit in summed(level, responses)]
+    by_unit = [bounded_exp(value) for value in logs]
+    by_token, by_sequence = unit_ratios(level, responses)
     upper = tis_bounds(config)[1]
     low, high = sorted((1.0 / upper, upper))
     bounded = [clamp(ratio, low, high) for ratio in by_token]
@@ -130,11 +128,20 @@ def ratios(responses: list[list[Token]], tokens: list[Token], config: mp.Mismatc
     largest, smallest = max(extremes, default=1.0), min(extremes, default=1.0)
     found |= {"rollout_is_seq_max": largest, "rollout_is_seq_min": smallest}
     found["rollout_is_seq_max_deviation"] = max(largest - 1.0, 1.0 - smallest)
-    if whole:
-        found["rollout_is_ratio_unit_mean"] = mean(by_sequence, 1.0)
-        found["rollout_is_ratio_unit_std"] = population_std(by_sequence)
-        found["rollout_is_ratio_unit_eff_sample_size"] = effective_share(by_sequence, 1.0)
+    if level not in ("token", "none"):
+        found["rollout_is_ratio_unit_mean"] = mean(by_unit, 1.0)
+        found["rollout_is_ratio_unit_std"] = population_std(by_unit)
+        found["rollout_is_ratio_unit_eff_sample_size"] = effective_share(by_unit, 1.0)
     return found
+
+
+def unit_ratios(level: str, responses: list[list[Token]]) -> tuple[list[float], list[float]]:
+    """Of each token its unit's ratio; of each sequence the mean of that over its tokens."""
+    of_token = {}
+    for unit, over in zip(units_of(level, responses), summed(level, responses), strict=True):
+        of_token |= dict.fromkeys(map(id, unit), bounded_exp(aggregate(level, over)))
+    rows = [[of_token[id(token)] for token in tokens] for tokens in responses]
+    return [value for row in rows for value in row], [mean(row) for row in rows]
 
 
 def outside(responses: list[list[Token]], config: mp.MismatchConfig, near: Near) -> Metrics:
@@ -159,11 +166,14 @@ def outside(responses: list[list[Token]], config: mp.MismatchConfig, near: Near)
             near(value, low)
         return mean(value > high for value in values), mean(value < low for value in values)
 
-    high, low = shares([aggregate(level, unit) for unit in units_of(level, responses)], math.log)
+    units = summed(level, responses)
+    high, low = shares([aggregate(level, unit) for unit in units], math.log)
+    if weighted(config):  # of each unit its own
+        pairs = [(aggregate(level, unit), *log_bounds(config, len(unit))) for unit in units]
+        high, low = mean(value > above for value, _, above in pairs), mean(value < below for value, below, _ in pairs)
     seq_high, seq_low = high, low
-    if level == "token":
-        means = [mean(bounded_exp(token.log_ratio) for token in unit) for unit in responses]
-        seq_high, seq_low = shares(means, lambda bound: bound)
+    if level in ("token", "turn", "prefix"):
+        seq_high, seq_low = shares(unit_ratios(level, responses)[1], lambda bound: bound)
     return {
         "rollout_is_ratio_fraction_high": high,
         "rollout_is_ratio_fraction_low": low,
@@ -184,6 +194,10 @@ def weights(responses: list[list[Token]], tokens: list[Token], answer: Answer, c
         "rollout_is_weight_after_eff_sample_size": effective_share(by_token, 0.0),
         "rollout_is_weight_after_seq_eff_sample_size": effective_share(by_sequence, 0.0),
     }
+    if config.tis.level == "turn":
+        units = units_of("turn", responses)
+        by_turn = [mean(token.weight * token.keep for token in unit) for unit in units]
+        found["rollout_is_weight_after_turn_eff_sample_size"] = effective_share(by_turn, 0.0)
     if config.tis.batch_normalize:
         found["rollout_is_batch_norm_factor"] = answer.factor
     return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.metrics.collect import collect_statistics, token_columns
+from mismatch_plugin.core.metrics.collect import collect_statistics, late_columns, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import (
@@ -24,8 +24,9 @@ from mismatch_plugin.core.rejection import (
     stale_tokens,
 )
 from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
-from mismatch_plugin.core.stage import Stage, any_of
+from mismatch_plugin.core.stage import Stage
 from mismatch_plugin.core.tokens import Tokens, select_tokens
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
 
 if TYPE_CHECKING:
@@ -34,6 +35,11 @@ if TYPE_CHECKING:
 
 class SequenceGroups(Protocol):
     """What ring 1 needs to know of context parallelism: two reductions, and who counts a sequence."""
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks that hold parts of the same sequences."""
+        ...
 
     @property
     def counts_sequences(self) -> bool:
@@ -138,6 +144,8 @@ def compute_correction(
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
     refuse_missing(packed, config)
+    if groups is not None:
+        refuse_cut(packed, config, groups.cp_size)
     leaves_out = config.metrics != "off" and packed.rollout_log_probs is not None and config.leaves_out_invalid
     tokens = select_tokens(train_T, packed, leaves_out)
     judged, stale_T = judged_of(config, packed, tokens, current_T), stale_tokens(config, packed)
@@ -146,10 +154,8 @@ def compute_correction(
     # Decisions and weights that need one token only.
     stage.outside_T = reject_tokens(config, judged, stale_T)
     if stage.units.per_token:
-        stage.weigh(tokens.padding, stage.outside_T)
-    masked_T = any_of(stage.outside_T.values())
-    dropped_T = tokens.defective if config.rollout_log_prob_policy == "drop-token" else None
-    rejected_T = any_of([masked_T, dropped_T])
+        stage.weigh()
+    masked_T, rejected_T = stage.rejected_tokens()
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
     columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, judged, stage.measured))
@@ -158,24 +164,31 @@ def compute_correction(
         fresh = [] if stale_T is None else [Column("fresh", packed.loss_mask.logical_and(stale_T.logical_not()))]
         columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
     names, partials = segment_sums(columns, packed.offsets)
-    stage.read(names, partials if groups is None else groups.sum(partials))
+    part_columns = list(stage.part_columns(masked_T, rejected_T))
+    if part_columns and stage.parts is not None:
+        part_names, part_sums = segment_sums(part_columns, stage.parts.offsets)
+        partials, part_sums = _summed([partials, part_sums], groups)
+        stage.read(names, partials)
+        stage.read_parts(part_names, part_sums)
+    else:
+        stage.read(names, partials if groups is None else groups.sum(partials))
+        stage.read_parts(names, None)
     maxima_N = _maxima(config, judged, packed.offsets, groups)
 
-    # Decisions and weights that need the whole sequence.
+    # Decisions and weights that need the whole unit or sequence.
     stage.outside_N, stage.values_N = reject_sequences(config, judged, stage.sums_N, stage.means_N, maxima_N)
     if not stage.units.per_token:
-        stage.weigh(None, stage.outside_N)
-    rejected_N = any_of(stage.outside_N.values())
-    stage.kept_N = stage.tokens_N if rejected_T is None else stage.tokens_N - stage.sums_N["rejected"]
-    if rejected_N is not None:
-        stage.kept_N = stage.kept_N.masked_fill(rejected_N, 0.0)
+        stage.weigh()
+    if stage.units.late:
+        masked_T, rejected_T = stage.rejected_tokens()
+        names, sums = segment_sums(late_columns(stage, masked_T, rejected_T), packed.offsets)
+        if names:
+            stage.read(names, sums if groups is None else groups.sum(sums))
 
     # Back to tokens.
     mask, index = tokens.mask, packed.sequence_index
-    keep = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
-    if rejected_N is not None:
-        keep = keep.masked_fill(spread(rejected_N, index), 0.0)
-    stage.keep_T = keep
+    stage.settle(rejected_T)
+    keep = stage.keep_T
     if config.normalizes:
         stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
@@ -192,11 +205,20 @@ def compute_correction(
         return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N, sums_N=stage.sums_N)
     weights = mask
     if stage.weights_U is not None:
-        weights = stage.units.to_tokens(stage.weights_U.to(mask.dtype), index)
-        weights = weights if stage.units.per_token else mask * weights
+        weights = stage.weights_U.to(mask.dtype)
+        if not stage.units.on_tokens:
+            weights = mask * spread(weights, index if stage.parts is None else stage.parts.index)
     if stage.factor is not None:
         weights = weights / stage.factor
     return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor, stage.sums_N)
+
+
+def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[Tensor]:
+    """Tensors of any shapes, reduced by one SUM."""
+    if groups is None:
+        return list(partials)
+    sums = groups.sum(torch.cat([each.flatten() for each in partials])).split([each.numel() for each in partials])
+    return [sum_.view_as(each) for sum_, each in zip(sums, partials, strict=True)]
 
 
 def _maxima(
@@ -252,6 +274,18 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()
     _refuse_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
+
+
+def refuse_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) -> None:
+    """Raise ValueError where a part of the sequences does not say what the level needs to know of the whole."""
+    units = units_of(config)
+    for name in units.needs if cp_size > 1 else ():
+        if getattr(packed, name) is None:
+            raise ValueError(
+                f"{name} is missing: --tis-level {units.name} under context parallelism needs "
+                f"{' and '.join(units.needs)}, which parallel.context.shard sets. For a batch built by hand see "
+                f"PackedSequences."
+            )
 
 
 def _refuse_invalid(packed: PackedSequences, config: MismatchConfig, kinds: Collection[str]) -> None:

@@ -41,6 +41,26 @@ def refuse_two_policies(
         )
 
 
+def checked_turns(
+    turn_ids_T: Tensor, counts: tuple[int, ...] | None, lengths: tuple[int, ...], ids: tuple[object, ...]
+) -> tuple[int, ...]:
+    """Turns of each sequence: as given, else one more than its last number. Only what is on the CPU is checked."""
+    if counts is not None and turn_ids_T.device.type != "cpu":
+        return counts
+    rows = turn_ids_T.cpu().split(list(lengths)) if lengths else ()
+    known = tuple(int(row[-1]) + 1 if len(row) else 1 for row in rows) if counts is None else counts
+    for row, count, label in zip(rows, known, ids, strict=True):
+        wrong = torch.cat([row.new_zeros(1), row])[:-1] > row
+        wrong |= (row < 0) | (row >= count)
+        if wrong.any():
+            position = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"turn_ids of sequence {label} is {int(row[position])} at position {position}: number its {count} "
+                f"turns from 0 upwards, and give the tokens between two of them the number of either."
+            )
+    return known
+
+
 def _first(bad_T: Tensor, lengths: tuple[int, ...]) -> tuple[int, int, int]:
     """(token, sequence, position in it) of the first True."""
     token = int(bad_T.nonzero()[0])

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import Units, units_of
+from mismatch_plugin.core.units import Units, growth_of, units_of
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -80,6 +80,10 @@ def _weighted_by(judge: Callable[[type[Units]], bool]) -> _Judge:
     return lambda metrics, config: config.weighted and judge(units_of(config))
 
 
+def _weighted_in(measure: str) -> _Judge:
+    return _weighted_by(lambda units: units.measure == measure)
+
+
 def _mostly_kept(judge: _Judge) -> _Judge:
     """Where most is rejected, that is what to change first."""
     return lambda metrics, config: judge(metrics, config) and metrics.get("accepted_token_fraction", 1.0) > MIN_ACCEPTED
@@ -88,14 +92,18 @@ def _mostly_kept(judge: _Judge) -> _Judge:
 _SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin check)"
 _FIND = f"{_SOURCES}."
 _PRODUCTS = (
-    "At sequence level a product of ratios spreads with the length of the response: choose geometric or token level. "
-    "At geometric level find the shift that all tokens share (mismatch-plugin check)."
+    "A product of ratios (turn, sequence, prefix) spreads with its length: choose geometric or token level, or bounds "
+    "that grow with it (--tis-bound-growth 0.5). At geometric level find the shift that all tokens share "
+    "(mismatch-plugin check)."
 )
 _UNIT_SHIFT = (
-    "Find the shift that all tokens share (mismatch-plugin check); at sequence level it is multiplied by the length of "
-    "the response, at token level it is not."
+    "Find the shift that all tokens share (mismatch-plugin check); in a product of ratios (turn, sequence, prefix) it "
+    "is multiplied by the length, at token level it is not."
 )
-_SPREAD = "Lower the upper bound, or raise the lower one with mode clip; at sequence level choose geometric or token."
+_SPREAD = (
+    "Lower the upper bound, or raise the lower one with mode clip; in place of a product of ratios (turn, sequence, "
+    "prefix) choose geometric or token."
+)
 _ESS = f"below {MIN_EFFECTIVE_SAMPLE_SIZE:g}"
 _MEAN = f"below {MEAN_RANGE[0]:g} or above {MEAN_RANGE[1]:g}"
 _UNITS = f"from {MIN_UNITS} sequences on; not at token level"
@@ -113,11 +121,11 @@ RULES: tuple[Rule, ...] = (
     Rule("chi2_token", "data", lambda v: v > MAX_CHI2, f"above {MAX_CHI2:g}",
          "the ratio's second moment is so large that its mean is unreliable", _FIND),
     Rule("rollout_is_ratio_unit_mean", "data", lambda v: not MEAN_RANGE[0] <= v <= MEAN_RANGE[1], _MEAN,
-         "the mean ratio of the sequences is far from 1", _UNIT_SHIFT, _enough_units, _UNITS),
+         "the mean ratio of the level's units is far from 1", _UNIT_SHIFT, _enough_units, _UNITS),
     Rule("rollout_is_ratio_unit_std", "data", lambda v: v > MAX_STD, f"above {MAX_STD:g}",
-         "the ratios of the sequences spread widely", _PRODUCTS, _enough_units, _UNITS),
+         "the ratios of the level's units spread widely", _PRODUCTS, _enough_units, _UNITS),
     Rule("rollout_is_ratio_unit_eff_sample_size", "data", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "a few sequences hold most of the ratio's mass", _PRODUCTS, _enough_units, _UNITS),
+         "a few units of the level hold most of the ratio's mass", _PRODUCTS, _enough_units, _UNITS),
     Rule("rollout_is_weight_after_mean", "correction", lambda v: v < MEAN_RANGE[0], f"below {MEAN_RANGE[0]:g}",
          "the weights shrink the gradient to less than half",
          "--tis-batch-normalize keeps the step size; the shift itself is in the data.",
@@ -125,15 +133,18 @@ RULES: tuple[Rule, ...] = (
              config.weighted and not config.tis.batch_normalize and not metrics.get("all_rejected")
          ), "weights not normalised, something kept"),
     Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_by(lambda units: units.per_token)),
-         "weights at token level, most tokens kept"),
+         "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_in("tokens")),
+         "weights at token and prefix level, most tokens kept"),
+    Rule("rollout_is_weight_after_turn_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "few turns carry the gradient", _SPREAD, _mostly_kept(_weighted_in("turns")),
+         "weights at turn level, most tokens kept"),
     Rule("rollout_is_weight_after_seq_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_by(lambda units: not units.per_token)),
+         "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_in("sequences")),
          "weights at sequence and geometric level, most tokens kept"),
     Rule("seq_log_ratio_mean", "correction", lambda v: v < VANISHING_LOG_WEIGHT, f"below {VANISHING_LOG_WEIGHT:g}",
          "the mean log-ratio times the length makes product weights vanish",
          "Long responses lose their gradient: use geometric or token level, or find the shift that all tokens share.",
-         _weighted_by(lambda units: units.multiplies), "weights at sequence level"),
+         _weighted_by(lambda units: units.multiplies and units.spans), "weights at sequence and prefix level"),
     Rule("rollout_is_veto_fraction", "correction", lambda v: v > MAX_VETO_FRACTION, f"above {MAX_VETO_FRACTION:g}",
          "many sequences are vetoed",
          "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),
@@ -159,7 +170,7 @@ _BLOWN = Rule(
     f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds",
     "normalisation blew a weight up",
     "Nearly everything else was bounded to little: raise the lower bound.",
-    only="batch normalisation",
+    only="batch normalisation, bounds that do not grow",
 )
 _INVALID = Rule(
     "invalid_{kind}",
@@ -207,7 +218,8 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
         if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
     ]
     largest = values.get(_BLOWN.metric)
-    if largest is not None and config.tis.batch_normalize and _BLOWN.is_wrong(largest / config.tis.upper):
+    grows = growth_of(config) > 0
+    if largest is not None and config.tis.batch_normalize and not grows and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
     tokens = values.get("tokens")
     counts = {name: count for name, count in values.items() if name.startswith("invalid_") and count}

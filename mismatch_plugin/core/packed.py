@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.cells import Cells, chunk_cells, number_turns, turn_cells
 from mismatch_plugin.core.entries import (
+    checked_turns,
     flatten_entries,
     refuse_not_finite,
     refuse_two_policies,
@@ -19,7 +21,7 @@ from mismatch_plugin.core.entries import (
 )
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
-_INTEGER_FIELDS = ("positions", "weight_versions")
+_INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
 _TOKEN_FIELDS = (
@@ -47,8 +49,13 @@ class PackedSequences:
     * entropy: in nats; may carry gradient
     * positions: index of the token in its response, integer; under context parallelism the global one
     * weight_versions: integer
+    * turn_ids: number of the token's turn in its sequence, integer, from 0 and never falling; without them turns are
+      the runs of `loss_mask`. Under context parallelism they and turn_counts are those of the whole sequences
 
     trainer_version: number of the weights that train, counted as weight_versions are; an int on the host.
+    turn_counts: turns of each sequence, the same on every rank that holds a part of it (some may be empty).
+    chunk_lengths: under context parallelism, of each sequence this rank's tokens in each of the chunks it is cut into,
+    in order, 0 in those of other ranks (`parallel.context` makes both).
     rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
     that `flatten` finds the tokens of others. `invalid`: the first invalid log-probs of each kind that
     were found while the data was still on the CPU; `invalid_counts`: how many there are, by kind.
@@ -64,6 +71,9 @@ class PackedSequences:
     positions: Tensor | None = None
     weight_versions: Tensor | None = None
     trainer_version: int | None = None
+    turn_ids: Tensor | None = None
+    turn_counts: tuple[int, ...] | None = None
+    chunk_lengths: tuple[tuple[int, ...], ...] | None = None
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
     padded_width: int | None = None
@@ -87,6 +97,14 @@ class PackedSequences:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
             object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
+        if self.turn_counts is not None and len(self.turn_counts) != len(self.lengths):
+            raise ValueError(f"turn_counts has {len(self.turn_counts)} entries for {len(self.lengths)} sequences.")
+        chunks = self.chunk_lengths
+        if chunks is not None and (tuple(map(sum, chunks)) != self.lengths or len({*map(len, chunks)}) > 1):
+            raise ValueError(
+                f"chunk_lengths {list(chunks)[:4]} must have as many chunks for every sequence, and add up to its "
+                f"tokens on this rank, {list(self.lengths)[:4]}."
+            )
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
@@ -116,6 +134,27 @@ class PackedSequences:
         tokens = torch.arange(self.loss_mask.shape[0], device=self.loss_mask.device)
         return tokens - self.offsets.index_select(0, self.sequence_index)
 
+    def turn_numbers(self) -> tuple[Tensor, tuple[int, ...]]:
+        """([T] number of each token's turn, turns of each sequence): as given, else the runs of `loss_mask`.
+
+        Host syncs: none, but for turn_ids on a device without turn_counts. Raises ValueError for CPU data where
+        turn_ids fall inside a sequence, are negative or above turn_counts.
+        """
+        if self.turn_ids is None:
+            return number_turns(self.loss_mask, self.lengths, self.sequence_index)
+        return self.turn_ids, checked_turns(self.turn_ids, self.turn_counts, self.lengths, self.sequence_ids)
+
+    @cached_property
+    def turns(self) -> Cells:
+        """The turns of every sequence."""
+        return turn_cells(*self.turn_numbers(), self.sequence_index)
+
+    @cached_property
+    def chunks(self) -> Cells:
+        """The chunks of every sequence, one where `chunk_lengths` was not given."""
+        whole = tuple((length,) for length in self.lengths)
+        return chunk_cells(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
+
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.
 
@@ -135,18 +174,18 @@ class PackedSequences:
             changes = {"padded_width": None, **changes}
         copy = replace(self, **changes)
         if copy.lengths == self.lengths:
-            kept = {
-                name: self.__dict__[name]
-                for name in ("offsets", "sequence_index", "padded_index")
-                if name in self.__dict__
-            }
-            copy.__dict__.update(kept)
+            same = ["offsets", "sequence_index", "padded_index"]
+            same += [] if changes.keys() & {"loss_mask", "turn_ids", "turn_counts"} else ["turns"]
+            same += [] if "chunk_lengths" in changes else ["chunks"]
+            copy.__dict__.update({name: self.__dict__[name] for name in same if name in self.__dict__})
         return copy
 
     def prepared(self) -> PackedSequences:
         """This batch with its offsets made now, at data preparation, and not in the middle of the loss."""
         assert self.offsets is not None and self.sequence_index is not None
         assert self.padded_index is None or self.padded_width is not None
+        assert self.turn_ids is None or self.turns
+        assert self.chunk_lengths is None or self.chunks
         return self
 
     def to(self, device: torch.device | str) -> PackedSequences:
@@ -223,6 +262,7 @@ class PackedSequences:
         positions: Sequence[Any] | None = None,
         weight_versions: Sequence[Any] | None = None,
         trainer_version: int | None = None,
+        turn_ids: Sequence[Any] | None = None,
         rewards: Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
     ) -> PackedSequences:
@@ -253,6 +293,7 @@ class PackedSequences:
             "entropy": entropy,
             "positions": positions,
             "weight_versions": weight_versions,
+            "turn_ids": turn_ids,
         }
         fields: dict[str, Any] = {
             name: flatten_entries(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)

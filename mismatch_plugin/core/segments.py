@@ -50,7 +50,7 @@ def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str],
             add(name, wide)
         if squares is not None:
             add(squares, wide.square_())
-    return names, torch.stack(sums)
+    return names, torch.stack(sums) if sums else offsets.new_empty((0, len(offsets) - 1), dtype=torch.float64)
 
 
 def segment_max(values_T: Tensor, offsets: Tensor) -> Tensor:

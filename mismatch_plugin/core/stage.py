@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial, reduce
 from typing import TYPE_CHECKING
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import Judged
-from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.core.segments import Column, bounded_exp, spread
 from mismatch_plugin.core.tokens import Tokens
-from mismatch_plugin.core.units import acting_bounds, units_of
+from mismatch_plugin.core.units import acting_bounds, growth_of, units_of
 from mismatch_plugin.core.validity import Locator, find_invalid
 from mismatch_plugin.core.weights import batch_factor, bound_weight
 
@@ -38,19 +38,21 @@ def locators(config: MismatchConfig, packed: PackedSequences, train_T: Tensor) -
 
 class Stage:
     """The intermediate results of one `correct` call, filled in as it proceeds. [T] local tokens, [N] whole sequences,
-    [U] units of the level.
+    [U] units of the level, which are tokens, sequences or, with `parts`, parts of sequences.
 
     judged: what criteria and veto judge.
-    outside_T, outside_N: what a criterion rejects, by its name, and under `mode` what mask mode does; outside_T also
-        `staleness`, outside_N `veto` and `invalid`. weights_U: bounded, before batch normalisation; None without
-        weights.
+    outside_T, outside_N, outside_U: what a criterion rejects, by its name, and under `mode` what mask mode does (U:
+        that alone, where units are parts of sequences); outside_N also `veto` and `invalid`. weights_U: bounded, before
+        batch normalisation; None without weights.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
         "-name" for minima. factor: what batch normalisation divides the weights by.
+    sums_U: sums of each part; those of the sequences without parts.
     """
 
     tokens_N: Tensor
     divisor_N: Tensor
     kept_N: Tensor
+    kept_U: Tensor
     keep_T: Tensor
 
     def __init__(
@@ -58,59 +60,135 @@ class Stage:
     ) -> None:
         self.config, self.packed, self.tokens, self.judged = config, packed, tokens, judged
         self.units, self.bounds = units_of(config), acting_bounds(config)
+        self.parts = self.units.parts(packed)
         self.measured = config.metrics != "off" and tokens.code is not None
         self.weights_U: Tensor | None = None
         self.outside_T: dict[str, Tensor] = {}
         self.outside_N: dict[str, Tensor] = {}
+        self.outside_U: dict[str, Tensor] = {}
         self.values_N: dict[str, Tensor] = {}
         self.token_extremes: dict[str, Tensor] = {}
         self.sums_N: dict[str, Tensor] = {}
+        self.sums_U: dict[str, Tensor] = {}
         self.means_N: dict[str, Tensor] = {}
         self.factor: Tensor | float | None = None
         self.locators = locators(config, packed, train_T)
 
+    def rejected_tokens(self) -> tuple[Tensor | None, Tensor | None]:
+        """(what criteria and mask mode reject so far, the same with tokens that are dropped), [T] bool; None: none."""
+        masked_T = any_of(self.outside_T.values())
+        dropped_T = self.tokens.defective if self.config.rollout_log_prob_policy == "drop-token" else None
+        return masked_T, any_of([masked_T, dropped_T])
+
+    def part_columns(self, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+        """What is summed over the parts of sequences, too; nothing where there are none."""
+        if self.parts is None or not self.parts.splits:
+            return
+        yield Column("log_ratio", self.tokens.log_ratio)
+        yield Column("tokens", self.tokens.mask)
+        if self.units.on_tokens:
+            return
+        if rejected_T is not None:
+            yield Column("rejected", rejected_T)
+        if masked_T is not None and masked_T is not rejected_T:
+            yield Column("masked", masked_T)
+
     def read(self, names: Sequence[str], partials_KN: Tensor) -> None:
-        """Take the reduced sums per sequence, and form the means over response tokens (0 where there is none)."""
-        self.sums_N = dict(zip(names, partials_KN.unbind(0), strict=True))
-        self.tokens_N = self.sums_N["tokens"]
-        self.divisor_N = self.tokens_N.clamp(min=1)
-        self.means_N = dict(zip(names, (partials_KN / self.divisor_N).unbind(0), strict=True))
+        """Take reduced sums per sequence, and form the means over response tokens (0 where there is none)."""
+        sums_N = dict(zip(names, partials_KN.unbind(0), strict=True))
+        if not self.sums_N:
+            self.tokens_N = sums_N["tokens"]
+            self.divisor_N = self.tokens_N.clamp(min=1)
+        self.sums_N |= sums_N
+        self.means_N |= dict(zip(names, (partials_KN / self.divisor_N).unbind(0), strict=True))
+
+    def read_parts(self, names: Sequence[str], partials_KC: Tensor | None) -> None:
+        """Take the reduced sums of the parts."""
+        self.sums_U = self.sums_N if partials_KC is None else dict(zip(names, partials_KC.unbind(0), strict=True))
 
     @cached_property
     def log_ratio_U(self) -> Tensor:
-        """The aggregated log-ratio of every unit, unclamped."""
-        return self.units.aggregate(self.tokens.log_ratio, self.sums_N)
+        """The aggregated log-ratio of every unit, unclamped; 0 at padding."""
+        log_ratio = self.units.aggregate(self.tokens.log_ratio, self.sums_U, self.parts)
+        return log_ratio.masked_fill_(self.tokens.padding, 0.0) if self.units.late else log_ratio
 
     @cached_property
     def ratio_U(self) -> Tensor:
-        """ρ of each unit, within e^±20; float64 where a unit is a sequence, so that ρ − 1 keeps its digits."""
+        """ρ of each unit, within e^±20; float64 where it is a product, so that ρ − 1 keeps its digits."""
         return bounded_exp(self.log_ratio_U)
 
-    def weigh(self, padding_T: Tensor | None, outside: dict[str, Tensor]) -> None:
-        """Bound the units' ratios to weights, where there are weights; what mask mode rejects goes to `outside`."""
+    @cached_property
+    def scale_U(self) -> Tensor | None:
+        """n^g, what the logs of the bounds are multiplied by; None where they do not grow."""
+        growth = growth_of(self.config)
+        return self.units.count(self.tokens.mask, self.sums_U, self.parts).pow(growth) if growth else None
+
+    @cached_property
+    def counts_U(self) -> Tensor:
+        """What each unit counts in a mean over units, 0 without response tokens: [N] for units that are tokens, the
+        tokens of each sequence, whose rows are means over them."""
+        if self.units.on_tokens:
+            return self.tokens_N
+        return (self.sums_U["tokens"] > 0).double()
+
+    def weigh(self) -> None:
+        """Bound the units' ratios to weights, where there are weights, and note what mask mode rejects."""
         if not self.config.weighted:
             return
-        tis = self.config.tis
-        ratio = None if self.units.per_token else self.ratio_U
-        weights, rejected = bound_weight(self.log_ratio_U, tis.mode, tis.lower, tis.upper, padding_T, ratio)
-        self.weights_U = weights.mul_(self.tokens.mask) if self.units.per_token else weights
+        tis, units = self.config.tis, self.units
+        padding = self.tokens.padding if units.on_tokens else None
+        ratio = None if units.per_token else self.ratio_U
+        weights, rejected = bound_weight(
+            self.log_ratio_U, tis.mode, tis.lower, tis.upper, padding, ratio, None if units.per_token else self.scale_U
+        )
+        self.weights_U = weights.mul_(self.tokens.mask) if units.on_tokens else weights
         if rejected is not None:
-            outside["mode"] = rejected
+            self.units_outside["mode"] = rejected
+
+    @property
+    def units_outside(self) -> dict[str, Tensor]:
+        """Where what is said of units is noted."""
+        if self.units.on_tokens:
+            return self.outside_T
+        return self.outside_N if self.parts is None else self.outside_U
+
+    def settle(self, rejected_T: Tensor | None) -> None:
+        """Which tokens stay, and how many of each sequence and unit, once everything is judged."""
+        rejected_N, mask, index = any_of(self.outside_N.values()), self.tokens.mask, self.packed.sequence_index
+        self.keep_T = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
+        sums, tokens = self.sums_N, self.tokens_N
+        if self.parts is not None and not self.units.on_tokens:
+            sums, tokens, index = self.sums_U, self.sums_U["tokens"], self.parts.index
+            of_parts = None if rejected_N is None else spread(rejected_N, self.parts.sequence)
+            rejected_N = any_of([of_parts, *self.outside_U.values()])
+        kept = tokens if rejected_T is None else tokens - sums["rejected"]
+        if rejected_N is not None:
+            kept = kept.masked_fill(rejected_N, 0.0)
+            self.keep_T = self.keep_T.masked_fill(spread(rejected_N, index), 0.0)
+        self.kept_U = self.kept_N = kept
+        if sums is not self.sums_N and self.parts is not None:
+            self.kept_N = self.parts.to_sequences(kept.unsqueeze(0)).squeeze(0)
 
     def batch_factor(self) -> Tensor:
         """Mean weight of this batch (0-d, float64), the same on every rank of a context-parallel group."""
         rows = self.unit_rows()
-        measure = self.tokens_N if self.units.measure == "tokens" else (self.tokens_N > 0).double()
-        return batch_factor(rows["weight_unit"].dot(measure), rows["units"].dot(measure))
+        return batch_factor(rows["weight_unit"].dot(self.counts_U), rows["units"].dot(self.counts_U))
 
     def unit_rows(self) -> dict[str, Tensor]:
         """Rows whose sums batch normalisation divides: weights before it, and the units they are averaged over."""
-        units = torch.ones_like(self.tokens_N)
-        if self.units.per_token:
+        units = torch.ones_like(self.counts_U)
+        if self.units.on_tokens:
             if "outside_mode" in self.means_N:
                 units = units - self.means_N["outside_mode"]
             return {"weight_unit": self.means_N["weight_unit"], "units": units}
         assert self.weights_U is not None  # asked for with weights only
-        if "mode" in self.outside_N:
-            units = units.masked_fill_(self.outside_N["mode"], 0.0)
+        if "mode" in self.units_outside:
+            units = units.masked_fill_(self.units_outside["mode"], 0.0)
         return {"weight_unit": self.weights_U, "units": units}
+
+    def of_sequences(self, rows_U: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Rows of units that are (parts of) sequences as means over the response tokens of each sequence."""
+        if self.parts is None or not rows_U:
+            return rows_U
+        values = torch.stack([row.double() for row in rows_U.values()]).mul_(self.sums_U["tokens"])
+        return dict(zip(rows_U, (self.parts.to_sequences(values) / self.divisor_N).unbind(0), strict=True))

@@ -2,7 +2,7 @@
 
 References: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training" (truncate);
 Liu & Li et al. 2025, "When Speed Kills Stability" (mask); arXiv 2510.18855 (mask with denominator `original`, IcePop);
-rollout-correction guide 3.6 (batch normalisation).
+rollout-correction guide 3.6 (batch normalisation); arXiv 2605.07331 (bounds that grow with the length).
 """
 
 from __future__ import annotations
@@ -13,12 +13,23 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.limits import SAFETY_BOUND
+
+
+def grown(log_bound: float, scale_U: Tensor | None) -> Tensor | float:
+    """log bound · n^g, within ±20, [U]; as it is where nothing grows or nothing is bounded. scale_U: n^g."""
+    if scale_U is None or math.isinf(log_bound):
+        return log_bound
+    return (scale_U * log_bound).clamp_(-SAFETY_BOUND, SAFETY_BOUND)
 
 
 def outside_bounds(
-    log_ratio: Tensor, log_lower: float | None, log_upper: float | None, padding: Tensor | None = None
+    log_ratio: Tensor,
+    log_lower: Tensor | float | None,
+    log_upper: Tensor | float | None,
+    padding: Tensor | None = None,
 ) -> Tensor:
-    """l < log lo or l > log hi, as bool. Padding (where l is 0) is never outside."""
+    """l < log lo or l > log hi, as bool. Padding (where l is 0) is never outside; with it bounds are numbers."""
     outside = torch.zeros_like(log_ratio, dtype=torch.bool) if log_upper is None else log_ratio > log_upper
     if log_lower is not None:
         outside = outside.logical_or_(log_ratio < log_lower)
@@ -34,6 +45,7 @@ def bound_weight(
     upper: float,
     padding: Tensor | None = None,
     ratio: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The weight of a mode, and for `mask` which units are outside (None for the other modes).
 
@@ -41,26 +53,34 @@ def bound_weight(
     clip: min(max(ρ, lo), hi)
     mask: ρ where lo ≤ ρ ≤ hi, else 0
     log_ratio: any shape, unclamped, zero where padded (there nothing is outside). ratio: `bounded_exp` of it, where the
-    caller has it. Host syncs: none. Gradient: none (call it without one).
+    caller has it. scale: what log lo ≤ 0 and log hi ≥ 0 are multiplied by (`grown`), of the same shape.
+    Host syncs: none. Gradient: none (call it without one).
     """
     ratio = bounded_exp(log_ratio) if ratio is None else ratio
+    log_lower, log_upper = grown(math.log(lower), scale) if lower > 0 else None, grown(math.log(upper), scale)
+
+    def bounded(low: float | None) -> Tensor:
+        if not isinstance(log_upper, Tensor):
+            return ratio.clamp(min=low, max=upper)
+        below = torch.minimum(ratio, log_upper.exp())
+        return below if low is None or not isinstance(log_lower, Tensor) else below.maximum(log_lower.exp())
+
     if mode == "truncate":
-        return ratio.clamp(max=upper), None
+        return bounded(None), None
     if mode == "clip":
-        return ratio.clamp(min=lower, max=upper), None
+        return bounded(lower), None
     if mode == "mask":
-        log_lower = math.log(lower) if lower > 0 else None
-        outside = outside_bounds(log_ratio, log_lower, math.log(upper), padding)
+        outside = outside_bounds(log_ratio, log_lower, log_upper, padding if scale is None else None)
         # The clamp only trims rounding at the bounds themselves: what is outside becomes 0.
-        return ratio.clamp(min=lower, max=upper).masked_fill_(outside, 0.0), outside
+        return bounded(lower).masked_fill_(outside, 0.0), outside
     raise ValueError(f"mode {mode!r} is unknown: choose truncate, clip or mask.")
 
 
 def batch_factor(weight_sum: Tensor, units: Tensor) -> Tensor:
     """Mean weight that batch normalisation divides by; 1 where it is 0 or there is nothing to average.
 
-    weight_sum, units: 0-d sums over tokens (token level) or sequences (sequence, geometric): all of them for truncate
-    and clip, those inside the bounds for mask. Host syncs: none.
+    weight_sum, units: 0-d sums over tokens (token, prefix), turns or sequences (sequence, geometric): all of them for
+    truncate and clip, those inside the bounds for mask. Host syncs: none.
     """
     mean = weight_sum / units.clamp(min=1)
     return torch.where(mean > 0, mean, torch.ones_like(mean))

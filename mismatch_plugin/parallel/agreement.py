@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_plugin.core.correction import refuse_missing
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.units import acting_bounds
+from mismatch_plugin.core.units import acting_bounds, units_of
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -37,14 +37,15 @@ class StepKind:
 
     settings: equal on all ranks. fields: what micro-batches (or statistics) hold, equal on all ranks that know it; ()
     where none ran.
-    micro_batches (one number a step) and sequences (N of each micro-batch): equal on the ranks of a replica that know
-    them, for these share sequences. None is not known here. failure: why this rank cannot take part.
+    micro_batches (one number a step) and sequences (N of each micro-batch, and its turns where these are summed over):
+    equal on the ranks of a replica that know them, for these share sequences. None is not known here. failure: why this
+    rank cannot take part.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     fields: tuple[str, ...] | None = None
     micro_batches: tuple[int, ...] | None = None
-    sequences: tuple[int, ...] | None = None
+    sequences: tuple[int | str, ...] | None = None
     failure: str = ""
 
     def digests(self) -> list[float]:
@@ -82,8 +83,14 @@ def step_kind(
     if not has_loss:
         return StepKind(settings, micro_batches=count)
     held = [tuple(name for name in _OPTIONAL if getattr(packed, name) is not None) for packed in micro_batches]
-    sequences = tuple(len(packed.lengths) for packed in micro_batches)
+    sequences = tuple(_sequences(packed, config) for packed in micro_batches)
     return StepKind(settings, ("loss_mask", *held[0]), count, sequences, _failure(config, micro_batches[0], held))
+
+
+def _sequences(packed: PackedSequences, config: MismatchConfig) -> int | str:
+    """How many there are, and where these are summed over, how many turns."""
+    counts = packed.turn_counts if "turn_counts" in units_of(config).needs else None
+    return len(packed.lengths) if counts is None else f"{len(packed.lengths)} with {sum(counts)} turns"
 
 
 def _failure(config: MismatchConfig, first: PackedSequences, held: Sequence[tuple[str, ...]]) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,9 +24,14 @@ from mismatch_plugin.core.packed import PackedSequences
 ContextLayout = Literal["none", "zigzag", "contiguous"]
 
 
+def chunk_count(layout: ContextLayout, size: int) -> int:
+    """Chunks that a sequence is cut into, over all ranks."""
+    return {"none": 1, "zigzag": 2 * size, "contiguous": size}[layout] if size > 1 else 1
+
+
 def padded_length(length: int, layout: ContextLayout, size: int) -> int:
     """Tokens of a sequence over all ranks once every chunk is full: the next multiple of 2·size or size."""
-    chunks = {"none": 1, "zigzag": 2 * size, "contiguous": size}[layout] if size > 1 else 1
+    chunks = chunk_count(layout, size)
     return math.ceil(length / chunks) * chunks
 
 
@@ -92,21 +97,44 @@ def shard(packed: PackedSequences, layout: ContextLayout, size: int, rank: int) 
 
     Made on the host at data preparation. Every rank gets the same sequences in the same order, some with no token.
     """
-    local, lengths, start = [], [], 0
-    for length in packed.lengths:
-        positions = local_positions(padded_length(length, layout, size), layout, size, rank)
+    local, places, lengths, start = [], [], [], 0
+    chunks = chunk_count(layout, size)
+    for number, length in enumerate(packed.lengths):
+        padded = padded_length(length, layout, size)
+        positions = local_positions(padded, layout, size, rank)
         positions = positions[positions < length]
         local.append(positions + start)
+        places.append(number * chunks + positions // max(padded // chunks, 1))
         lengths.append(positions.numel())
         start += length
-    index = (torch.cat(local) if local else torch.zeros(0, dtype=torch.int64)).to(packed.loss_mask.device)
-    return select_tokens_of(packed, index, tuple(lengths))
+    none = torch.zeros(0, dtype=torch.int64)
+    index = torch.cat([none, *local]).to(packed.loss_mask.device)
+    return select_tokens_of(packed, index, tuple(lengths), chunk_lengths(torch.cat([none, *places]), chunks, packed))
 
 
-def select_tokens_of(packed: PackedSequences, index: Tensor, lengths: tuple[int, ...]) -> PackedSequences:
-    """The same sequences with the tokens at `index` only ([T'] int64, sequence by sequence), `lengths` of them each."""
+def chunk_lengths(chunk_T: Tensor, chunks: int, packed: PackedSequences) -> tuple[tuple[int, ...], ...] | None:
+    """Tokens of each sequence in each of its `chunks` chunks, None where that is one. chunk_T: n · chunks + the chunk
+    of each token of sequence n, on the host."""
+    if chunks == 1:
+        return None
+    counts = torch.bincount(chunk_T, minlength=len(packed.lengths) * chunks).view(-1, chunks)
+    return tuple(tuple(row) for row in counts.tolist())
+
+
+def select_tokens_of(
+    packed: PackedSequences,
+    index: Tensor,
+    lengths: tuple[int, ...],
+    chunk_lengths: tuple[tuple[int, ...], ...] | None = None,
+) -> PackedSequences:
+    """The same sequences with the tokens at `index` only ([T'] int64, sequence by sequence), `lengths` of them each.
+
+    Turns stay those of the whole. chunk_lengths: of `PackedSequences`, where this is a part that context parallelism
+    cuts. Made on the host at data preparation.
+    """
     tokens = packed.loss_mask.shape
-    taken = {}
+    turn_ids, turn_counts = packed.turn_numbers()
+    taken: dict[str, Any] = {}
     for item in fields(packed):
         value = getattr(packed, item.name)
         if isinstance(value, Tensor) and value.shape == tokens and item.name != "rewards":
@@ -115,6 +143,9 @@ def select_tokens_of(packed: PackedSequences, index: Tensor, lengths: tuple[int,
     # A defect is raised by the step on all ranks together, not here on the rank that happens to hold it.
     taken |= {
         "lengths": lengths,
+        "turn_ids": turn_ids.index_select(0, index),
+        "turn_counts": turn_counts,
+        "chunk_lengths": chunk_lengths,
         "positions": packed.response_positions.index_select(0, index),
         "invalid": (),
         "padded_width": None,

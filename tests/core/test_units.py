@@ -1,50 +1,221 @@
-"""The three levels by hand, and that nothing but `core/units.py` and the settings asks which one it is."""
+"""The levels by hand, and that nothing but `core/units.py` and the settings asks which one it is."""
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.sections import Level
+from mismatch_plugin.config.sections import GROWING, Level
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 
 LOG_RATIO = torch.tensor([0.1, 0.0, 0.5, -0.4])  # the second token is masked, the third sequence is empty
-INDEX = torch.tensor([0, 0, 0, 1])
+PACKED = mp.PackedSequences(loss_mask=torch.tensor([True, False, True, True]), lengths=(3, 1, 0))
 SUMS = {"log_ratio": torch.tensor([0.6, -0.4, 0.0]), "tokens": torch.tensor([2.0, 1.0, 0.0])}
+TURNS = {"log_ratio": torch.tensor([0.1, 0.5, -0.4, 0.0]), "tokens": torch.tensor([1.0, 1.0, 1.0, 0.0])}
+LN2, LN3 = math.log(2.0), math.log(3.0)
 
 
 @pytest.mark.parametrize(
-    ("level", "aggregated", "spread"),
+    ("level", "sums", "aggregated", "counts"),
     [
-        ("token", [0.1, 0.0, 0.5, -0.4], [0.1, 0.0, 0.5, -0.4]),
-        ("sequence", [0.6, -0.4, 0.0], [0.6, 0.6, 0.6, -0.4]),
-        ("geometric", [0.3, -0.4, 0.0], [0.3, 0.3, 0.3, -0.4]),
+        ("token", SUMS, [0.1, 0.0, 0.5, -0.4], None),
+        ("turn", TURNS, [0.1, 0.5, -0.4, 0.0], [1, 1, 1, 0]),
+        ("sequence", SUMS, [0.6, -0.4, 0.0], [2, 1, 0]),
+        ("geometric", SUMS, [0.3, -0.4, 0.0], [2, 1, 0]),
+        ("prefix", SUMS, [0.1, 0.1, 0.6, -0.4], [1, 1, 2, 1]),
     ],
 )
-def test_aggregates_and_their_way_back(level: str, aggregated: list[float], spread: list[float]) -> None:
+def test_aggregates(
+    level: str, sums: dict[str, torch.Tensor], aggregated: list[float], counts: list[int] | None
+) -> None:
     units = UNITS[level]
-    found = units.aggregate(LOG_RATIO, SUMS)
-    assert found.tolist() == pytest.approx(aggregated)
-    assert units.to_tokens(found, INDEX).tolist() == pytest.approx(spread)
+    parts = units.parts(PACKED)
+    assert units.aggregate(LOG_RATIO, sums, parts).tolist() == pytest.approx(aggregated)
+    if counts is not None:
+        assert units.count(PACKED.loss_mask.double(), sums, parts).tolist() == counts
+
+
+def weighted(level: str, packed: mp.PackedSequences, **tis: Any) -> list[float]:
+    tis = {"upper_bound": math.inf, **tis}
+    config = mp.MismatchConfig(use_tis=True, tis={"level": level, **tis})  # pyright: ignore[reportArgumentType]
+    return mp.correct(packed, config).weights.tolist()
+
+
+def of(log_ratios: list[list[float]], masks: list[list[int]], **fields: Any) -> mp.PackedSequences:
+    rows = [torch.tensor(row, dtype=torch.float64) for row in log_ratios]
+    return mp.PackedSequences.from_lists(
+        old_log_probs=[row - 9.0 for row in rows],
+        rollout_log_probs=[torch.full_like(row, -9.0) for row in rows],
+        loss_masks=masks,
+        **fields,
+    )
+
+
+def test_a_prefix_is_the_product_of_the_tokens_that_train_up_to_each() -> None:
+    packed = of([[LN2, 7.0, LN3], [LN3, -LN3]], [[1, 0, 1], [1, 1]])
+    assert weighted("prefix", packed) == pytest.approx([2.0, 0.0, 6.0, 3.0, 1.0])
+
+
+def test_one_value_beyond_all_digits_leaves_the_other_sequences_theirs() -> None:
+    packed = of([[-1e30, LN2], [LN2, LN3]], [[1, 1], [1, 1]])
+    assert weighted("prefix", packed) == pytest.approx([math.exp(-20), math.exp(-20), 2.0, 6.0])
+
+
+def test_a_turn_is_a_run_of_tokens_that_train() -> None:
+    """Three turns, tools before, between and behind them."""
+    log_ratios, mask = [9.0, LN2, LN3, 9.0, 9.0, LN3, 9.0, -LN2, LN2, LN2, 9.0], [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
+    packed = of([log_ratios], [mask])
+    assert packed.turns.first.tolist() == [0, 3]
+    assert weighted("turn", packed) == pytest.approx([0, 6, 6, 0, 0, 3, 0, 2, 2, 2, 0])
+    assert weighted("turn", packed, upper_bound=2.5, mode="mask") == pytest.approx([0] * 7 + [2, 2, 2, 0])
+
+
+def test_turns_that_are_given_are_those() -> None:
+    """One turn over both runs, then one that begins inside a run."""
+    packed = of([[LN2, 9.0, LN3, LN3]], [[1, 0, 1, 1]], turn_ids=[[0, 0, 0, 1]])
+    assert weighted("turn", packed) == pytest.approx([6, 0, 6, 3])
+
+
+@pytest.mark.parametrize("mode", ["truncate", "mask"])
+def test_turns_that_are_empty_count_nowhere(mode: str) -> None:
+    """Where a mask on a device is not waited for, there is room for more of them than there are."""
+    packed = of([[LN2, 9.0, LN3, LN2], [LN2]], [[1, 0, 1, 1], [1]])
+    roomy = packed.replace(turn_ids=torch.tensor([0, 0, 2, 2, 1]), turn_counts=(4, 3))
+    settings = {"level": "turn", "mode": mode, "upper_bound": 3.0, "batch_normalize": True, "bound_growth": 0.5}
+    config = mp.MismatchConfig(use_tis=True, tis=settings, metrics="full")  # pyright: ignore[reportArgumentType]
+    found, expected = mp.correct(roomy, config), mp.correct(packed, config)
+    assert found.weights.tolist() == expected.weights.tolist()
+    assert found.statistics.metrics() == pytest.approx(expected.statistics.metrics())
+
+
+def test_a_dropped_token_splits_no_turn() -> None:
+    """The NaN is left out of the loss and counts as ratio 1; the turn goes on behind it."""
+    packed = of([[LN2, math.nan, LN3]], [[1, 1, 1]])
+    config = mp.MismatchConfig(
+        use_tis=True,
+        tis={"level": "turn", "upper_bound": math.inf},  # pyright: ignore[reportArgumentType]
+        rollout_log_prob_policy="drop-token",
+    )
+    packed = packed.replace(
+        rollout_log_probs=torch.tensor([-9.0, math.nan, -9.0], dtype=torch.float64),
+        old_log_probs=torch.tensor([LN2 - 9.0, -9.0, LN3 - 9.0], dtype=torch.float64),
+    )
+    assert mp.correct(packed, config).applied.tolist() == pytest.approx([6, 0, 6])
+
+
+@pytest.mark.parametrize(
+    ("level", "mask", "log_ratio", "limits"),
+    [
+        ("sequence", [1, 1, 0, 1, 1], LN2, [4, 4, 0, 4, 4]),  # 2^√4
+        ("turn", [1, 1, 0, 1, 1], LN2, [2**2**0.5, 2**2**0.5, 0, 2**2**0.5, 2**2**0.5]),
+        ("prefix", [1, 0, 1, 1, 1], LN2, [2, 0, 2**2**0.5, 2**3**0.5, 4]),
+        ("prefix", [1, 0, 1, 1, 1], -LN2, [1 / 2, 0, 2 ** -(2**0.5), 2 ** -(3**0.5), 1 / 4]),
+    ],
+)
+def test_bounds_grow_with_the_root_of_the_length(
+    level: str, mask: list[int], log_ratio: float, limits: list[float]
+) -> None:
+    """Every l is ±10 ln 2, so that the bound itself is seen."""
+    packed = of([[10 * log_ratio] * 5], [mask])
+    assert weighted(level, packed, upper_bound=2.0, mode="clip", bound_growth=0.5) == pytest.approx(limits)
+    assert weighted(level, packed, upper_bound=2.0, mode="mask", bound_growth=0.5) == [0.0] * 5
+    assert weighted(level, packed, upper_bound=2.0, lower_bound=0.0, mode="clip", bound_growth=0.5) == pytest.approx(
+        limits if log_ratio > 0 else weighted(level, packed)
+    )
+
+
+def test_bounds_grow_to_e20_at_most() -> None:
+    packed = of([[1.0] * 100], [[1] * 100])
+    assert weighted("sequence", packed, upper_bound=2.0, bound_growth=1.0)[0] == pytest.approx(math.exp(20))
+    few = of([[25.0 / 3] * 3], [[1] * 3])
+    assert weighted("sequence", few, upper_bound=math.exp(10), bound_growth=1.0)[0] == pytest.approx(math.exp(20))
+
+
+def test_shares_outside_are_of_bounds_that_have_grown() -> None:
+    """l = ln 1.5 a token: with hi = 2 products of 2 tokens and more are outside, with hi^n none."""
+    packed = of([[math.log(1.5)] * 4], [[1] * 4])
+    for growth, high in ((0.0, 0.75), (1.0, 0.0)):
+        config = mp.MismatchConfig(
+            use_tis=True,
+            tis={"level": "prefix", "upper_bound": 2.0, "bound_growth": growth},  # pyright: ignore[reportArgumentType]
+        )
+        metrics = mp.correct(packed, config).statistics.metrics()
+        assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == high
+
+
+def test_a_mean_over_turns_is_not_one_over_sequences() -> None:
+    """Turns of ρ = 2, 4 and 1, weights 2, 3 and 1: means 2 (factor) and 7/3, effective size 49/63."""
+    packed = of([[LN2, 9.0, LN2, LN2], [0.0, 0.0]], [[1, 0, 1, 1], [1, 1]])
+    config = mp.MismatchConfig(
+        use_tis=True,
+        tis={"level": "turn", "upper_bound": 3.0, "batch_normalize": True},  # pyright: ignore[reportArgumentType]
+    )
+    correction = mp.correct(packed, config)
+    metrics = correction.statistics.metrics()
+    assert correction.weights.tolist() == pytest.approx([1, 0, 1.5, 1.5, 0.5, 0.5])
+    expected = {
+        "rollout_is_batch_norm_factor": 2.0,
+        "rollout_is_ratio_unit_mean": 7 / 3,
+        "rollout_is_ratio_unit_eff_sample_size": 49 / 63,
+        "rollout_is_ratio_fraction_high": 1 / 3,
+        "rollout_is_mean": (2 + 4 + 4 + 1 + 1) / 5,
+        "rollout_is_seq_mean": (10 / 3 + 1) / 2,
+        "rollout_is_max": 4.0,
+        "rollout_is_weight_after_turn_eff_sample_size": 36 / 42,
+    }
+    assert {name: metrics[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_every_level_of_the_settings_has_its_units() -> None:
     assert {*UNITS, "none"} == {*get_args(Level)}
     assert [name for name, units in UNITS.items() if units.per_token] == ["token"]
-    assert [name for name, units in UNITS.items() if units.multiplies] == ["sequence"]
+    assert [name for name, units in UNITS.items() if units.multiplies] == [*GROWING]
     assert units_of(mp.preset("pg_rs")).name == "token"  # level none: metrics of tokens
 
 
 def test_the_bounds_that_act() -> None:
     assert acting_bounds(mp.MismatchConfig()) is None
-    assert acting_bounds(mp.preset("seq_is")) == ("sequence", 0.5, 2.0)
-    assert acting_bounds(mp.preset("geo_rs")) == ("geometric", 1 / 1.001, 1.001)
-    assert acting_bounds(mp.preset("ppo_is_bypass")) == ("token", 0.5, 2.0)
+    assert acting_bounds(mp.preset("seq_is")) == ("sequence", 0.5, 2.0, 0.0)
+    assert acting_bounds(mp.preset("geo_rs")) == ("geometric", 1 / 1.001, 1.001, 0.0)
+    assert acting_bounds(mp.preset("ppo_is_bypass")) == ("token", 0.5, 2.0, 0.0)
+    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", math.exp(-0.025), math.exp(0.05), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [([0, 1, 0], "is 0 at position 2"), ([-1, 0, 0], "is -1 at position 0"), ([0, 1, 5], "is 5 at position 2")],
+)
+def test_turn_numbers_that_cannot_be_are_refused(ids: list[int], said: str) -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], turn_ids=[[0], ids])
+    packed = packed.replace(turn_counts=(1, 3))
+    with pytest.raises(ValueError, match=f"turn_ids of sequence 1 {said}"):
+        packed.turn_numbers()
+
+
+@pytest.mark.parametrize(("level", "missing"), [("turn", "turn_ids"), ("prefix", "chunk_lengths")])
+def test_a_part_that_does_not_know_the_whole_is_refused(level: str, missing: str) -> None:
+    class Two:
+        counts_sequences, cp_size = True, 2
+        sum = max = staticmethod(lambda partials: partials)
+
+    packed = of([[LN2, LN3]], [[1, 1]])
+    config = mp.MismatchConfig(use_tis=True, tis={"level": level})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=f"{missing} is missing: --tis-level {level}"):
+        mp.correct(packed, config, Two())
+    mp.correct(packed.replace(turn_ids=torch.tensor([0, 0]), turn_counts=(1,), chunk_lengths=((2, 0),)), config, Two())
+
+
+def test_chunks_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"chunk_lengths .* must have as many chunks for every sequence, and add up"):
+        of([[LN2, LN3]], [[1, 1]]).replace(chunk_lengths=((1, 0),))
+    with pytest.raises(ValueError, match="turn_counts has 2 entries for 1 sequences"):
+        of([[LN2, LN3]], [[1, 1]]).replace(turn_counts=(1, 1))
 
 
 def test_nothing_else_asks_which_level_it_is() -> None:

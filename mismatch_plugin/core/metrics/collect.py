@@ -18,8 +18,9 @@ from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.stage import Stage, any_of
-from mismatch_plugin.core.units import center
+from mismatch_plugin.core.units import ActingBounds, Units, center
 from mismatch_plugin.core.validity import KINDS, count_kinds
+from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -31,17 +32,8 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
     yield Column("log_ratio", log_ratio)
     yield Column("tokens", tokens.mask)
-    if rejected_T is not None:
-        yield Column("rejected", rejected_T)
-    if stage.weights_U is not None:
-        yield from _token_weights(stage, stage.weights_U, rejected_T)
-    if config.metrics == "off":
-        return
-    if masked_T is not None and masked_T is not rejected_T:
-        yield Column("masked", masked_T)
-    for name, outside in stage.outside_T.items():
-        if name != "mode" and outside is not masked_T:
-            yield Column(f"out_{name}", outside)
+    if not stage.units.late:
+        yield from _verdict_columns(stage, masked_T, rejected_T)
     if not stage.measured:
         return
     if config.metrics == "full":
@@ -59,6 +51,46 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
         for name, verdict in outside.items():
             yield Column(name, verdict.masked_fill_(tokens.padding, False) if excludes_one else verdict)
+
+
+def late_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+    """The same of what is known of a token only after the first reduction: verdicts, weights, its unit's ρ."""
+    yield from _verdict_columns(stage, masked_T, rejected_T)
+    if not stage.measured:
+        return
+    padding = stage.tokens.padding
+    ratio = stage.ratio_U - 1.0
+    yield Column("unit_ratio", ratio, "unit_ratio_squared")
+    yield Column("clamped", _clamped(stage, ratio, stage.log_ratio_U, padding), "clamped_squared")
+    yield Column(None, stage.ratio_U.masked_fill(padding, 0.0), "unit_square")
+    if stage.bounds is not None and stage.bounds.units is stage.units:
+        for name, verdict in _outside_bounds(stage).items():
+            yield Column(name, verdict.masked_fill_(padding, False))
+
+
+def _verdict_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+    """What rejects tokens, and weights that tokens have of their own."""
+    if rejected_T is not None:
+        yield Column("rejected", rejected_T)
+    if stage.weights_U is not None:
+        yield from _token_weights(stage, stage.weights_U, rejected_T)
+    if stage.config.metrics == "off":
+        return
+    if masked_T is not None and masked_T is not rejected_T:
+        yield Column("masked", masked_T)
+    for name, outside in stage.outside_T.items():
+        if name != "mode" and outside is not masked_T:
+            yield Column(f"out_{name}", outside)
+
+
+def _outside_bounds(stage: Stage) -> dict[str, Tensor]:
+    """Which units of the level are above and below the bounds that act on them, [U] bool each."""
+    bounds, scale = stage.bounds, stage.scale_U
+    assert bounds is not None
+    return {
+        "high": stage.log_ratio_U > grown(bounds.log_upper, scale),
+        "low": stage.log_ratio_U < grown(bounds.log_lower, scale),
+    }
 
 
 def _token_weights(stage: Stage, weights_T: Tensor, rejected_T: Tensor | None) -> Iterator[Column]:
@@ -81,13 +113,16 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     counts_sequences: False on the ranks of a context-parallel group that leave the counting to another one.
     """
     has = stage.tokens_N > 0
-    rows = _rows(stage, has)
-    totals = torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T
-    if not counts_sequences:
-        totals = torch.zeros_like(totals)
+    rows, unit_rows = _rows(stage, has)
+    values = [(torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    values = [totals.flatten()]
-    maximum_names, maxima = _maxima(stage, has)
+    if stage.parts is not None and not stage.units.on_tokens:
+        unit_rows |= {"one": stage.counts_U}
+        values.append(torch.stack(list(unit_rows.values())) @ stage.counts_U)
+        names += [f"{row}@{stage.units.measure}" for row in unit_rows]
+    if not counts_sequences:
+        values = [torch.zeros_like(value) for value in values]
+    maximum_names, maxima = _maxima(stage, has, rows)
     if stage.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
         values.append(count_kinds(stage.tokens.code))
@@ -99,7 +134,7 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
         for name, value in sums.items():
             names += _indexed(name, value.numel())
             values.append(value)
-    maximum_values = torch.cat([value.double() for value in maxima]) if maxima else totals.new_zeros(0)
+    maximum_values = torch.cat([value.double() for value in maxima]) if maxima else values[0].new_zeros(0)
     return Statistics(
         torch.cat(values), maximum_values, tuple(names), tuple(maximum_names), stage.config, stage.locators
     )
@@ -111,50 +146,79 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
     return tuple(f"{name}[{index}]" for index in range(size))
 
 
-def _rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
-    """One number a sequence, all finite; a sequence without response tokens is weighed 0 by both measures."""
+def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """One number a sequence, and one a unit where these are (parts of) sequences; all finite. What has no response
+    tokens is weighed 0 by every measure."""
     config, means, units = stage.config, stage.means_N, stage.units
     kept = stage.kept_N / stage.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
+    unit_rows: dict[str, Tensor] = {}
     if config.normalizes:
-        rows |= stage.unit_rows()
+        (rows if units.on_tokens else unit_rows).update(stage.unit_rows())
     if config.metrics == "off":
-        return rows
+        return rows | stage.of_sequences(unit_rows), unit_rows
     rows |= _rejection_rows(stage)
-    rows |= _weight_rows(stage, kept)
+    if units.on_tokens:
+        rows |= _token_weight_rows(stage, kept)
+    else:
+        unit_rows |= _unit_weight_rows(stage, kept)
+    if stage.measured and not units.on_tokens:
+        unit_rows |= _unit_ratio_rows(stage)
+    rows |= stage.of_sequences(unit_rows)
+    if "weight" in rows:
+        rows["seq_weight_squared"] = rows["weight"].square()
     if not stage.measured:
-        return rows
+        return rows, unit_rows
     rows |= {name: means[name] for name in ("train", "log_ratio", "k3", "ratio", "ratio_squared")}
     rows["rollout"] = rows["train"] - rows["log_ratio"]
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if units.per_token:
-        rows |= {name: means[name] for name in ("clamped", "clamped_squared")}
-        rows["seq_ratio_squared"] = rows["ratio"].square()
-    else:
-        ratio = stage.ratio_U
-        rows |= {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
-        rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-        rows["clamped"] = _clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
-        rows["clamped_squared"] = rows["clamped"].square()
-    if not units.multiplies:  # there it is the unit's
+    if units.on_tokens:
+        names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_square", "high", "low")
+        rows |= {name: means[name] for name in names if name in means}
+    if _measures_parts(units):
+        rows["seq_ratio_squared"] = _mean_ratio(rows).square()
+    if not (units.multiplies and units.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(stage.sums_N["log_ratio"]).square_()
     if stage.bounds is not None:
-        rows |= _outside_rows(stage)
+        rows |= _outside_rows(stage, stage.bounds, rows)
     if config.metrics == "full":
         rows |= _criterion_rows(stage, has)
+    return rows, unit_rows
+
+
+def _measures_parts(units: type[Units]) -> bool:
+    """A sequence has several units, and is judged by its tokens' mean ρ."""
+    return units.measure != "sequences"
+
+
+def _mean_ratio(rows: dict[str, Tensor]) -> Tensor:
+    """Mean of ρ − 1 over the response tokens of each sequence, ρ that of the token's unit."""
+    return rows["unit_ratio"] if "unit_ratio" in rows else rows["ratio"]
+
+
+def _unit_ratio_rows(stage: Stage) -> dict[str, Tensor]:
+    """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
+    ratio = stage.ratio_U
+    rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
+    rows["unit_ratio_squared"] = rows["unit_ratio"].square()
+    rows["clamped"] = _clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
+    rows["clamped_squared"] = rows["clamped"].square()
+    if stage.bounds is not None and stage.bounds.units is stage.units:
+        rows |= _outside_bounds(stage)
     return rows
 
 
-def _outside_rows(stage: Stage) -> dict[str, Tensor]:
-    """Whether a unit is above or below the bounds that act; at token level also whether a sequence's mean ρ is."""
-    bounds = stage.bounds
-    assert bounds is not None
-    if bounds.units.per_token:
-        ratio = stage.means_N["ratio"]
-        verdicts = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
-        return {"high": stage.means_N["high"], "low": stage.means_N["low"], **verdicts}
+def _outside_rows(stage: Stage, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
+    parts (those of one token, where bounds grow)."""
+    if _measures_parts(bounds.units):
+        ratio = rows["ratio"] if bounds.units.per_token else _mean_ratio(rows)
+        outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
+        return outside | {name: stage.means_N[name] for name in ("high", "low") if name in stage.means_N}
+    if bounds.units is stage.units:
+        return {}  # they are the unit's
     log_ratio = bounds.units.aggregate(stage.tokens.log_ratio, stage.sums_N)
     return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
@@ -204,30 +268,36 @@ def _clamped(stage: Stage, ratio: Tensor, log_ratio: Tensor, padding: Tensor | N
     return clamped if padding is None else clamped.masked_fill_(padding, 0)
 
 
-def _weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
-    """Weights really used, Σ over kept tokens divided by all tokens of the sequence.
+def _token_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
 
     They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
     micro_batch, whose factors differ, after it.
     """
     if stage.weights_U is None:
         return {}
+    factor, used = _own_factor(stage), kept > 0
+    weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
+    deviation = stage.means_N["weight_deviation"] * used
+    if factor is not None:
+        # Σ (w/f − 1)² from the sums about w = 1.
+        shift = 1.0 - factor
+        deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
+        weight, squared = weight / factor, squared / factor**2
+    return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
+
+
+def _unit_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
+    """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
+    if stage.weights_U is None:
+        return {}
     factor = _own_factor(stage)
-    if stage.units.per_token:
-        used = kept > 0
-        weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
-        deviation = stage.means_N["weight_deviation"] * used
-        if factor is not None:
-            # Σ (w/f − 1)² from the sums about w = 1.
-            shift = 1.0 - factor
-            deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
-            weight, squared = weight / factor, squared / factor**2
-    else:
-        unit = stage.weights_U if factor is None else stage.weights_U / factor
-        weight = unit * kept
-        squared, deviation = unit * weight, (unit - 1.0).square_() * kept
-    rows = {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
-    return rows | {"seq_weight_squared": weight.square()}
+    unit = stage.weights_U if factor is None else stage.weights_U / factor
+    if stage.parts is not None:
+        kept = stage.kept_U / stage.sums_U["tokens"].clamp(min=1)
+    weight = unit * kept
+    rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
+    return rows if stage.parts is None else rows | {"unit_weight_squared": weight.square()}
 
 
 def _own_factor(stage: Stage) -> Tensor | float | None:
@@ -239,7 +309,8 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
     rows: dict[str, Tensor] = {}
     masked_N = any_of(outside for name, outside in stage.outside_N.items() if name not in ("veto", "invalid"))
-    masked = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.outside_T else None)
+    by_token = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.outside_T else None)
+    masked = _masked_with_units(stage) if stage.outside_U else by_token
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
@@ -249,14 +320,23 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     for name in [*names, "staleness"] if "staleness" in stage.outside_T else names:
         if name in stage.outside_N:
             rows[f"out_{name}"] = stage.outside_N[name]
-        elif masked is not None:
-            rows[f"out_{name}"] = stage.means_N.get(f"out_{name}", masked)
+        elif by_token is not None:
+            rows[f"out_{name}"] = stage.means_N.get(f"out_{name}", by_token)
     if stage.config.rs.veto_threshold is not None:
         rows |= {"vetoed": stage.outside_N["veto"], "catastrophic": stage.means_N["catastrophic"]}
     return rows
 
 
-def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
+def _masked_with_units(stage: Stage) -> Tensor:
+    """Share of each sequence's tokens that token criteria reject, or mask mode with their unit."""
+    tokens, outside = stage.sums_U["tokens"], stage.outside_U["mode"]
+    by_token = stage.sums_U.get("masked", stage.sums_U.get("rejected") if stage.outside_T else None)
+    by_token = torch.zeros_like(tokens) if by_token is None else by_token
+    masked_U = torch.where(outside, 1.0, by_token / tokens.clamp(min=1))
+    return stage.of_sequences({"masked": masked_U})["masked"]
+
+
+def _maxima(stage: Stage, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
     """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
     nothing."""
     if stage.config.metrics == "off":
@@ -267,17 +347,17 @@ def _maxima(stage: Stage, has: Tensor) -> tuple[list[str], list[Tensor]]:
     if stage.measured:
         both["log_ratio_seq"] = stage.means_N["log_ratio"]
         units["log_aggregate"] = stage.log_ratio_U
-        if stage.units.per_token:
-            both["ratio_seq"] = stage.means_N["ratio"]
+        if _measures_parts(stage.units):
+            both["ratio_seq"] = _mean_ratio(rows)
         if stage.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in stage.values_N.items()}
     if stage.weights_U is not None:
         weights_U, factor = stage.weights_U, _own_factor(stage)
-        used = weights_U * stage.keep_T if stage.units.per_token else weights_U.masked_fill(stage.kept_N == 0, 0.0)
+        used = weights_U * stage.keep_T if stage.units.on_tokens else weights_U.masked_fill(stage.kept_U == 0, 0.0)
         weights["weight"] = used if factor is None else used / factor
     absent = has.logical_not()
-    if stage.units.per_token:
-        padding = stage.tokens.padding
+    if stage.units.on_tokens or stage.parts is not None:
+        padding = stage.tokens.padding if stage.units.on_tokens else stage.counts_U == 0
         parts = [_extremes(both, {}, absent), _extremes(units, {}, padding), _extremes({}, weights, padding)]
     else:
         parts = [_extremes(both | units, weights, absent)]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from mismatch_plugin.config.criteria import Criterion
 
 
-BOUND_UNITS = "units of that bound"
-"""What the shares outside the bounds that act are over."""
+BOUND_UNITS, LEVEL_UNITS = "units of that bound", "level's units"
+"""What the shares outside the bounds that act are over, and what is said of the level's own units."""
 
 
 class State:
@@ -28,8 +28,10 @@ class State:
         self.sums, self.maxima, self.config = sums, maxima, config
         self.units = units_of(config)
         self.token_level = self.units.per_token
+        self.unit = self.units.measure
+        self.judges_means = self.unit != "sequences"  # a sequence has several units, and their mean stands for it
         self.center = center(config)
-        self.bounds_on_tokens = measure(BOUND_UNITS, config) == "tokens"
+        self.bounds_on_parts = measure(BOUND_UNITS, config) != "sequences"
         self.tokens, self.sequences = self.count("tokens"), self.count("sequences")
         self.trained_tokens, self.trained_sequences = self.count("tokens", True), self.count("sequences", True)
 
@@ -38,7 +40,7 @@ class State:
         return any(key in self.sums or key in self.maxima for key in (name, f"{name}@tokens", f"{name}[0]"))
 
     def count(self, measure: str, trained: bool = False) -> float:
-        """Tokens or sequences that were measured, or that train.
+        """Tokens, turns or sequences that were measured, or that train.
 
         Where invalid log-probs are left out, `one` is what was measured, and the loss runs over more.
         """
@@ -67,8 +69,7 @@ class State:
         """Mean bounded weight over everything merged; 1 without batch normalisation."""
         if not self.has("weight_unit"):
             return 1.0
-        measure = self.units.measure
-        mean = ratio(self.sums[f"weight_unit@{measure}"], self.sums[f"units@{measure}"], 1.0)
+        mean = ratio(self.sums[f"weight_unit@{self.unit}"], self.sums[f"units@{self.unit}"], 1.0)
         return mean if mean > 0 else 1.0
 
     @property
@@ -88,11 +89,13 @@ def bounded_exp(log_value: float) -> float:
 
 
 def measure(over: str, config: MismatchConfig) -> str:
-    """What counts the units that a metric is over: tokens or sequences."""
+    """What counts the units that a metric is over: tokens, turns or sequences."""
+    if over == LEVEL_UNITS:
+        return units_of(config).measure
     if over != BOUND_UNITS:
         return over
     bounds = acting_bounds(config)
-    return "tokens" if bounds is not None and bounds.units.per_token else "sequences"
+    return "sequences" if bounds is None else bounds.units.measure
 
 
 def ratio_total(s: State, measure: str) -> float:
@@ -109,7 +112,7 @@ def seq_std(s: State) -> float:
     """Sample deviation (n − 1) of the per-sequence ratio, as the guide's code has it."""
     if s.sequences < 2:
         return 0.0
-    row, squared = ("ratio", "seq_ratio_squared") if s.token_level else ("unit_ratio", "unit_ratio_squared")
+    row, squared = "ratio" if s.token_level else "unit_ratio", f"{'seq' if s.judges_means else 'unit'}_ratio_squared"
     variance = s.mean(squared, "sequences") - s.mean(row, "sequences") ** 2
     return math.sqrt(max(variance, 0.0) * s.sequences / (s.sequences - 1))
 
@@ -129,17 +132,22 @@ def effective_sample_size(s: State) -> float:
 
 
 def seq_extreme(s: State, sign: str) -> float:
-    """Largest (or with - smallest) ρ of a sequence: its tokens' mean at token level, else its unit's."""
-    if s.token_level:
+    """Largest (or with - smallest) ρ of a sequence: its tokens' mean, or its own where it is the unit."""
+    if s.judges_means:
         value = s.maximum(f"{sign}ratio_seq")
         return 1.0 - value if sign else 1.0 + value
     return log_extreme(s, "log_aggregate", sign)
 
 
 def unit_ess(s: State) -> float:
-    """(Σ ρ)² / (n Σ ρ²) of the sequences."""
-    mean_square = s.mean("unit_square", "sequences")
-    return min(ratio((1.0 + s.mean("unit_ratio", "sequences")) ** 2, mean_square, 1.0), 1.0)
+    """(Σ ρ)² / (n Σ ρ²) of the level's units."""
+    mean_square = s.mean("unit_square", s.unit)
+    return min(ratio((1.0 + s.mean("unit_ratio", s.unit)) ** 2, mean_square, 1.0), 1.0)
+
+
+def product_square(s: State) -> float:
+    """Σ (Π ρ)² of the sequences."""
+    return s.sums[f"{'product' if s.has('product_square') else 'unit'}_square@sequences"]
 
 
 def log_extreme(s: State, name: str, sign: str) -> float:

@@ -70,10 +70,10 @@ class Metric:
 
 
 def means(config: MismatchConfig) -> Iterator[tuple[Metric, Mean, str]]:
-    """Every metric that is a `Mean`, and what counts it: tokens or sequences."""
+    """Every metric that is a `Mean`, and what counts it: tokens or sequences. No host counts turns."""
     for metric in METRICS if config.metrics != "off" else ():
-        if isinstance(metric.value, Mean):
-            yield metric, metric.value, f.measure(metric.over, config)
+        if isinstance(metric.value, Mean) and (measure := f.measure(metric.over, config)) != "turns":
+            yield metric, metric.value, measure
 
 
 def compute_metrics(
@@ -113,29 +113,28 @@ METRICS: tuple[Metric, ...] = (
            lambda s: f.deviation(s.mean("ratio_squared"), s.mean("ratio")), place="ratio"),
     Metric("rollout_is_ratio_eff_sample_size", "(Σ ρ_t)² / (n Σ ρ_t²); 0 where every ρ_t is below 1e-3", "tokens",
            "ratio_squared", f.token_ess, unit="share", place="ratio"),
-    Metric("rollout_is_ratio_unit_mean", "mean of the sequences' ρ (not at token level)", "sequences", "unit_ratio",
-           Mean(lambda s: s.sequences + s.sums["unit_ratio@sequences"], left_out=1.0, empty=1.0), place="ratio"),
-    Metric("rollout_is_ratio_unit_std", "deviation of the sequences' ρ (not at token level)", "sequences",
+    Metric("rollout_is_ratio_unit_mean", "mean of the units' ρ (not at token level)", f.LEVEL_UNITS, "unit_ratio",
+           Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0), place="ratio"),
+    Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
            "unit_ratio_squared",
-           lambda s: f.deviation(s.mean("unit_ratio_squared", "sequences"), s.mean("unit_ratio", "sequences")),
-           place="ratio"),
-    Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the sequences' ρ (not at token level)",
-           "sequences", "unit_ratio", f.unit_ess, unit="share", place="ratio"),
+           lambda s: f.deviation(s.mean("unit_ratio_squared", s.unit), s.mean("unit_ratio", s.unit)), place="ratio"),
+    Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the units' ρ (not at token level)",
+           f.LEVEL_UNITS, "unit_ratio", f.unit_ess, unit="share", place="ratio"),
     Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
            "other dashboards", "tokens", "clamped",
            lambda s: f.deviation(s.mean("clamped_squared"), s.mean("clamped")) if s.tokens > 1 else 0.0,
            place="clamped ratio"),
-    Metric("rollout_is_min", "smallest ρ, from the unclamped log-ratio", "level's units", "-log_aggregate",
+    Metric("rollout_is_min", "smallest ρ, from the unclamped log-ratio", f.LEVEL_UNITS, "-log_aggregate",
            lambda s: f.bounded_exp(-s.maximum("-log_aggregate")), merges="max"),
-    Metric("rollout_is_max", "largest ρ, at most e^20", "level's units", "log_aggregate",
+    Metric("rollout_is_max", "largest ρ, at most e^20", f.LEVEL_UNITS, "log_aggregate",
            lambda s: f.bounded_exp(s.maximum("log_aggregate")), merges="max"),
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
            "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share",
            place="clamped ratio"),
     Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
-           "criterion's, else a TIS bound from preset or hand", "units of that bound", "high", Mean("high"),
+           "criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high", Mean("high"),
            unit="share"),
-    Metric("rollout_is_ratio_fraction_low", "share below it", "units of that bound", "low", Mean("low"), unit="share"),
+    Metric("rollout_is_ratio_fraction_low", "share below it", f.BOUND_UNITS, "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",
            Mean(lambda s: f.ratio_total(s, "sequences"), left_out=1.0, empty=1.0)),
@@ -148,9 +147,9 @@ METRICS: tuple[Metric, ...] = (
            lambda s: max(f.seq_extreme(s, "") - 1.0, 1.0 - f.seq_extreme(s, "-")) if s.sequences else 0.0,
            merges="max"),
     Metric("rollout_is_seq_fraction_high", "share of sequences with mean ρ above the bound that acts", "sequences",
-           "high", Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_tokens}high@sequences"]), unit="share"),
+           "high", Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_parts}high@sequences"]), unit="share"),
     Metric("rollout_is_seq_fraction_low", "share of sequences with mean ρ below it", "sequences", "low",
-           Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_tokens}low@sequences"]), unit="share"),
+           Mean(lambda s: s.sums[f"{'seq_' * s.bounds_on_parts}low@sequences"]), unit="share"),
     # The weights really used.
     Metric("rollout_is_weight_after_mean", "mean weight", "accepted tokens", "weight", f.after_mean,
            averaged=True, place="correction"),
@@ -162,7 +161,10 @@ METRICS: tuple[Metric, ...] = (
            lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share", place="correction"),
     Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
            "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
-    Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", "level's units",
+    Metric("rollout_is_weight_after_turn_eff_sample_size", "the same of each turn's mean weight, at turn level",
+           "turns", "unit_weight_squared@turns", lambda s: f.after_ess(s, "turns", "unit_weight_squared"),
+           unit="share"),
+    Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", f.LEVEL_UNITS,
            "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
     Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
@@ -231,7 +233,7 @@ METRICS: tuple[Metric, ...] = (
            "ratio_squared", Mean(lambda s: s.sums["ratio_squared@tokens"] + 2.0 * s.sums["ratio@tokens"]),
            place="products"),
     Metric("chi2_seq", "mean (Π ρ)² − 1, the log clamped to ±20; may be negative, too", "sequences", "ratio",
-           Mean(lambda s: s.sums[f"{'unit' if s.units.multiplies else 'product'}_square@sequences"] - s.sequences),
+           Mean(lambda s: f.product_square(s) - s.sequences),
            place="products"),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
            lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True, place="products"),

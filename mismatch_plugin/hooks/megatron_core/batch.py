@@ -14,6 +14,8 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.parallel.context import (
     ContextLayout,
     LocalTokens,
+    chunk_count,
+    chunk_lengths,
     local_positions,
     padded_length,
     select_tokens_of,
@@ -109,10 +111,12 @@ def make_batch(
         local = split_tokens(totals, layout=layout, size=size, rank=rank, align=align)
         tokens, positions = local.take(ids, padding_id), local.position_T[None]
         sequence_T, position_T, real_T = local.sequence_T, local.position_T, local.is_real_T
+        padded = [padded_length(n, layout, size) for n in totals]
     else:
         local = None
         unit = math.lcm(padded_length(1, layout, size), size * align)
         width = math.ceil(max(totals) / unit) * unit
+        padded = [width] * len(samples)
         place = local_positions(width, layout, size, rank)
         starts = torch.tensor([0, *totals]).cumsum(0)
         real = place[None] < torch.tensor(totals)[:, None]
@@ -130,7 +134,11 @@ def make_batch(
     rows = predicts.nonzero().flatten()
     source = source_T[rows]
     counts = torch.bincount(sequence_T[rows], minlength=len(samples))[: len(samples)]
-    packed = select_tokens_of(whole, source, tuple(counts.tolist()))
+    # A row's chunk is that of the predecessor it is computed at.
+    chunks = chunk_count(layout, size)
+    chunk = position_T[rows] // (torch.tensor(padded) // chunks)[sequence_T[rows]]
+    chunk_T = sequence_T[rows] * chunks + chunk
+    packed = select_tokens_of(whole, source, tuple(counts.tolist()), chunk_lengths(chunk_T, chunks, whole))
     response_ids = torch.tensor([i for s in samples for i in s.response_ids], dtype=torch.int64)
     return MegatronBatch(
         tokens.to(device),

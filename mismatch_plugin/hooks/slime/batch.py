@@ -38,12 +38,17 @@ def owned_ranges(
 
 
 def pack_local(
-    args: Namespace, batch: Mapping[str, Any], groups: ParallelGroups, **tokens: Sequence[Tensor] | None
+    args: Namespace,
+    batch: Mapping[str, Any],
+    groups: ParallelGroups,
+    needs: Sequence[str] = (),
+    **tokens: Sequence[Tensor] | None,
 ) -> PackedSequences:
     """This rank's tokens of a micro-batch. No collective, no host sync on what the samples hold.
 
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
+    needs: `Units.needs`, what is to be said of the whole sequences under context parallelism.
     tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
         detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
@@ -74,10 +79,21 @@ def pack_local(
         if values:
             joined = torch.cat(list(values))
             fields[name] = joined if name == "entropy" else joined.detach()
-    mask = torch.cat([mask[start:stop] for mask, parts in zip(masks, ranges, strict=True) for start, stop in parts])
+
+    def mine(rows: Sequence[Tensor]) -> Tensor:
+        return torch.cat([row[start:stop] for row, parts in zip(rows, ranges, strict=True) for start, stop in parts])
+
+    mask = mine(masks)
     if size > 1:
         positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]
         fields["positions"] = torch.cat(positions).to(mask.device)
+        if "turn_ids" in needs:
+            whole = PackedSequences(loss_mask=torch.cat(list(masks)) != 0, lengths=tuple(responses))
+            turn_ids, fields["turn_counts"] = whole.turn_numbers()
+            fields["turn_ids"] = mine(turn_ids.split(list(responses)))
+        if "chunk_lengths" in needs:
+            before, between = (0,) * rank, (0,) * (2 * (size - rank) - 2)
+            fields["chunk_lengths"] = tuple((*before, b - a, *between, d - c, *before) for (a, b), (c, d) in ranges)
     return PackedSequences(loss_mask=mask != 0, lengths=lengths, **fields)
 
 

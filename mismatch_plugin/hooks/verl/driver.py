@@ -73,11 +73,16 @@ def pack_trained(data: Mapping[str, Tensor]) -> tuple[PackedSequences, Tensor]:
         row = odd.index(max(odd))
         raise ValueError(f"response_mask of row {row} holds values other than 0 and 1: find what writes them.")
     places_T = torch.nonzero_static(trained.flatten(), size=sum(lengths)).squeeze(1)
+    turn_ids, turn_counts = PackedSequences(
+        loss_mask=trained.flatten(), lengths=(mask.shape[1],) * len(lengths)
+    ).turn_numbers()
     packed = PackedSequences(
         loss_mask=trained.new_ones(places_T.shape),
         lengths=tuple(lengths),
         rollout_log_probs=data["rollout_log_probs"].flatten()[places_T],
         old_log_probs=data["old_log_probs"].flatten()[places_T],
         positions=places_T % mask.shape[1],
+        turn_ids=turn_ids[places_T],
+        turn_counts=turn_counts,
     )
     return packed, places_T
