@@ -42,17 +42,19 @@ class RolloutEngine(Protocol):
     ) -> list[RolloutRecord]:
         """`samples_per_prompt` responses to each prompt, prompt by prompt. temperature 0 is greedy.
 
-        Under top_p records have `behaviour_log_probs`, renormalised over what it kept; without it they do not.
+        Under top_p records have `kept_ids` and `behaviour_log_probs`, renormalised over them; without it they do not.
         """
         ...
 
 
 class Drawn(NamedTuple):
-    """Each [B]: token ids, their log-probs over the whole vocabulary, and over what they were drawn from."""
+    """Each [B]: token ids, their log-probs over the whole vocabulary, and over what they were drawn from; and that,
+    [B, V] bool."""
 
     ids: Tensor
     log_probs: Tensor
     behaviour: Tensor
+    kept: Tensor
 
 
 def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator) -> Drawn:
@@ -74,7 +76,7 @@ def draw(logits: Tensor, temperature: float, top_p: float, generator: torch.Gene
     else:
         ids = logits.argmax(-1)
     chosen = ids[:, None]
-    return Drawn(ids, log_probs.gather(-1, chosen)[:, 0], behaviour.gather(-1, chosen)[:, 0])
+    return Drawn(ids, log_probs.gather(-1, chosen)[:, 0], behaviour.gather(-1, chosen)[:, 0], behaviour.isfinite())
 
 
 def quantised(weight: Tensor, bits: int) -> Tensor:
@@ -183,7 +185,9 @@ class TransformersEngine:
     def _records(
         self, prompts: Sequence[Sequence[int]], samples: int, steps: list[Drawn], sampling: SamplingParameters
     ) -> list[RolloutRecord]:
-        ids, log_probs, behaviour = (torch.stack(column, dim=1).tolist() for column in zip(*steps, strict=True))
+        ids, log_probs, behaviour = (
+            torch.stack(column, dim=1).tolist() for column in list(zip(*steps, strict=True))[:3]
+        )
         records = []
         for row, response in enumerate(ids):
             stopped = self.eos in response
@@ -197,6 +201,9 @@ class TransformersEngine:
                 finish_reason="stop" if stopped else "length",
                 weight_versions=[WeightSpan(version=str(self.version), start=0, end=length)],
                 behaviour_log_probs=behaviour[row][:length] if sampling.filtered else None,
+                kept_ids=[step.kept[row].nonzero()[:, 0].tolist() for step in steps[:length]]
+                if sampling.filtered
+                else None,
             )
             records.append(record)
         return records

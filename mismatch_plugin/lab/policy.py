@@ -83,7 +83,7 @@ class Policy:
         """The same under Hugging Face's names."""
         return llama_state_dict(self.weights(), model_settings(self.settings))
 
-    def batches(self, samples: Sequence[Sample]) -> list[MegatronBatch]:
+    def batches(self, samples: Sequence[Sample], trainer_version: int | None = None) -> list[MegatronBatch]:
         """This rank's micro-batches of an optimizer step on `samples`, which all ranks know."""
         size, rank = self.groups.dp_size, 0 if self.groups.dp is None else self.groups.dp.rank()
         mine = samples[rank::size]
@@ -96,6 +96,7 @@ class Policy:
                 form="bshd",  # lengths hardly differ, and attention over [b, s] costs far less than over one long row
                 padding_id=self.task.pad,
                 device=self.device,
+                trainer_version=trainer_version,
             )
             for part in range(count)
         ]
@@ -119,6 +120,7 @@ class Policy:
             tp_group=self.groups.tp,
             temperature=self.settings.temperature,
             vocab_size=self.task.vocab,
+            sampling_mask=batch.sampling_mask,
             rows=batch.rows,
             backend=self.backend,
         ).log_probs

@@ -43,8 +43,9 @@ class LabSettings(BaseModel):
     """Optimizer steps by which the weights of a rollout batch lag behind those that train on it first."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus filter of the rollout engine."""
-    top_p_log_probs: Literal["behaviour", "full"] = "behaviour"
-    """What the trainer gets under top-p: of the filtered distribution, or, as SGLang returns them, of the full one."""
+    top_p_log_probs: Literal["behaviour", "full", "masked"] = "behaviour"
+    """What the trainer gets under top-p: of the filtered distribution, or, as SGLang returns them, of the full one; or
+    of the filtered one with the kept ids, over which it then computes its own."""
     temperature: float = Field(1.0, gt=0.0)
     """Of the rollout engine and of the trainer's log-probs."""
 

@@ -166,7 +166,8 @@ class Run:
             self.seconds = {"rollout": 0.0, "old_log_probs": 0.0, "train": 0.0}
             with self._timed("rollout"):
                 samples, facts = self._roll_out(first)
-            mini_batches = [self.policy.batches(part) for part in self._split(samples, first)]
+            parts = enumerate(self._split(samples, first), first)
+            mini_batches = [self.policy.batches(part, trainer_version=step) for step, part in parts]
             if not self.config.use_rollout_log_probs:
                 with self._timed("old_log_probs"):
                     mini_batches = self._with_old_log_probs(mini_batches)
@@ -206,7 +207,7 @@ class Run:
         return broadcast(drawn)
 
     def _samples(self, records: Sequence[RolloutRecord], advantages: Sequence[float]) -> list[Sample]:
-        behaviour = self.settings.top_p_log_probs == "behaviour"
+        which = self.settings.top_p_log_probs
         rows = [record.version_of_token for record in records]
         numbers = number_versions([version for row in rows for version in row if version is not None])
         return [
@@ -214,8 +215,9 @@ class Run:
                 record.prompt_ids,
                 record.response_ids,
                 advantage,
-                rollout_log_probs=(behaviour and record.behaviour_log_probs) or record.rollout_log_probs,
+                rollout_log_probs=(which != "full" and record.behaviour_log_probs) or record.rollout_log_probs,
                 weight_versions=[numbers[version] for version in versions if version is not None] or None,
+                kept_ids=record.kept_ids if which == "masked" else None,
             )
             for record, advantage, versions in zip(records, advantages, rows, strict=True)
         ]

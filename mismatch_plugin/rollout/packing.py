@@ -14,9 +14,10 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
+from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask
 from mismatch_plugin.rollout.records import Fault, RolloutRecord
-from mismatch_plugin.rollout.sampling import remaining_bias
+from mismatch_plugin.rollout.sampling import filter_bias, remaining_bias
 from mismatch_plugin.rollout.turns import common_length
 
 Which = Literal["auto", "full", "behaviour"]
@@ -36,6 +37,7 @@ def to_packed(
     entropy: Sequence[Any] | None = None,
     trained_ids: Sequence[Sequence[int]] | None = None,
     version_numbers: Mapping[str, int] | None = None,
+    trainer_version: int | str | None = None,
     which: Which = "auto",
 ) -> PackedSequences:
     """The records as `PackedSequences`, one sequence a record, with weight versions, rewards and sample ids.
@@ -49,12 +51,15 @@ def to_packed(
         trained_ids: the response ids that the training side sees, to be compared with those sampled. They may be longer
             or shorter (an end token appended by the trainer): the sequence packed is the one trained on.
         version_numbers: weight version → number; see `number_versions`.
+        trainer_version: of the weights that are about to train, by number or name; `rs.max_staleness` counts back from
+            it.
         which: "behaviour": log-probs renormalised over the kept ids, for training log-probs computed over them too;
             "full": over the full vocabulary; "auto": behaviour where every record has them.
 
     Raises:
         InvalidLogProbError: for faults under the policy `error`, naming sample, position, kind and value.
-        ValueError: if entries do not fit.
+        ValueError: if entries do not fit; where `rs.max_staleness` is set and a token that trains has no version, or
+            trainer_version is missing, naming sample and position.
     Warns:
         MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
     """
@@ -78,9 +83,14 @@ def to_packed(
         log_probs.append([*(given or ())[:same], *[None] * (len(ids) - same)])
         masks.append([*record.loss_mask, *[1] * len(ids)][: len(ids)])
         versions.append([*record.version_of_token, *[None] * len(ids)][: len(ids)])
-    for note in {remaining_bias(record.sampling, has_kept_ids=behaviour) for record in records} - {""}:
+    for note in {_note(record, behaviour) for record in records} - {""}:
         warnings.warn(note, MismatchWarning, stacklevel=2)
+    names = [index if record.sample_id is None else record.sample_id for index, record in enumerate(records)]
+    if config is not None and config.rs.max_staleness is not None:
+        _refuse_missing_versions(versions, masks, names, trainer_version)
     rewards = [record.reward for record in records]
+    if version_numbers is None and isinstance(trainer_version, str):
+        version_numbers = number_versions([v for row in versions for v in row if v is not None] + [trainer_version])
     return PackedSequences.from_lists(
         train_log_probs=train_log_probs,
         rollout_log_probs=log_probs,
@@ -90,8 +100,9 @@ def to_packed(
         advantages=advantages,
         entropy=entropy,
         weight_versions=_numbered(versions, masks, version_numbers),
+        trainer_version=_trainer_number(trainer_version, version_numbers),
         rewards=rewards if rewards and None not in rewards else None,
-        sequence_ids=[index if record.sample_id is None else record.sample_id for index, record in enumerate(records)],
+        sequence_ids=names,
     )
 
 
@@ -101,24 +112,34 @@ def sampling_mask(
     """The kept ids of all response tokens, record after record, as `vocab_parallel_log_probs` takes them.
 
     trained_only: rows of tokens with loss_mask 1 only. A record without kept ids, or a token without, is unfiltered;
-    None if no record has any. Raises ValueError where a record was filtered and its kept ids are missing.
+    None if no record has any. Raises ValueError where a record was filtered and its kept ids are missing, or they lack
+    the sampled id of a token that trains, naming sample and position.
     """
     if all(record.kept_ids is None for record in records):
         return None
-    ids: list[int] = []
-    offsets = [0]
+    chosen: list[Sequence[int]] = []
     for index, record in enumerate(records):
+        name = index if record.sample_id is None else record.sample_id
         if record.kept_ids is None and record.sampling.filtered:
             raise ValueError(
-                f"sample {record.sample_id or index} was sampled with filters, and its kept ids are missing while "
-                f"other records have theirs: request return_sampling_mask for all."
+                f"sample {name} was sampled with filters, and its kept ids are missing while other records have "
+                f"theirs: request return_sampling_mask for all."
             )
         kept = record.kept_ids or [[]] * len(record.response_ids)
-        for support, mask in zip(kept, record.loss_mask, strict=True):
-            if mask or not trained_only:
-                ids += support
-                offsets.append(len(ids))
-    return RaggedSamplingMask(torch.tensor(ids, dtype=torch.int64, device=device), torch.tensor(offsets))
+        check_kept_ids(kept, record.response_ids, record.loss_mask, name)
+        chosen += [row for row, mask in zip(kept, record.loss_mask, strict=True) if mask or not trained_only]
+    return ragged_mask(chosen, device)
+
+
+def numbered_versions(record: RolloutRecord, numbers: Mapping[str, int]) -> list[int]:
+    """The number of each response token's weight version, any one where nothing trains.
+
+    Raises ValueError, naming sample and position, where a token that trains has no version.
+    """
+    versions = record.version_of_token
+    _refuse_missing_versions([versions], [record.loss_mask], [record.sample_id])
+    told = [numbers[version] for version in versions if version is not None]
+    return [numbers[version] if version is not None else told[0] if told else 0 for version in versions]
 
 
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
@@ -148,6 +169,16 @@ def number_versions(versions: Sequence[str]) -> dict[str, int]:
             f"pass version_numbers."
         )
     return numbers
+
+
+def _note(record: RolloutRecord, behaviour: bool) -> str:
+    """The bias that the sampling leaves in the log-probs that are used."""
+    sampling = record.sampling
+    note = remaining_bias(sampling, has_kept_ids=behaviour)
+    if not behaviour or record.kept_ids is not None or sampling.greedy:
+        return note
+    bias = filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True)
+    return f"{bias}. {note}" if bias and note else bias or note
 
 
 def _use_behaviour(records: Sequence[RolloutRecord], which: Which) -> bool:
@@ -186,6 +217,35 @@ def _raise_faults(
             f"{shown}{more}. Check that the rollout engine returns a log-prob for every sampled token and that the "
             f"trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or drop-sequence."
         )
+
+
+def _refuse_missing_versions(
+    versions: Sequence[Sequence[str | None]],
+    masks: Sequence[Sequence[int]],
+    names: Sequence[object],
+    trainer_version: int | str | None = 0,
+) -> None:
+    if trainer_version is None:
+        raise ValueError(
+            "--rs-max-staleness counts weight versions back from trainer_version, which is missing: pass the version "
+            "of the weights that are about to train."
+        )
+    for name, row, mask in zip(names, versions, masks, strict=True):
+        for position, (version, trains) in enumerate(zip(row, mask, strict=True)):
+            if trains and version is None:
+                raise ValueError(
+                    f"sample {name}, position {position} has no weight version: let the server name its weights "
+                    f"(weight_version of its update requests) and keep weight_versions of its replies, or leave "
+                    f"--rs-max-staleness out."
+                )
+
+
+def _trainer_number(version: int | str | None, numbers: Mapping[str, int] | None) -> int | None:
+    if not isinstance(version, str):
+        return version
+    if numbers is None or version not in numbers:
+        raise ValueError(f"version_numbers lacks trainer_version {version!r}.")
+    return numbers[version]
 
 
 def _numbered(

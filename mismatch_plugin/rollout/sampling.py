@@ -136,6 +136,37 @@ class SamplingParameters(BaseModel):
         return cls(**given)
 
 
+def filter_bias(
+    *, top_p: float | None = 1.0, top_k: int | None = -1, min_p: float | None = 0.0, renormalised: bool | None
+) -> str:
+    """What a filter without the sampling mask does to the ratio, for a start-up block; empty where none is on.
+
+    For equal engines E ρ = Σ_kept π: at least p under top-p, which keeps the fewest ids that reach p; any share of the
+    whole under top-k and min-p.
+
+    renormalised: whether the engine's log-probs are over what the filters kept, which shows in the mean ratio; taken
+        before the filters they hide it. None: not known.
+    """
+    off = {"top_p": (None, 0, 1.0), "top_k": (None, 0, -1, SGLANG_TOP_K_OFF), "min_p": (None, 0.0)}
+    given = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+    on = {name: value for name, value in given.items() if value not in off[name]}
+    if not on:
+        return ""
+    metric = "rollout_corr/rollout_is_ratio_mean"
+    bound = "no bound is known (top_k and min_p may keep any share)" if on.keys() - {"top_p"} else f"in [{top_p:g}, 1]"
+    shows = {
+        True: f"{metric} shows it",
+        False: f"{metric} does not show it, as the engine's log-probs are those before the filter: it stays near 1",
+        None: f"{metric} shows it if the engine renormalises its log-probs over what was kept, and stays near 1 if not",
+    }
+    named = ", ".join(f"{name} {value:g}" for name, value in on.items())
+    return (
+        f"{named} without a sampling mask: tokens are drawn from what the filter kept, and the trainer's log-probs are "
+        f"over the whole vocabulary. The mean ratio E ρ is the kept mass, for equal engines {bound}; "
+        f"{shows[renormalised]}"
+    )
+
+
 def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     """What stays wrong with the log-probs of a response sampled so; empty if nothing does.
 

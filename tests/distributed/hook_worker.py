@@ -16,6 +16,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 
 VOCAB = 61
+TRAINER_VERSION = 5
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def micro_batches(
             align=align,
             padding_id=VOCAB - 1,
             dtype=getattr(torch, settings.dtype),
+            trainer_version=TRAINER_VERSION,
         )
         for part in parts
     ]
@@ -166,12 +168,16 @@ def megatrons_losses(data: Any, model: Any) -> tuple[Tensor, Any]:
 
 
 def plain_log_probs(gpt: Any, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """(log π, entropy) of every response token by `log_softmax` over the real vocabulary, with gradient."""
+    """(log π, entropy) of every response token by `log_softmax` over the real vocabulary or the kept ids, with
+    gradient."""
     ids = torch.tensor([*sample.prompt_ids, *sample.response_ids])
     logits = gpt(ids[None], torch.arange(len(ids))[None], None)
-    table = (logits[0, :, :VOCAB] / temperature).log_softmax(-1)
     start = len(sample.prompt_ids)
-    rows = table[start - 1 : len(ids) - 1]
+    rows = logits[0, start - 1 : len(ids) - 1, :VOCAB] / temperature
+    dropped = torch.zeros_like(rows, dtype=torch.bool)
+    for row, kept in zip(dropped, sample.kept_ids or (), strict=False):
+        row[[i for i in range(VOCAB) if kept and i not in kept]] = True
+    rows = rows.masked_fill(dropped, -1e9).log_softmax(-1)
     return rows.gather(1, ids[start:, None])[:, 0], -(rows.exp() * rows).sum(-1)
 
 
@@ -210,6 +216,7 @@ def run_plainly(layout: Layout) -> list[Outcome]:
             old_log_probs=column("old_log_probs") if samples[0].old_log_probs is not None else None,
             ref_log_probs=column("ref_log_probs"),
             weight_versions=[s.weight_versions for s in samples],
+            trainer_version=TRAINER_VERSION,
             entropy=[entropy for _, entropy in pairs] if keep_entropy else None,
         )
         result = mp.policy_loss(torch.cat([log_probs for log_probs, _ in pairs]), packed, config)

@@ -75,7 +75,7 @@ def test_top_p_log_probs_by_hand() -> None:
     # Probabilities .5 .3 .15 .05 at top-p .6: the first two stay, since .5 alone is less; renormalised .625 and .375.
     logits = torch.tensor([[0.05, 0.5, 0.15, 0.3]]).log().expand(4000, -1)
     drawn = draw(logits, 1.0, 0.6, torch.Generator().manual_seed(0))
-    assert set(drawn.ids.tolist()) == {1, 3}
+    assert set(drawn.ids.tolist()) == {1, 3} and drawn.kept[0].tolist() == [False, True, False, True]
     likely = drawn.ids == 1
     assert likely.double().mean().item() == pytest.approx(0.625, abs=0.03)
     torch.testing.assert_close(drawn.behaviour[likely].exp(), torch.full((int(likely.sum()),), 0.625))
@@ -285,8 +285,18 @@ def test_top_p_and_quantisation_show_in_the_metrics() -> None:
     ratio = "rollout_corr/rollout_is_mean"
     filtered = _train(DECOUPLED, top_p=0.5, steps=1)[1]["metrics"]
     full = _train(DECOUPLED, top_p=0.5, top_p_log_probs="full", steps=1)[1]["metrics"]
+    masked = _train(DECOUPLED, top_p=0.5, top_p_log_probs="masked", steps=1)[1]["metrics"]
     assert 0.45 < filtered[ratio] < 0.8 and full[ratio] == pytest.approx(1.0, abs=1e-4)
+    assert masked[ratio] == pytest.approx(1.0, abs=1e-4) and masked["rollout_corr/k3_kl"] < 1e-6
     assert _train(DECOUPLED, rollout_dtype="int4", steps=1)[1]["metrics"]["rollout_corr/k3_kl"] > 1e-5
+
+
+@needs_lab
+def test_staleness_counts_from_the_weights_that_train() -> None:
+    config = {"rs": {"max_staleness": 1}}
+    for staleness, kept in ((0, [1.0, 1.0, 1.0]), (2, [1.0, 1.0, 0.0])):  # the first rollouts are of step 0
+        steps = _train(config, staleness=staleness, steps=3)[1:]
+        assert [step["metrics"]["rollout_corr/accepted_token_fraction"] for step in steps] == kept
 
 
 @needs_lab

@@ -205,6 +205,59 @@ def test_the_mask_follows_the_rows_that_train() -> None:
         sampling_mask([drawn, lost])
 
 
+def test_log_probs_over_kept_ids_that_the_trainer_is_not_told_leave_the_kept_mass() -> None:
+    _, drawn = filtered()
+    untold = drawn.model_copy(update={"kept_ids": None})
+    with pytest.warns(mp.MismatchWarning, match="top_k 3 without a sampling mask.*rollout_is_ratio_mean shows it"):
+        to_packed([untold], [drawn.rollout_log_probs])
+
+
+def test_kept_ids_that_lack_the_sampled_one_are_refused() -> None:
+    _, drawn = filtered()
+    assert drawn.kept_ids is not None
+    lost = [*drawn.kept_ids[:2], [drawn.response_ids[2] + 1]]
+    wrong = drawn.model_copy(update={"kept_ids": lost, "sample_id": "q5"})
+    with pytest.raises(
+        ValueError, match=r"kept_ids of sample q5, position 2: the sampled id \d+ is not among the 1 kept"
+    ):
+        sampling_mask([drawn, wrong])
+    untrained = wrong.model_copy(update={"loss_mask": [1, 1, 0]})
+    assert sampling_mask([untrained]) is not None
+
+
+STALE = mp.MismatchConfig(use_tis=True, rs=mp.Rejection(max_staleness=1))
+
+
+def test_tokens_that_are_too_old_are_rejected_from_records_on() -> None:
+    records = [
+        record([-1.0, -1.0, -1.0], weight_versions=spans(("v5", 0, 1), ("v6", 1, 3)), loss_mask=[1, 1, 1]),
+        record([-1.0, -1.0], weight_versions=spans(("v7", 1, 2)), loss_mask=[0, 1]),
+    ]
+    for trainer in ("v7", 7):
+        packed = to_packed(records, [[-1.0] * 3, [-1.0] * 2], STALE, trainer_version=trainer)
+        assert packed.trainer_version == 7
+        assert mp.correct(packed, STALE).keep.tolist() == [0, 1, 1, 0, 1]
+    numbers = {"v5": 1, "v6": 2, "v7": 3, "v8": 4}
+    packed = to_packed(records, [[-1.0] * 3, [-1.0] * 2], STALE, trainer_version="v8", version_numbers=numbers)
+    assert mp.correct(packed, STALE).keep.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_what_staleness_needs_and_a_record_lacks_is_named() -> None:
+    known = record([-1.0], weight_versions=spans(("v6", 0, 1)))
+    lost = record([-1.0, -1.0], weight_versions=spans(("v6", 0, 1)), sample_id="q2")
+    train = [[-1.0], [-1.0, -1.0]]
+    with pytest.raises(
+        ValueError, match=r"sample q2, position 1 has no weight version.*or leave --rs-max-staleness out"
+    ):
+        to_packed([known, lost], train, STALE, trainer_version=7)
+    with pytest.raises(ValueError, match="trainer_version, which is missing"):
+        to_packed([known], train[:1], STALE)
+    with pytest.raises(ValueError, match="version_numbers lacks trainer_version 'v9'"):
+        to_packed([known], train[:1], STALE, trainer_version="v9", version_numbers={"v6": 0})
+    with pytest.raises(ValueError, match="'v6' and 'step7' are not one name"):
+        to_packed([known], train[:1], STALE, trainer_version="step7")
+
+
 def test_mixtures_of_log_probs_are_refused() -> None:
     _, drawn = filtered()
     plain = record([-1.0])

@@ -144,6 +144,9 @@ class MegatronLoss:
     def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
         """megatron's loss_func from vocab-parallel logits [b, s, V/tp]; see `from_log_probs` for what it returns.
 
+        Where the batch has a sampling mask, log-probs and entropy are of the logits renormalised over the kept ids:
+        with π^M_θ(y) = π_θ(y) / Σ_kept π_θ on both sides of the ratio, its mean over the sampler is 1, and the gradient
+        is that of the policy filtered as the sampler filtered it (the kept sets held fixed).
         Collectives: one all-gather over tp, one SUM (and one MAX if a sequence_max criterion is set) over cp.
         """
         result = vocab_parallel_log_probs(
@@ -153,6 +156,7 @@ class MegatronLoss:
             temperature=self.temperature,
             entropy=self.entropy,
             vocab_size=self.vocab_size,
+            sampling_mask=batch.sampling_mask,
             rows=batch.rows,
             inplace_gradient=self.inplace_gradient,
             backend=self.backend,

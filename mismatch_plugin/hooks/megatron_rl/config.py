@@ -13,8 +13,10 @@ from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, merge
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
+from mismatch_plugin.rollout.sampling import filter_bias
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
+LOG_PROBS_MODE = "inference_dynamic_batching_logprobs_mode"
 COEFFICIENT = "--rl-importance-sampling-truncation-coef"
 # Setting → (Megatron's argument, its flag): Megatron's value is the one, ours may repeat it and not contradict it.
 OWNED = {
@@ -53,6 +55,12 @@ def settings(args: Namespace) -> MismatchConfig:
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
     refuse_group_advantages(config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side")
+    if config.rs.max_staleness is not None:
+        raise ValueError(
+            f"--rs-max-staleness {config.rs.max_staleness} cannot be had in Megatron-LM RL, whose loss is not told "
+            f"which weights sampled a token (policy_epoch goes to its logs alone): leave it out, and set "
+            f"--rl-generation-lag."
+        )
     asked = dotted_fields_set(given)
     for path, allowed in _FIXED.items():
         value = value_and_default(config, path)[0]
@@ -109,6 +117,16 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
     lines.append(f"rollout log-probs: {IS_CORRECTION} hands Megatron's inference log-probs to the loss")
     if on("rl_use_sequence_packing") and config.rollout_log_prob_policy == "error":
         lines.append("a 0.0 in a bin is a slot that the engine did not report (an appended EOD): ratio 1, as in rows")
+    bias = filter_bias(
+        top_p=getattr(host_args, "rl_default_top_p", None),
+        top_k=getattr(host_args, "rl_default_top_k", None),
+        renormalised=getattr(host_args, LOG_PROBS_MODE, "raw_logprobs") == "processed_logprobs",
+    )
+    if bias:
+        lines.append(
+            f"sampling filter: {bias}. Megatron-LM RL passes no mask on: leave --rl-default-top-p and "
+            f"--rl-default-top-k out"
+        )
     if not masked:
         lines.append("no loss mask without the patch: token level only, no metrics")
     if (on("bf16") or on("fp16")) and sums_tokens(config):

@@ -10,6 +10,7 @@ from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, n
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
+from mismatch_plugin.rollout.sampling import filter_bias
 
 # Start of the path of a setting that NeMo-RL owns → where it is set.
 _OWNED_BY_NEMO_RL = {
@@ -17,6 +18,7 @@ _OWNED_BY_NEMO_RL = {
     "terms.kl": "set loss_fn.reference_policy_kl_penalty and reference_policy_kl_type",
     "aggregation": "set loss_fn.token_level_loss",
     "length_norm": "NeMo-RL has no such norm",
+    "rs.max_staleness": "its loss is told no weight versions; set grpo.async_grpo.max_trajectory_age_steps",
     "log_prob_backend": "NeMo-RL computes log-probs itself",
 }
 
@@ -112,7 +114,23 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         lines.append("old log-probs pass: runs")
     if host.get("use_importance_sampling_correction") and config.use_rollout_log_probs:
         lines.append("use_importance_sampling_correction has no effect: the rollout policy is the anchor already")
+    lines += filter(None, [_sampling_filter(host_args)])
     if config.gate_kl is not None:
         lines.append("the gate judges each micro-batch, in the worker that holds it")
     lines.append("metrics: means only, exact over the step; NeMo-RL adds a loss's metrics up")
     return lines
+
+
+def _sampling_filter(host_args: Any) -> str:
+    """What policy.generation's filters leave in the ratio; empty where they are off, or only `loss_fn` is known."""
+    policy: Any = host_args.get("policy") if isinstance(host_args, Mapping) else getattr(host_args, "policy", None)
+    generation = plain(policy.model_dump() if hasattr(policy, "model_dump") else policy or {}).get("generation") or {}
+    if not filter_bias(top_p=generation.get("top_p"), top_k=generation.get("top_k"), renormalised=None):
+        return ""
+    return (
+        f"sampling filter: top_p {generation.get('top_p')}, top_k {generation.get('top_k')}; NeMo-RL cuts the "
+        f"trainer's logits by the same filter, but by its own probabilities: no sampling mask is replayed. E ρ is the "
+        f"share that the trainer's filter leaves to the ids that the engine kept (1 if both keep the same, no bound "
+        f"else), and a sampled token that the trainer's filter drops has log-prob 0 on the trainer's side, which "
+        f"rollout_corr/rollout_is_ratio_mean shows. Set policy.generation.top_p=1.0 and top_k=null"
+    )

@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from importlib import import_module
 from itertools import islice
 from typing import Any
 
@@ -30,6 +31,7 @@ from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
 from mismatch_plugin.hooks.slime.switches import load_reducer
+from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -47,6 +49,7 @@ class RayAdapter(ABC):
 
     def __init__(self) -> None:
         self.run = StepRun(self.name, self.log, self.writes)
+        self.versions = Versions(self.name)
         self._configs: dict[bool | None, MismatchConfig] = {}
         self._configured = ""
 
@@ -89,8 +92,14 @@ class RayAdapter(ABC):
         return describe_settings(config, host_args, self.name)
 
     def init(self, args: Namespace) -> None:
-        """When a training process starts: refuse what cannot run, and say on rank 0 what will."""
+        """When a training process starts: refuse what cannot run, and say on rank 0 what will.
+
+        Where weight versions are needed, the host's training class is wrapped, so that every rollout tells them.
+        """
         config = self.check(args)
+        if config is not None and config.rs.max_staleness is not None:
+            actor = import_module(f"{self.name}.backends.megatron_utils.actor")
+            self.versions.watch(actor.MegatronTrainRayActor)
         if config is not None and getattr(args, "rank", 0) == 0:
             for line in self.describe(config, args):
                 logger.info(line)
@@ -153,6 +162,7 @@ class RayAdapter(ABC):
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
+        packed = self._with_versions(packed, config, loss_masks)
         correction = correct(packed, config, self.groups, self.run.factor(config))
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
@@ -197,6 +207,7 @@ class RayAdapter(ABC):
             ref_log_probs=batch.get("ref_log_probs"),
             entropy=entropy,
         )
+        packed = self._with_versions(packed, config, batch["loss_masks"])
         token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
@@ -233,6 +244,11 @@ class RayAdapter(ABC):
         shape = (batch["total_lengths"], batch["response_lengths"])
         return load_reducer(path)(*shape, masks, args.calculate_per_token_loss)
 
+    def _with_versions(
+        self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]
+    ) -> PackedSequences:
+        return packed if config.rs.max_staleness is None else self.versions.on(packed, loss_masks)
+
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
 
@@ -245,7 +261,7 @@ class RayAdapter(ABC):
             return
         counts, batches = list(rollout_data["num_microbatches"]), list(rollout_data["micro_batch_indices"])
         steps: list[PackedSequences] = []
-        failure, held, sequences = "", None, None
+        failure, held, sequences = self.versions.failure, None, None
         if self.groups.is_last_stage:
             held = ("loss_mask", *(name for key, name in _HELD.items() if rollout_data.get(key)))
             sequences = tuple(len(batch) for batch in batches)
@@ -265,7 +281,8 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    steps.append(pack_local(args, chosen, self.groups, **fields))
+                    packed = pack_local(args, chosen, self.groups, **fields)
+                    steps.append(self._with_versions(packed, config, chosen["loss_masks"]))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
@@ -289,7 +306,10 @@ class RayAdapter(ABC):
         from megatron.core.utils import get_model_config
 
         device = next((p.device for p in model[0].parameters()), "cpu")
-        self.run.begin(args, self.config(args), self.groups, rollout_id, step_id, get_model_config(model[0]), device)
+        config, model_config = self.config(args), get_model_config(model[0])
+        self.run.begin(
+            args, config, self.groups, rollout_id, step_id, model_config, device, failure=self.versions.failure
+        )
 
 
 _PLAIN = (bool, int, float, str, list, dict, type(None))

@@ -27,6 +27,7 @@ from mismatch_plugin.hooks.slime.config import (
     refuse_unknown_settings,
     runs,
 )
+from mismatch_plugin.hooks.slime.versions import refuse_lost_versions
 from mismatch_plugin.hooks.version import refuse_old_megatron
 
 
@@ -59,6 +60,8 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         return Plan.untouched(host, given)
     refuse_old_megatron([] if script is None else [script.parent])
     config = _settings(host, given, args, ours)
+    if config.rs.max_staleness is not None:
+        refuse_lost_versions(host, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config

@@ -75,8 +75,11 @@ class StepRun:
         step_id: int,
         model_config: Any,
         device: torch.device | str = "cpu",
+        failure: str = "",
     ) -> None:
         """An optimizer step, before its first micro-batch, on every rank: megatron's model config gets its end.
+
+        failure: why this rank cannot take part; raised on all of them.
 
         Where no rollout was compared before (`prepare`), configurations are compared here, and what the micro-batches
         hold at the step's end.
@@ -90,7 +93,7 @@ class StepRun:
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self._steps_per_rollout > 0
         if not step.agreed:
-            groups.agree(StepKind(settings_of(config)))
+            groups.agree(StepKind(settings_of(config), failure=failure))
         refusal = deferred_with(config.other_terms + extra_losses(model_config))
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.

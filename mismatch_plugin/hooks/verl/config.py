@@ -18,10 +18,12 @@ from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 from mismatch_plugin.hooks.verl.groups import check_estimator
+from mismatch_plugin.rollout.sampling import filter_bias
 
 LOSS_NAME = "mismatch"
 RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
-LOG_PROBS = "actor_rollout_ref.rollout.calculate_log_probs"
+ROLLOUT = "actor_rollout_ref.rollout"
+LOG_PROBS = f"{ROLLOUT}.calculate_log_probs"
 REFERENCE_LINE = f"+{ACTOR}.policy_loss.rollout_correction='${{{RC}}}'"
 """The override that lets workers see the block; verl fixes their configuration before it copies the block itself."""
 LOSS_LINES = f"{ACTOR}.policy_loss.loss_mode={LOSS_NAME} and {REFERENCE_LINE}"
@@ -32,6 +34,8 @@ _OWNED_BY_VERL = {
     "terms.kl": f"set {ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type",
     "aggregation": f"set {ACTOR}.loss_agg_mode",
     "length_norm": f"set {ACTOR}.loss_scale_factor",
+    "rs.max_staleness": "its rollout correction is not told which weights train, nor in the v1 trainers which sampled; "
+    "set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold",
     "log_prob_backend": "set actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)",
 }
 
@@ -118,6 +122,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             f"{LOSS_LINES}"
         )
     lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
+    lines += filter(None, [_sampling_filter((reference or {}).get("rollout") or {})])
     normaliser = "verl's, of the response mask before rejection"
     if bypass and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
         normaliser += "; the mean inside a sequence is over what is left of it"
@@ -139,6 +144,17 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
         lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
     return lines
+
+
+def _sampling_filter(rollout: Any) -> str:
+    """What the section's filters leave in the ratio; empty where they are off."""
+    processed = rollout.get("logprobs_mode", "processed_logprobs") == "processed_logprobs"
+    bias = filter_bias(
+        top_p=rollout.get("top_p"),
+        top_k=rollout.get("top_k"),
+        renormalised={"vllm": processed, "sglang": False}.get(rollout.get("name") or ""),
+    )
+    return bias and f"sampling filter: {bias}. verl passes no mask on: set {ROLLOUT}.top_p=1.0 and top_k=-1"
 
 
 def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:

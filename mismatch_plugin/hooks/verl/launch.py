@@ -27,6 +27,7 @@ from mismatch_plugin.hooks.verl.config import (
     LOSS_NAME,
     RC,
     REFERENCE_LINE,
+    ROLLOUT,
     check_tree,
     describe,
     has_block,
@@ -126,7 +127,8 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, A
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        if f"{name}.".startswith((f"{RC}.", f"{ACTOR}.", f"{LOG_PROBS}.", "algorithm.adv_estimator.")):
+        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.")
+        if f"{name}.".startswith(heads):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:

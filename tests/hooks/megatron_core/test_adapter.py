@@ -1,15 +1,16 @@
 """The loss hook through the real megatron-core: the same gradients and metrics for every parallel layout.
 
 The reference is one process without the hook: each sample through the model alone, plain `log_softmax`, one
-`policy_loss` on the whole batch, autograd. Every layout runs the hook in megatron's schedules, with 1 and 4
-micro-batches, packed or padded. In float64 all agree to 1e-7: megatron divides gradients by the token count in float32.
-In float32 they agree to 1e-5.
+`policy_loss` on the whole batch, autograd. Every other sample was drawn from what filters kept. Every layout runs the
+hook in megatron's schedules, with 1 and 4 micro-batches, packed or padded. In float64 all agree to 1e-7: megatron
+divides gradients by the token count in float32. In float32 they agree to 1e-5.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -46,6 +47,7 @@ FACTORS: dict[str, list[Any]] = {
         {"criteria": ["sequence_mean:ratio:0.9:1.11"], "veto_threshold": 0.4},
         {"criteria": ["token:k3:0.2", "sequence_max:ratio:0.3:1.9"]},
         {"criteria": ["sequence_max:binary_kl:0.004", "token:ratio:0.6:1.7"], "veto_threshold": 0.45},
+        {"criteria": ["token:k3:0.3"], "max_staleness": 1},
     ],
     "batch_normalize": [False, True],
     "denominator": ["accepted", "original"],
@@ -75,8 +77,16 @@ def samples() -> tuple[Sample, ...]:
         mask = [1] if response == 1 else [0] * response if i == 5 else mask
         advantage = float(torch.randn((), generator=generator))
         versions = torch.randint(3, 6, (response,), generator=generator).tolist()
-        made.append(Sample(ids(prompt), ids(response), advantage, loss_mask=mask, weight_versions=versions, id=f"s{i}"))
+        sample = Sample(ids(prompt), ids(response), advantage, loss_mask=mask, weight_versions=versions, id=f"s{i}")
+        made.append(replace(sample, kept_ids=kept_ids(sample.response_ids, filtered=i % 2 == 1)))
     return tuple(made)
+
+
+def kept_ids(response_ids: Sequence[int], filtered: bool) -> list[list[int]]:
+    """What a sampler's filters may have left at each token: the sampled id and two thirds of the others, or all."""
+    if not filtered:
+        return [[] for _ in response_ids]
+    return [[token, *(i for i in range(VOCAB) if (i + at) % 3 and i != token)] for at, token in enumerate(response_ids)]
 
 
 @cache

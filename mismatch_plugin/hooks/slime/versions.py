@@ -1,0 +1,130 @@
+"""Which weights sampled a response and which train: from the host's rollout data to the loss, for `rs.max_staleness`.
+
+Both hosts keep the version that SGLang names at the end of each call (`Sample.weight_versions`), and not which tokens
+it gave: a response is as old as the oldest of them. The trainer's version is the number of its last weight update
+(`weight_updater.weight_version`), by which the engines know these weights. miles hands the versions to its training
+processes; slime does with the patch of `slime/ray/rollout.py`. A batch holds none, so that they are found by its loss
+masks, which are the rollout's own tensors.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.rollout.packing import INITIAL_VERSION
+
+_KEY = "weight_versions"
+_WRAPPED = "mismatch_plugin_wraps"
+_PATCH = "mismatch-plugin patch apply --host slime --file slime/ray/rollout.py --root DIR"
+
+
+@dataclass(eq=False)
+class Versions:
+    """Of the rollout that one training process works on.
+
+    host: its name. trainer: the version that trains; None before the first rollout. failure: why a version is not
+    known, for all ranks to raise together; "" where all are.
+    """
+
+    host: str
+    trainer: int | None = None
+    failure: str = ""
+    _held: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+
+    def watch(self, actor: Any) -> None:
+        """Let `train_actor` of the host's training class tell this of every rollout. Idempotent."""
+        own = actor.train_actor
+        if hasattr(own, _WRAPPED):
+            return
+
+        @wraps(own)
+        def train_actor(trainer: Any, rollout_id: int, rollout_data: Any, *args: Any, **kwargs: Any) -> Any:
+            self.read(rollout_data, getattr(getattr(trainer, "weight_updater", None), "weight_version", None))
+            return own(trainer, rollout_id, rollout_data, *args, **kwargs)
+
+        setattr(train_actor, _WRAPPED, own)
+        actor.train_actor = train_actor
+
+    def read(self, rollout_data: dict[str, Any], trainer: int | None) -> None:
+        """A rollout's loss masks and versions, one a sample. slime's own logging cannot read them: they are taken out.
+
+        Host syncs: one for a sample without versions, to know whether it trains.
+        """
+        masks = rollout_data["loss_masks"]
+        told = rollout_data.pop(_KEY, None) if self.host == "slime" else rollout_data.get(_KEY)
+        self.trainer, self.failure, self._held = trainer, "", {}
+        if trainer is None:
+            self.failure = (
+                f"--rs-max-staleness counts back from the number of the last weight update, and {self.host}'s training "
+                f"process has none: leave it out."
+            )
+            return
+        names = rollout_data.get("sample_indices") or range(len(masks))
+        for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
+            try:
+                oldest = min(map(_number, versions)) if versions else None
+            except ValueError as error:
+                self.failure = f"sample {name}: {error}"
+                return
+            if oldest is None and bool((mask != 0).any()):
+                self.failure = self._missing(name)
+                return
+            self._held[id(mask)] = mask, trainer if oldest is None else oldest
+
+    def _missing(self, name: object) -> str:
+        fix = "let a custom generate function call Sample.update_from_meta_info with SGLang's meta_info"
+        if self.host == "slime":
+            fix = f"apply the patch that keeps them on the way to the trainer ({_PATCH}), and {fix}"
+        return f"sample {name} has no weight version (Sample.weight_versions): {fix}, or leave --rs-max-staleness out."
+
+    def on(self, packed: PackedSequences, loss_masks: Sequence[Tensor]) -> PackedSequences:
+        """The packed batch with the versions of the samples whose masks these are. Host syncs: none.
+
+        Raises ValueError where the rollout was not read.
+        """
+        if self.failure:
+            raise ValueError(self.failure)
+        held = [self._held.get(id(mask)) for mask in loss_masks]
+        if self.trainer is None or None in held:
+            raise ValueError(
+                f"--rs-max-staleness needs the versions of {self.host}'s rollout, and the loss masks are not those of "
+                f"one that was read: {needs_init(self.host)}"
+            )
+        versions = torch.tensor([version for _, version in filter(None, held)], dtype=torch.int64)
+        tokens = torch.repeat_interleave(versions, torch.tensor(packed.lengths, dtype=torch.int64))
+        return packed.replace(weight_versions=tokens.to(packed.loss_mask.device), trainer_version=self.trainer)
+
+
+def needs_init(host: str) -> str:
+    """What to set for a training process to know versions."""
+    fix = f"set --custom-megatron-init-path mismatch_plugin.hooks.{host}.init"
+    return f"{fix}, or start through `python -m mismatch_plugin.launch`."
+
+
+def _number(version: Any) -> int:
+    """The hosts name their versions by the number of the update; SGLang's own name is that before the first."""
+    if str(version) == INITIAL_VERSION:
+        return -1
+    if not str(version).isdigit():
+        raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
+    return int(version)
+
+
+def refuse_lost_versions(host: str, script: Path | None) -> None:
+    """Raise ValueError where slime's tree, that of the script or one on sys.path, drops the versions of its samples."""
+    roots = [*([] if script is None else [script.parent]), *map(Path, sys.path)]
+    path = next((path for root in roots if (path := root / "slime" / "ray" / "rollout.py").is_file()), None)
+    if host == "slime" and path is not None and f'"{_KEY}"'.encode() not in path.read_bytes():
+        raise ValueError(
+            f"--rs-max-staleness needs the weight versions of samples, which slime drops on the way to the trainer: "
+            f"apply the patch ({_PATCH}), or leave it out."
+        )

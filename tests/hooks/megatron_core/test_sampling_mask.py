@@ -1,0 +1,205 @@
+"""Sampling masks through the hook: what they take away from the ratio, whose gradient is left, what is refused.
+
+That every parallel layout gives the same with them is in `test_adapter`, half of whose samples are filtered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, Sample, make_batch
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.rollout.packing import number_versions
+from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
+from tests.fixtures.sglang_check.policies import logits_of, recorded
+
+V, TOP_P = 5, 0.75
+EXACT: dict[str, Any] = {
+    "use_rollout_log_probs": True,
+    "use_tis": True,
+    "tis": {"level": "sequence", "upper_bound": math.inf},
+    "aggregation": "seq-mean-token-sum",
+    "denominator": "original",
+    "metrics": "off",
+}
+
+
+def tables() -> tuple[Tensor, Tensor]:
+    """Logits [1 + V, V] after the prompt and after each first token, of the sampler and of the trainer."""
+    generator = torch.Generator().manual_seed(3)
+    rollout = 1.5 * torch.randn(1 + V, V, generator=generator, dtype=torch.float64)
+    return rollout, rollout + 0.4 * torch.randn(1 + V, V, generator=generator, dtype=torch.float64)
+
+
+ROLLOUT, THETA = tables()
+
+
+def nucleus(row: Tensor) -> list[int]:
+    """Ids that top-p keeps: the fewest most likely ones that reach it."""
+    mass, order = row.softmax(-1).sort(descending=True)
+    return order[: int((mass.cumsum(-1) < TOP_P).sum()) + 1].tolist()
+
+
+KEPT = [nucleus(row) for row in ROLLOUT]
+
+
+def filtered(logits: Tensor) -> Tensor:
+    """Log-probs over the kept ids of the sampler, −inf elsewhere."""
+    dropped = torch.ones_like(logits, dtype=torch.bool)
+    for row, kept in zip(dropped, KEPT, strict=True):
+        row[kept] = False
+    return logits.masked_fill(dropped, -math.inf).log_softmax(-1)
+
+
+RESPONSES = [(a, b) for a in KEPT[0] for b in KEPT[1 + a]]
+REWARD = torch.randn(V, V, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def log_likelihood(table: Tensor) -> Tensor:
+    """[responses] of a table of log-probs."""
+    return torch.stack([table[0, a] + table[1 + a, b] for a, b in RESPONSES])
+
+
+def everything(masks: bool) -> list[Sample]:
+    """Every response that the filtered sampler can give, with its probability times its reward as advantage."""
+    drawn, mu = filtered(ROLLOUT), log_likelihood(filtered(ROLLOUT)).exp()
+    return [
+        Sample(
+            [0],
+            [a, b],
+            float(chance * REWARD[a, b]),
+            rollout_log_probs=[float(drawn[0, a]), float(drawn[1 + a, b])],
+            kept_ids=[KEPT[0], KEPT[1 + a]] if masks else None,
+        )
+        for (a, b), chance in zip(RESPONSES, mu, strict=True)
+    ]
+
+
+def hooked(samples: list[Sample], theta: Tensor) -> tuple[Tensor, Tensor]:
+    """(gradient of −loss by the table of logits, ρ of each response) through the hook's loss_func."""
+    theta = theta.clone().requires_grad_()
+    batch = make_batch(samples, dtype=torch.float64)
+    model = SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=None)
+    hook = MegatronLoss(mp.MismatchConfig(**EXACT), model, ParallelGroups())
+    hook.start([batch])
+    unread = torch.zeros(V, dtype=torch.float64)
+    logits = torch.cat([torch.stack([theta[0], theta[1 + s.response_ids[0]], unread]) for s in samples])
+    loss, _, _ = hook.loss_func(batch, logits[None])
+    loss.backward()
+    assert theta.grad is not None
+    log_probs = vocab_parallel_log_probs(
+        logits.detach(), batch.targets, rows=batch.rows, sampling_mask=batch.sampling_mask
+    ).log_probs
+    packed = batch.packed.replace(old_log_probs=log_probs)
+    return -theta.grad, mp.correct(packed, mp.MismatchConfig(**EXACT)).weights[::2]
+
+
+def test_the_filters_cut_something_everywhere() -> None:
+    assert all(1 < len(kept) < V for kept in KEPT)
+
+
+def test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them() -> None:
+    """Sequence level, so the kept mass of a whole response: Σ π_θ over what can be drawn, at least p² for μ itself."""
+    mu = log_likelihood(filtered(ROLLOUT)).exp()
+    for table in (ROLLOUT, THETA):
+        mass = float(log_likelihood(table.log_softmax(-1)).exp().sum())
+        assert float((mu * hooked(everything(masks=False), table)[1]).sum()) == pytest.approx(mass, rel=1e-12)
+        assert float((mu * hooked(everything(masks=True), table)[1]).sum()) == pytest.approx(1.0, rel=1e-12)
+    equal = log_likelihood(ROLLOUT.log_softmax(-1)).exp().sum()
+    assert TOP_P**2 <= float(equal) < 0.9
+    single = torch.stack([row.softmax(-1)[kept].sum() for row, kept in zip(ROLLOUT, KEPT, strict=True)])
+    assert bool((single >= TOP_P).all()) and bool((single <= 1).all())
+
+
+def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> None:
+    """J(θ) = Σ_y π^M_θ(y) R(y), the kept sets fixed: with masks the corrected loss's gradient is ∇J to rounding.
+    Without them it is the gradient of Σ over the kept responses of π_θ(y) R(y), which also moves mass out of them."""
+
+    def gradient(log_probs_of: Any) -> Tensor:
+        theta = THETA.clone().requires_grad_()
+        reward = torch.stack([REWARD[a, b] for a, b in RESPONSES])
+        (log_likelihood(log_probs_of(theta)).exp() * reward).sum().backward()
+        assert theta.grad is not None
+        return theta.grad
+
+    whole = gradient(lambda theta: theta.log_softmax(-1))
+    torch.testing.assert_close(hooked(everything(masks=True), THETA)[0], gradient(filtered), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(hooked(everything(masks=False), THETA)[0], whole, rtol=1e-10, atol=1e-12)
+    assert float((gradient(filtered) - whole).abs().max()) > 0.01
+    dropped = [[i for i in range(V) if i not in kept] for kept in KEPT]
+    assert all(float(row[out].abs().max()) == 0.0 for row, out in zip(gradient(filtered), dropped, strict=True))
+
+
+def test_tokens_under_the_loss_mask_need_no_mask_of_their_own() -> None:
+    samples = [replace(everything(True)[0], loss_mask=[0, 1], kept_ids=[[], KEPT[1]], response_ids=[4, KEPT[1][0]])]
+    batch = make_batch(samples, dtype=torch.float64)
+    assert batch.sampling_mask is not None and batch.sampling_mask.offsets.tolist() == [0, len(KEPT[1])]
+    assert batch.sampling_mask.token_ids.tolist() == KEPT[1]
+    assert make_batch(everything(False)).sampling_mask is None
+
+
+def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
+    first, second, *_ = everything(True)
+    lost = replace(second, id="q7", kept_ids=[second.kept_ids[0], [9]])  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"sample q7, position 1: the sampled id \d is not among the 1 kept"):
+        make_batch([first, lost])
+    with pytest.raises(ValueError, match="kept_ids of sample 1 has 1 entries for 2 response tokens"):
+        make_batch([first, replace(second, kept_ids=[[0, 1, 2, 3, 4]])])
+    with pytest.raises(ValueError, match="kept_ids is missing in sample 1"):
+        make_batch([first, replace(second, kept_ids=None)])
+
+
+def test_a_real_server_s_masks_make_its_own_weights_agree() -> None:
+    """SGLang on CPU, top_k 20 and top_p 0.8, and the model that it served."""
+    records = recorded("float32_sampling_mask")
+    samples = [Sample.from_record(record, 1.0) for record in records]
+    batch = make_batch(samples)
+    logits = torch.cat(logits_of("float32", records))
+    assert len(logits) == len(batch.targets)  # one row a response token: all train
+    own: dict[bool, Tensor] = {}
+    for masked in (True, False):
+        mask = batch.sampling_mask if masked else None
+        temperature = records[0].sampling.temperature
+        found = vocab_parallel_log_probs(logits, batch.targets, temperature=temperature, sampling_mask=mask).log_probs
+        packed = batch.packed.replace(old_log_probs=found)
+        metrics = mp.correct(packed, mp.MismatchConfig(use_tis=True)).statistics.metrics()
+        own[masked] = torch.tensor([metrics["rollout_corr/rollout_is_ratio_mean"], metrics["rollout_corr/k3_kl"]])
+    assert own[True].tolist() == pytest.approx([1.0, 0.0], abs=1e-4)
+    assert 0.7 < float(own[False][0]) < 0.95
+
+
+def record(**fields: Any) -> RolloutRecord:
+    return RolloutRecord(prompt_ids=[1], response_ids=[2, 3], rollout_log_probs=[-1.0, -2.0], sample_id="a", **fields)
+
+
+def test_records_become_samples_with_the_log_probs_that_fit() -> None:
+    top_p = SamplingParameters(top_p=0.9)
+    drawn = record(kept_ids=[[2, 4], [3]], behaviour_log_probs=[-0.5, 0.0], loss_mask=[1, 0], sampling=top_p)
+    spans = [WeightSpan(version="v3", start=0, end=1)]
+    sample = Sample.from_record(drawn.model_copy(update={"weight_versions": spans}), 2.0, versions={"v3": 3})
+    assert sample.rollout_log_probs == [-0.5, 0.0] and sample.kept_ids == [[2, 4], [3]]
+    assert sample.weight_versions == [3, 3] and sample.id == "a"
+    with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
+        plain = Sample.from_record(record(sampling=top_p), 2.0)
+    assert plain.rollout_log_probs == [-1.0, -2.0] and plain.kept_ids is None and plain.weight_versions is None
+    with pytest.raises(ValueError, match="sample a has kept_ids and no behaviour_log_probs"):
+        Sample.from_record(record(kept_ids=[[2], [3]]), 2.0)
+    with pytest.raises(ValueError, match="sample a, position 0 has no weight version"):
+        Sample.from_record(record(), 2.0, versions=number_versions(["v3"]))
+
+
+def test_the_trainer_s_version_reaches_the_packed_batch() -> None:
+    samples = [replace(sample, weight_versions=[1, 2]) for sample, _ in product(everything(True)[:1], range(2))]
+    batch = make_batch(samples, trainer_version=4)
+    assert batch.packed.trainer_version == 4 and batch.packed.weight_versions is not None
+    assert batch.packed.weight_versions.tolist() == [1, 2, 1, 2]
