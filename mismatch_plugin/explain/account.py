@@ -16,8 +16,9 @@ from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import policy_loss, token_loss
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import bounded_exp, spread
-from mismatch_plugin.core.units import acting_bounds
+from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
+from mismatch_plugin.core.units import ActingBounds, acting_bounds
+from mismatch_plugin.core.weights import grown
 from mismatch_plugin.explain.numbers import Numbers
 
 
@@ -110,9 +111,9 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
         columns["objective_ratio"] = bounded_exp(loss.log_r.detach())
     if bounds is not None:
         columns["unit_ratio"] = _unit_ratios(numbers, config, bounds.level)
-        columns["upper"] = torch.full_like(log_probs, bounds.upper)
+        columns["upper"] = _grown(bounds, bounds.log_upper, numbers)
         if not (config.weighted and config.tis.mode == "truncate"):  # there the lower one bounds nothing
-            columns["lower"] = torch.full_like(log_probs, bounds.lower)
+            columns["lower"] = _grown(bounds, bounds.log_lower, numbers)
     verdicts = {name: _corrected(numbers, alone).keep for name, alone in _rules(config)}
     values = {name: column.tolist() for name, column in columns.items()}
     kept, trained = result.correction.keep.tolist(), packed.loss_mask.tolist()
@@ -178,6 +179,19 @@ def _unit_ratios(numbers: Numbers, config: MismatchConfig, level: str) -> Tensor
     """The aggregated ratio at every token: the weight that no bound changes, in an algorithm with weights."""
     free = {"use_tis": True, "tis": {"level": level, "mode": "truncate", "upper_bound": math.inf}, "metrics": "off"}
     return _corrected(numbers, _only(config, free)).weights
+
+
+def _grown(bounds: ActingBounds, log_bound: float, numbers: Numbers) -> Tensor:
+    """The bound on the ratio of every token's unit, as `core.weights` lets it grow."""
+    packed, units = numbers.packed, bounds.units
+    if not bounds.growth or math.isinf(log_bound):
+        return torch.full_like(numbers.log_probs, math.exp(log_bound))
+    parts, mask = units.parts(packed), packed.loss_mask.double()
+    sums = {"tokens": segment_sum(mask, packed.offsets if parts is None else parts.offsets)}
+    count_U = units.count(mask, sums, parts)
+    index = packed.sequence_index if parts is None else parts.index
+    count_T = count_U if units.on_tokens else count_U.index_select(0, index)
+    return torch.as_tensor(grown(log_bound, count_T.pow(bounds.growth))).exp()
 
 
 def _rules(config: MismatchConfig) -> Iterator[tuple[str, MismatchConfig]]:

@@ -26,8 +26,10 @@ class Level(str, Enum):
     """How ratios are aggregated."""
 
     token = "token"
+    turn = "turn"
     sequence = "sequence"
     geometric = "geometric"
+    prefix = "prefix"
 
 
 def _own(help: str) -> Any:
@@ -61,7 +63,9 @@ def explain(
     level: Annotated[
         list[Level] | None,
         typer.Option(
-            metavar="token|sequence|geometric", help="Show only this level. May be repeated.", rich_help_panel=_EXAMPLE
+            metavar="token|turn|sequence|geometric|prefix",
+            help="Show only this level. May be repeated.",
+            rich_help_panel=_EXAMPLE,
         ),
     ] = None,
     markdown: Annotated[

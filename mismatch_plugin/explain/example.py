@@ -19,7 +19,7 @@ from mismatch_plugin.core.segments import spread
 from mismatch_plugin.report.table import Table
 
 MODES = ("truncate", "clip", "mask")
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 UPPER = 2.0
 VETO = 0.45
 GROWTH = 0.5

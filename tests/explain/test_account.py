@@ -109,6 +109,61 @@ def test_what_an_engine_did_not_return_follows_the_policy():
     assert column(found, "kept") == [True, False, True, True]
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
+def test_bounds_shown_are_those_that_act(level: str):
+    growth = "" if level in ("token", "geometric") else " --tis-bound-growth 0.5"
+    flags = f"--use-tis --tis-level {level} --tis-mode clip --tis-lower-bound 0.95 --tis-upper-bound 1.05{growth}"
+    given = {"train": "-1.2,-0.3,-0.5,-2;-1", "rollout": "-1,-1,-0.8,-1;-1.01", "mask": "1,0,1,1;1"}
+    found = told(flags, **given, advantages="1")
+    rows = [token for token in found.tokens if token.trains]
+    assert [token.weight for token in rows] == pytest.approx(
+        [min(max(token.unit_ratio or 0, token.lower or 0), token.upper or 0) for token in rows]
+    )
+    tokens = {"turn": [1, 2, 2, 1], "sequence": [3, 3, 3, 1], "prefix": [1, 2, 3, 1]}.get(level, [1] * 4)
+    assert column(found, "upper") == pytest.approx([1.05**n**0.5 for n in tokens])
+
+
+def test_conditions_versions_and_the_policy_that_is_judged():
+    moved = {"train": "-1;-1;-3", "rollout": "-2;-2;-1", "old": "-2;-1;-1", "mask": "1", "advantages": "1;-1;-1"}
+    judged = {  # π_old: l = 0, 1, 0; π_θ: 1, 1, −2
+        "--rs-criterion token:k2:0.4": [True, False, True],
+        "--rs-criterion token:k2:0.4 --rs-policy current": [False, False, False],
+        "--rs-criterion token:k2:0.4@away --rs-policy current": [False, True, False],
+        "--rs-criterion token:k2:0.4@negative --rs-policy current": [True, False, False],
+        "--rs-veto-threshold 0.2 --rs-policy current": [True, True, False],
+    }
+    for flags, kept in judged.items():
+        found = told(flags, **moved)
+        assert column(found, "kept") == kept and [not names for names in column(found, "rejected_by")] == kept, flags
+    versions = read_numbers({name: [text] for name, text in (moved | {"versions": "3;5;4"}).items()}, 5)
+    assert column(account(versions, config_of_words(["--rs-max-staleness", "1"])), "rejected_by") == [
+        ("staleness",),
+        (),
+        (),
+    ]
+
+
+def test_advantages_of_rewards_without_the_rejected():
+    given = {"train": "-1;-1;-1;-1", "rollout": "-1;-3;-1;-1"}
+    read = read_numbers({name: [text] for name, text in given.items()} | {"rewards": ["1,1,0,0"]})
+    kept, excluded = (
+        column(account(read, config_of_words(["--rs-criterion", "token:k2:0.5", *words])), "advantage")
+        for words in ([], ["--rs-group", "exclude"])
+    )
+    assert kept == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)
+    assert excluded == pytest.approx([1.155, 0, -0.577, -0.577], abs=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+def test_each_objective_says_its_formula_and_shows_its_ratio():
+    moved = words(train="-1.2,-0.3;-0.7,-0.2,-0.1", old="-1.1,-0.5;-0.7,-0.2,-0.1")
+    for objective, said in (("gspo", "0.9997 to 1.0004"), ("cispo", "−clip(r) A log π_θ"), ("reinforce", "−A log π_θ")):
+        output = run(*moved, "--mismatch-objective", objective).output
+        assert said in " ".join(output.split())
+    found = told("--mismatch-objective gspo", train="-1.2,-0.3;-0.7,-0.2,-0.1", old="-1.1,-0.5;-0.7,-0.2,-0.1")
+    assert column(found, "objective_ratio")[:2] == pytest.approx([math.exp(0.05)] * 2)
+
+
 def test_the_metrics_are_those_of_training():
     numbers = read_numbers(NUMBERS)
     config = mp.preset("token_is")
@@ -147,6 +202,7 @@ def test_what_the_mask_hides_may_be_anything():
         ({"train": "-1,-1;"}, "--train has no number in sequence B"),
         ({"mask": "1,2;1,1,1"}, "loss_masks holds 2"),
         ({"advantages": "inf"}, "advantages of sequence A is inf"),
+        ({"versions": "1,1.5;1,1,1"}, "--versions holds a number that is not whole"),
         ({"ref": "1,-1;-1,-1,-1"}, "--ref is 1, above 0"),
     ],
 )
@@ -167,6 +223,11 @@ def test_what_cannot_be_is_one_clear_sentence(given: dict[str, str], said: str):
         ([*words(), "--mode", "mask"], "--tis-mode"),
         ([*words(), "--mismatch-explain-only"], "leave it out"),
         ([*words(), "--mismatch-kl-coef", "0.1"], "ref_log_probs is missing"),
+        ([*words(), "--rewards", "1,0"], "--rewards and --advantages"),
+        ([*words(), "--groups", "1,0"], "--groups is for --rewards"),
+        ([*words(), "--rs-group", "exclude", "--rs-veto-threshold", "0.1"], "give --rewards"),
+        ([*words(), "--rs-max-staleness", "1"], "weight_versions is missing"),
+        (["--train", "-1;-1", "--rollout", "-1;-1", "--rewards", "1"], "--rewards has 1 number for 2 sequences"),
         (["--use-tis"], "--use-tis is for numbers of your own: give --train and --rollout"),
         (["--json"], "--json is for numbers of your own"),
     ],

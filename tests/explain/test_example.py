@@ -40,6 +40,13 @@ def test_weights_by_hand():
     assert WEIGHTS["sequence: clip"][4:] == ("2", "2", "0.5", "0.5")
     # 1.5^(1/3) = 1.14, 4.5^(1/2) = 2.12, 0.32^(1/2) = 0.566.
     assert WEIGHTS["geometric: mask"] == ("1.14", PADDING, "1.14", "1.14", "0 ✗", "0 ✗", "0.566", "0.566")
+    # A's turns have 1.25 and 1.2.
+    assert WEIGHTS["turn: ratio"] == ("1.25", PADDING, "1.2", "1.2", "4.5", "4.5", "0.32", "0.32")
+    assert WEIGHTS["prefix: ratio"] == ("1.25", PADDING, "1.5", "1.5", "3", "4.5", "0.4", "0.32")
+    # Two tokens: 2^√2 = 2.67 and its reciprocal 0.375.
+    assert WEIGHTS["prefix: bounds grow"][4:] == ("2", "2.67", "0.5", "0.375")
+    # Turn weights 1.25, 1.2, 2, 0.32 have mean 1.1925.
+    assert WEIGHTS["turn: normalised"][::2] == ("1.05", "1.01", "1.68", "0.268")
     # Sequence weights 1.5, 2, 0.32 have mean 1.2733.
     assert WEIGHTS["sequence: normalised"][3:] == ("1.18", "1.57", "1.57", "0.251", "0.251")
 
