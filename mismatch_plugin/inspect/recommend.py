@@ -145,7 +145,7 @@ def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | No
     if prediction is None:
         return tuple(lines)
     if config.weighted:
-        of = "" if units_of(config).per_token else "seq_"
+        of = units_of(config).ess
         lines.append(
             f"{PREFIX}rollout_is_weight_after_mean near {prediction.mean_weight:.3g}; below 0.5 the step shrinks"
         )
