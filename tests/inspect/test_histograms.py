@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.inspect import page
 from mismatch_plugin.inspect.histograms import bound_edges, histograms
