@@ -20,6 +20,7 @@ from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.figures import figures_of
 from mismatch_plugin.inspect.flags import config_of
 from mismatch_plugin.inspect.gate import gate as judge_gate
 from mismatch_plugin.inspect.histograms import histograms
@@ -29,7 +30,6 @@ from mismatch_plugin.inspect.packing import groups_of, packed_of, subset
 from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
-from mismatch_plugin.inspect.rules import figures_of
 from mismatch_plugin.inspect.tried import left_out, measurable
 from mismatch_plugin.inspect.words import controls_of
 from mismatch_plugin.report.table import figure

@@ -398,5 +398,5 @@ def test_what_excluding_the_rejected_changes_in_their_groups_by_hand():
 def test_the_clip_of_an_objective_acts_in_the_first_step_of_bypass():
     settings = {item.setting: item for item in predict(PACKED)}
     gspo, ppo = settings["algorithm 1, objective gspo"], settings["bypass_ppo_clip"]
-    assert gspo.clipped > 0.3 > ppo.clipped > 0.0
+    assert gspo.clipped > 2 * ppo.clipped > 0.0
     assert settings["algorithm 1, objective cispo"].ess > gspo.ess

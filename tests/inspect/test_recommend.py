@@ -12,10 +12,11 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.figures import Figures, figures_of
 from mismatch_plugin.inspect.predict import predict
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Prediction
-from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Figures, Rule, figures_of, rules_table
+from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Rule, rules_table
 from mismatch_plugin.report.presets import quiet_preset
 from tests.inspect.noise import bounds_of, measured, noise
 
