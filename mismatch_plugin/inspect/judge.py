@@ -11,9 +11,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
+from mismatch_plugin.inspect.figures import Figures
 from mismatch_plugin.inspect.gate import FEW, gate
 from mismatch_plugin.inspect.result import Gate, Verdict
-from mismatch_plugin.inspect.figures import Figures
 from mismatch_plugin.inspect.trends import Trend
 from mismatch_plugin.report.table import NOTHING, Table, compact
 

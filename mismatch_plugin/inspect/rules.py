@@ -166,7 +166,8 @@ RULES = (
         preset="seq_is",
         changes={"tis": {"level": "turn"}},
         reason="the weight of a turn is a product over its own tokens: its variance stays small where that of the "
-        "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change is not reweighted",
+        "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change "
+        "is not reweighted",
         also=lambda figures: figures.mean_turns >= 2 and figures.kl_turn <= 1.0 < figures.kl_length,
         kl=(SMALL_KL, STRONG_KL),
         keeps=1.0,

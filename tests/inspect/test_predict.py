@@ -45,7 +45,8 @@ def random_batch(sequences: int = 12, spread: float = 0.15, seed: int = 0, **fie
         rows["loss_masks"].append([1, *generator.integers(0, 4, length - 1).clip(max=1)])
         rows["advantages"].append(torch.full((length,), float(generator.normal()), dtype=torch.float64))
         rows["weight_versions"].append(generator.integers(5, 9, length).tolist())
-    return mp.PackedSequences.from_lists(**(rows | {"trainer_version": 8} | fields))
+    given: dict[str, Any] = {**rows, "trainer_version": 8, **fields}
+    return mp.PackedSequences.from_lists(**given)
 
 
 def parts(packed: mp.PackedSequences, count: int) -> list[mp.PackedSequences]:
