@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ci.methods import TABLES as METHODS
 from ci.tables import TABLES
-from mismatch_plugin.explain import explain_table
+from mismatch_plugin.explain.example import explain_table
 from mismatch_plugin.report.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent

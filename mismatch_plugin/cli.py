@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from enum import Enum
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 import mismatch_plugin
 from mismatch_plugin.check.command import check
+from mismatch_plugin.explain.command import SETTINGS, explain
 from mismatch_plugin.inspect.command import inspect
 from mismatch_plugin.lab.command import compare
 from mismatch_plugin.patching import app as patching
-
-if TYPE_CHECKING:
-    from mismatch_plugin.report.table import Table
 
 # What a command needs beyond this is imported inside it, so that --help and --version answer at once.
 
@@ -24,22 +21,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-class Mode(str, Enum):
-    """What is done with a ratio outside its bounds."""
-
-    truncate = "truncate"
-    clip = "clip"
-    mask = "mask"
-
-
-class Level(str, Enum):
-    """How ratios are aggregated."""
-
-    token = "token"
-    sequence = "sequence"
-    geometric = "geometric"
 
 
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print GitHub markdown instead of a terminal table.")]
@@ -66,28 +47,7 @@ def options(
     """
 
 
-@app.command()
-def explain(
-    mode: Annotated[
-        list[Mode] | None, typer.Option(metavar="truncate|clip|mask", help="Show only this mode. May be repeated.")
-    ] = None,
-    level: Annotated[
-        list[Level] | None,
-        typer.Option(metavar="token|sequence|geometric", help="Show only this level. May be repeated."),
-    ] = None,
-    markdown: Markdown = False,
-) -> None:
-    """Show what each mode and level makes of the same eight tokens.
-
-    Every weight is computed by the function that the training loss uses.
-    Where all modes are shown, batch normalisation, a rejection criterion
-    and the veto follow.
-    """
-    from mismatch_plugin.explain import LEVELS, MODES, explain_table
-
-    modes, levels = mode or MODES, level or LEVELS
-    table = explain_table([name for name in MODES if name in modes], [name for name in LEVELS if name in levels])
-    _show(table, markdown)
+app.command(context_settings=SETTINGS)(explain)
 
 
 @app.command()
@@ -101,12 +61,13 @@ def presets(
     mismatch_plugin.preset() in Python.
     """
     from mismatch_plugin.report.presets import PRESET_NAMES, preset_table, presets_table
+    from mismatch_plugin.report.terminal import show
 
     try:
         table = presets_table() if name is None else preset_table(name)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="NAME") from error
-    _show(table if markdown or name else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
+    show(table if markdown or name else table.only(PRESET_NAMES, "#", "when to use it"), markdown)
 
 
 app.command()(compare)
@@ -120,18 +81,6 @@ def bench() -> None:
     """Say where the benchmark is: in the repository, not in the package."""
     typer.echo("The benchmark is in the repository: `make bench`, or `python -m examples.benchmarks.bench`.")
     raise typer.Exit(2)
-
-
-def _show(table: Table, markdown: bool) -> None:
-    if markdown:
-        typer.echo(table.to_markdown(), nl=False)
-        return
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False, emoji=False)
-    console.print(table.to_rich())
-    for note in table.notes:
-        console.print(note, soft_wrap=" --" in note)  # flags, which one may want to copy, stay on one line
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 import mismatch_plugin
 from mismatch_plugin.cli import app
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.explain import explain_table
+from mismatch_plugin.explain.example import example_tables, explain_table
 from mismatch_plugin.report.presets import preset_table, presets_table
 
 NAMES = [entry.name for entry in PRESETS]
@@ -49,7 +49,8 @@ def test_module_and_script_are_the_same():
 
 def test_version_and_help_import_nothing_heavy():
     heavy = (
-        "mismatch_plugin.explain",
+        "mismatch_plugin.explain.example",
+        "mismatch_plugin.explain.account",
         "mismatch_plugin.report.presets",
         "matplotlib",
         "transformers",
@@ -62,7 +63,7 @@ def test_version_and_help_import_nothing_heavy():
 
 
 def test_explain_is_the_example_and_can_be_narrowed():
-    assert _run("explain", "--markdown").output == explain_table().to_markdown()
+    assert _run("explain", "--markdown").output == "\n".join(table.to_markdown() for table in example_tables())
     result = _run("explain", "--mode", "clip", "--mode", "mask", "--level", "geometric", "--markdown")
     assert result.output == explain_table(["clip", "mask"], ["geometric"]).to_markdown()
 
@@ -78,7 +79,7 @@ def test_footnotes_are_wrapped_at_words_and_flags_stay_on_one_line():
     narrow = {"COLUMNS": "80", "TERM": "dumb"}
     output = CliRunner().invoke(app, ["explain"], env=narrow).output
     assert max(map(len, output.splitlines())) <= 80
-    assert all(note in " ".join(output.split()) for note in explain_table().notes)
+    assert all(note in " ".join(output.split()) for table in example_tables() for note in table.notes)
     flags = preset_table("decoupled_token_icepop").notes[-1]
     assert len(flags) > 80
     assert flags in CliRunner().invoke(app, ["presets", "decoupled_token_icepop"], env=narrow).output

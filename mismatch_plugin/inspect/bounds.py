@@ -12,13 +12,12 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import Tokens, select_tokens
-from mismatch_plugin.core.units import UNITS
+from mismatch_plugin.inspect.levels import GROWN, growing, growing_name, levels_of, units_in
 from mismatch_plugin.inspect.packing import pieces
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.rollout.responses import Floats
 
 SHARES = (0.99, 0.999)
-LEVELS = ("token", "sequence", "geometric")
 STATISTICS = (
     ("token", "tv"),
     ("token", "binary_kl"),
@@ -43,11 +42,12 @@ Bounds = Mapping[str, Mapping[str, tuple[float, float]]]
 def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dict[str, dict[str, tuple[float, float]]]:
     """Level or criterion → wished share kept ("99%", "99.9%") → (lower, upper).
 
-    Of a level (token, sequence, geometric) the bounds are on its ratio ρ: at most ⌊n (1 − share) / 2⌋ of its n units
-    lie beyond each, and ρ = 1 is always inside. Of a criterion ("sequence_mean_k3", "sequence_max_k2", "token_tv",
-    "token_binary_kl", "token_binary_kl_reverse") lower is 0, and at most ⌊n (1 − share)⌋ units are above upper.
-    Rounded outwards to a thousandth of |log ρ|, or of the upper bound. An upper bound above e^20 is inf, which mask
-    mode takes for e^20; a lower one below e^−20 is 0, which is none.
+    Of a level (token, turn where a response has several, sequence, geometric, prefix) the bounds are on its ratio ρ: at
+    most ⌊n (1 − share) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Those of "turn_growing",
+    "sequence_growing" and "prefix_growing" are for one token, and grow with √n (`tis.bound_growth` 0.5). Of a criterion
+    ("sequence_mean_k3", "sequence_max_k2", "token_tv", "token_binary_kl", "token_binary_kl_reverse") lower is 0, and at
+    most ⌊n (1 − share)⌋ units are above upper. Rounded outwards to a thousandth of |log ρ|, or of the upper bound. An
+    upper bound above e^20 is inf, which mask mode takes for e^20; a lower one below e^−20 is 0, which is none.
     Raises ValueError for shares outside of (0, 1], and where a side is missing.
     """
     if any(not 0.0 < share <= 1.0 for share in shares):
@@ -56,23 +56,22 @@ def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dic
         raise ValueError("bounds need old_log_probs and rollout_log_probs: the packed batch lacks one of them.")
     found: dict[str, dict[str, tuple[float, float]]] = {}
     names = {share: f"{share * 100:g}%" for share in shares}
-    for level in LEVELS:
-        values = np.concatenate([_NOTHING, *(_ratios(level, piece) for _, piece in pieces(packed))])
-        found[level] = {name: _two_sided(values, share) for share, name in names.items()}
+    tried = [(level, level, 0.0) for level in levels_of(packed)]
+    tried += [(growing_name(level), level, GROWN) for level in growing(packed)]
+    for name, level, growth in tried:
+        values = np.concatenate([_NOTHING, *(_ratios(level, growth, piece) for _, piece in pieces(packed))])
+        found[name] = {shown: _two_sided(values, share) for share, shown in names.items()}
     for criterion in STATISTICS:
         values = np.concatenate([_NOTHING, *(_compared(*criterion, piece) for _, piece in pieces(packed))])
         found["_".join(criterion)] = {name: (0.0, _above(values, share)) for share, name in names.items()}
     return found
 
 
-def _ratios(level: str, packed: PackedSequences) -> Floats:
-    """log ρ of every unit with a token."""
-    tokens, counts_N = _selected(packed)
-    units, chosen = UNITS[level], counts_N > 0
-    if units.per_token:
-        return tokens.log_ratio[packed.loss_mask].double().numpy()
-    sums = {"log_ratio": segment_sum(tokens.log_ratio, packed.offsets), "tokens": counts_N}
-    return units.aggregate(tokens.log_ratio, sums)[chosen].numpy()
+def _ratios(level: str, growth: float, packed: PackedSequences) -> Floats:
+    """log ρ of every unit with a token; divided by n^growth, n the tokens that it is the sum over."""
+    of = units_in(level, packed)
+    scaled = of.log_ratio_U / of.count_U.clamp(min=1).pow(growth) if growth else of.log_ratio_U
+    return scaled[of.tokens_U > 0].numpy()
 
 
 def _compared(aggregate: str, statistic: str, packed: PackedSequences) -> Floats:

@@ -83,10 +83,10 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
     if packed.entropy is not None:
         yield Breakdown("entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy.numpy(), ENTROPY_EDGES))
     places = np.split(positions, np.cumsum(lengths)[:-1])
-    turns = [_turns(sample)[place] for sample, place in zip(samples, places, strict=True)]
-    if any(turn.max(initial=0) > 0 for turn in turns):
+    turns = packed.turn_numbers()[0].numpy()
+    if turns.max(initial=0) > 0:
         labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
-        yield Breakdown("turn", labels, np.concatenate(turns))
+        yield Breakdown("turn", labels, np.minimum(turns, MAX_TURNS).astype(np.int8))
     if any(sample.record.weight_versions for sample in samples):
         yield _by_version(samples, places)
     steps = staleness(samples, places)
@@ -121,12 +121,6 @@ def _counted(edges: Sequence[int]) -> tuple[str, ...]:
 def _between(edges: Sequence[float]) -> tuple[str, ...]:
     inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
     return (f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}")
-
-
-def _turns(sample: Sample) -> Ints:
-    """[n] which run of tokens that train a token is in, from 0, at most MAX_TURNS."""
-    begins = np.diff(sample.mask.astype(np.int8), prepend=0) == 1
-    return np.clip(np.cumsum(begins) - 1, 0, MAX_TURNS).astype(np.int8)
 
 
 def _by_version(samples: Sequence[Sample], places: Sequence[Ints]) -> Breakdown:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-from argparse import ArgumentParser
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,19 +17,20 @@ from mismatch_plugin.check.training import InputError
 from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
-from mismatch_plugin.config.flags import add_arguments
+from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.inspect.bounds import bounds_for
+from mismatch_plugin.inspect.figures import figures_of
 from mismatch_plugin.inspect.flags import config_of
 from mismatch_plugin.inspect.gate import gate as judge_gate
 from mismatch_plugin.inspect.histograms import histograms
 from mismatch_plugin.inspect.measure import measure
 from mismatch_plugin.inspect.normal import Hints, compare, normality
-from mismatch_plugin.inspect.packing import packed_of, subset
+from mismatch_plugin.inspect.packing import groups_of, packed_of, subset
 from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Prediction, Verdict
-from mismatch_plugin.inspect.rules import figures_of
+from mismatch_plugin.inspect.tried import left_out, measurable
 from mismatch_plugin.inspect.words import controls_of
 from mismatch_plugin.report.table import figure
 from mismatch_plugin.rollout.responses import Dump
@@ -59,17 +59,7 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
         return find(preset)
     if flags is None:
         return None
-    parser = ArgumentParser(prog="--flags", add_help=False, allow_abbrev=False, exit_on_error=False)
-    add_arguments(parser)
-    try:
-        known, unknown = parser.parse_known_args(shlex.split(flags))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"--flags {flags!r}: {error}.") from None
-    if unknown:
-        raise ValueError(f"--flags {flags!r} holds {unknown[0]}, which is no flag of this package: leave it out.")
-    if getattr(known, "mismatch_explain_only", None):
-        raise ValueError("--flags holds --mismatch-explain-only, which explains settings and inspects nothing.")
-    return MismatchConfig.from_args(known)
+    return config_of_words(shlex.split(flags), f"--flags {flags!r}")
 
 
 def diagnose(
@@ -121,9 +111,9 @@ def diagnose(
     try:
         packed, notes = packed_of(batch)
         part, said = subset(packed)
-        metrics, size = measure(batch, own or MismatchConfig(), packed)
-        bounds = bounds_for(part)
-        predictions = predict(part, own, bounds)
+        metrics, size = measure(batch, measurable(own or MismatchConfig(), packed), packed)
+        bounds, groups = bounds_for(part), groups_of(batch, part)
+        predictions = predict(part, own, bounds, groups)
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
         if check.status != "faults":
             raise
@@ -135,7 +125,7 @@ def diagnose(
     tried: dict[MismatchConfig, Prediction] = {}
 
     def try_setting(config: MismatchConfig) -> Prediction:
-        tried[config] = predict_one(part, config, "tried")
+        tried[config] = predict_one(part, config, "tried", groups)
         return tried[config]
 
     advice = recommend(figures, predictions, bounds, status=check.status, predict=try_setting)
@@ -155,8 +145,8 @@ def diagnose(
         bounds=bounds,
         recommendation=advice,
         gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate else None,
-        histograms=_histograms(part, predictions, own),
-        notes=tuple(dict.fromkeys((*check.notes, *notes, *said))),
+        histograms=_histograms(part, predictions),
+        notes=tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
         **common,
     )
 
@@ -235,14 +225,10 @@ def _headline(verdict: Verdict, check: CheckResult, level: Mismatch | None, two_
     return f"{said[verdict]}: {figures}."
 
 
-def _histograms(part: PackedSequences, predictions: Sequence[Prediction], own: MismatchConfig | None) -> Histograms:
+def _histograms(part: PackedSequences, predictions: Sequence[Prediction]) -> Histograms:
     """For the page's sliders, with the bounds of every predicted setting among the edges."""
-    assert part.old_log_probs is not None and part.rollout_log_probs is not None
     given = [controls_of(item.settings) for item in predictions]
-    bounds = [bound for item in given if item for bound in (item.lower, item.upper) if bound]
-    log_ratio = (part.old_log_probs - part.rollout_log_probs).numpy()
-    advantages = None if part.advantages is None else part.advantages.numpy()
-    return histograms(log_ratio, part.sequence_index.numpy(), advantages, bounds)
+    return histograms(part, [bound for item in given if item for bound in (item.lower, item.upper) if bound])
 
 
 def diagnose_files(

@@ -18,7 +18,13 @@ _LONG = 4.0
 """The picture is at most so many times as wide as all data but `_TAILS`."""
 _TAILS = 1e-4
 """Share on either side that may lie beyond the picture."""
-UNIT_NAMES = {"token": "tokens", "sequence": "responses (sum of log-ratios)", "geometric": "responses (mean log-ratio)"}
+UNIT_NAMES = {
+    "token": "tokens",
+    "turn": "turns (sum of log-ratios)",
+    "sequence": "responses (sum of log-ratios)",
+    "geometric": "responses (mean log-ratio)",
+    "prefix": "prefixes (sum of log-ratios up to each token)",
+}
 
 
 @dataclass(frozen=True)

@@ -35,12 +35,15 @@ _RAY_OWNED = {
 _ACTOR = "actor_rollout_ref.actor"
 _OWNED: dict[str, dict[str, str]] = {
     "slime": _RAY_OWNED,
-    "miles": _RAY_OWNED,
+    "miles": {**_RAY_OWNED, "rs.group": "nothing", "rs.min_group": "nothing"},
     "megatron_lm": {
         "ppo.eps_clip_low": "--grpo-clamp-eps-lower",
         "ppo.eps_clip_high": "--grpo-clamp-eps-upper",
         "terms.entropy_coef": "--grpo-entropy-term-weight",
         "terms.kl": "--grpo-kl-beta",
+        "rs.group": "nothing",
+        "rs.min_group": "nothing",
+        "rs.max_staleness": "nothing",
         "aggregation": "nothing",
         "length_norm": "nothing",
         "log_prob_backend": "nothing",
@@ -49,12 +52,15 @@ _OWNED: dict[str, dict[str, str]] = {
         "ppo.": f"{_ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
         "terms.entropy_coef": f"{_ACTOR}.entropy_coeff",
         "terms.kl": f"{_ACTOR}.use_kl_loss, kl_loss_coef and kl_loss_type",
+        "rs.max_staleness": "trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold",
         "aggregation": f"{_ACTOR}.loss_agg_mode",
         "length_norm": f"{_ACTOR}.loss_scale_factor",
         "log_prob_backend": "actor_rollout_ref.model.use_fused_kernels",
     },
     "nemo_rl": {
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
+        "objective": "loss_fn.use_cispo, sequence_level_importance_ratios and disable_ppo_ratio",
+        "rs.max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
         "terms.entropy_coef": "nothing",
         "terms.kl": "loss_fn.reference_policy_kl_penalty and reference_policy_kl_type",
         "aggregation": "loss_fn.token_level_loss",
@@ -123,6 +129,8 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         if scope is not None:
             data = merge(data, {"tis": {"batch_normalize_scope": scope}})
             notes.append(f"batch normalisation runs over the {scope.replace('_', '-')} on {host}")
+    if host == "slime" and config.rs.max_staleness is not None:
+        notes.append("needs the patch: mismatch-plugin patch apply --host slime --root DIR")
     if host == "megatron_lm" and _needs_mask(config):
         notes.append("needs the patch: mismatch-plugin patch apply --host megatron-lm --root DIR")
     with no_notes():

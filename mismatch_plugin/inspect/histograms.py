@@ -7,8 +7,11 @@ from collections.abc import Iterable
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from mismatch_plugin.core.metrics.full import HISTOGRAM_EDGE, HISTOGRAM_SCALE
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.inspect.levels import levels_of, units_in
 from mismatch_plugin.inspect.result import Histograms, LevelHistogram
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -17,7 +20,6 @@ DIGITS = 3
 """Of ρ − 1 at an edge (of ρ below ½ and above 2): a slider shows the very bound that its figures are for."""
 
 Floats = npt.NDArray[np.floating]
-Ints = npt.NDArray[np.integer]
 
 
 def bound_edges(also: Iterable[float] = ()) -> npt.NDArray[np.float64]:
@@ -35,36 +37,23 @@ def _rounded(ratio: float) -> float:
     return float(f"{1.0 + float(f'{ratio - 1.0:.{DIGITS}g}'):.12g}")  # without 1.0 + x's own rounding
 
 
-def histograms(
-    log_ratio_T: Floats, sequence_T: Ints, advantage_T: Floats | None = None, bounds: Iterable[float] = ()
-) -> Histograms:
-    """Histograms of the levels token, sequence (Σ l) and geometric (Σ l / n).
+def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> Histograms:
+    """Histograms of every level of the batch.
 
-    log_ratio_T: l of every response token, [T], nats, finite. sequence_T: [T], which response it is of, from 0, in any
-    order. advantage_T: [T] or None. bounds: ratios that become edges, as those of the settings shown.
-    A unit on an edge counts as above it.
+    packed: with both sides; advantages where there are any. bounds: ratios that become edges, as those of the settings
+    shown. A unit on an edge counts as above it. Bounds that grow with the length are not of these bins.
     """
     edges = bound_edges(bounds)
-    sign_T = None if advantage_T is None else np.sign(advantage_T).astype(np.int8)
-    tokens_N = np.bincount(sequence_T)
-    there = tokens_N > 0
-    counted = [tokens_N[there], *(_count(sequence_T, sign_T, sign, len(tokens_N))[there] for sign in (1, -1))]
-    sums_N = np.bincount(sequence_T, weights=log_ratio_T)[there].astype(np.float64)
-    token_signs = [np.ones(len(log_ratio_T), np.int8), *(_is(sign_T, sign, len(log_ratio_T)) for sign in (1, -1))]
-    levels = {
-        "token": _level(edges, log_ratio_T, token_signs),
-        "sequence": _level(edges, sums_N, counted),
-        "geometric": _level(edges, sums_N / tokens_N[there], counted),
-    }
-    return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=sign_T is not None)
-
-
-def _is(sign_T: npt.NDArray[np.int8] | None, sign: int, size: int) -> npt.NDArray[np.bool_]:
-    return np.zeros(size, bool) if sign_T is None else sign_T == sign
-
-
-def _count(sequence_T: Ints, sign_T: npt.NDArray[np.int8] | None, sign: int, size: int) -> Ints:
-    return np.bincount(sequence_T[_is(sign_T, sign, len(sequence_T))], minlength=size)
+    mask, signs = packed.loss_mask.double(), [torch.zeros(len(packed.loss_mask), dtype=torch.float64)] * 2
+    if packed.advantages is not None:
+        signs = [mask * (packed.advantages > 0), mask * (packed.advantages < 0)]
+    levels = {}
+    for level in levels_of(packed):
+        of = units_in(level, packed)
+        there = of.tokens_U > 0
+        counted = [of.total(values)[there].numpy() for values in (mask, *signs)]
+        levels[level] = _level(edges, of.log_ratio_U[there].numpy(), counted)
+    return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=packed.advantages is not None)
 
 
 def _level(edges: Floats, log_ratio_U: Floats, counted: list[npt.NDArray[np.generic]]) -> LevelHistogram:

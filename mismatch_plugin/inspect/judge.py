@@ -11,9 +11,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
+from mismatch_plugin.inspect.figures import Figures
 from mismatch_plugin.inspect.gate import FEW, gate
 from mismatch_plugin.inspect.result import Gate, Verdict
-from mismatch_plugin.inspect.rules import Figures
 from mismatch_plugin.inspect.trends import Trend
 from mismatch_plugin.report.table import NOTHING, Table, compact
 
@@ -245,8 +245,7 @@ def _correction_verdict(
         return f"{what}; {found}." if found else f"{what}."
     figures = {"mean weight": "rollout_is_weight_after_mean", "tokens kept": "accepted_token_fraction"}
     if config is not None:
-        of = "" if units_of(config).per_token else "seq_"
-        size = {"effective sample size": f"rollout_is_weight_after_{of}eff_sample_size"}
+        size = {"effective sample size": f"rollout_is_weight_after_{units_of(config).ess}eff_sample_size"}
         figures = {"mean weight": figures["mean weight"], **size, **figures}
     means = {label: window.mean(name) for label, name in figures.items()}
     shown = ", ".join(f"{label} {value:.2g}" for label, value in means.items() if not math.isnan(value))

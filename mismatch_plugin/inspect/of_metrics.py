@@ -181,8 +181,7 @@ def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Pa
     try:
         from mismatch_plugin.core.units import units_of
 
-        by_token = units_of(config).per_token
-        paths = write_panels(source.rows, source.numbers, folder, by_token=by_token)
+        paths = write_panels(source.rows, source.numbers, folder, units=units_of(config).ess)
     except OSError as error:
         return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
     return paths, f"pictures: {paths[0]}, and {len(paths) - 1} panels next to it"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
     sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
     advantages: those of the training side, else of the record, else the rewards, centred and divided by the sample
     deviation within their group (the same `group`, else the same prompt), as GRPO has it; None where there are neither.
-    entropy, weight_versions: where every token has one.
+    entropy, weight_versions: where every token has one. trainer_version: where all samples have the same one. turn_ids:
+    of whole responses, so that what is left out splits no turn.
     Raises InputError where no token is left.
     """
     tokens, notes = _sound(batch)
@@ -49,6 +50,8 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
         entropy=_tensor(_gathered([sample.told.entropy for sample in samples], samples, places)),
         positions=torch.from_numpy(tokens.position),
         weight_versions=_tensor(_versions(samples, places)),
+        trainer_version=_trainer_version(samples),
+        turn_ids=torch.from_numpy(np.concatenate([_turns(s)[at] for s, at in zip(samples, places, strict=True)])),
         sequence_ids=tuple(sample.index for sample in samples),
     )
     return packed, (*notes, *said)
@@ -97,6 +100,17 @@ def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
     return found
 
 
+def _trainer_version(samples: Sequence[Sample]) -> int | None:
+    found = {version_number(sample.told.weight_version or "") for sample in samples}
+    return found.pop() if len(found) == 1 else None
+
+
+def _turns(sample: Sample) -> Ints:
+    """[n] number of each token's turn: runs of tokens that train, those between two with the first of them."""
+    begins = np.diff(sample.mask.astype(np.int8), prepend=0) == 1
+    return np.maximum(np.cumsum(begins) - 1, 0)
+
+
 def numbered_versions(sample: Sample) -> Ints:
     """[n] number at the end of each token's weight version; −1 where there is none."""
     numbers = np.full(sample.tokens, -1, dtype=np.int64)
@@ -129,14 +143,37 @@ def _advantages(
 def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
     """(`group_advantages` by sample, {} where all are 0; within what)."""
     rewarded = [s for s in batch if s.record.reward is not None and np.isfinite(s.record.reward)]
-    named = all(sample.record.group is not None for sample in rewarded)
-    groups: Sequence[Hashable] = [s.record.group if named else s.record.prompt_ids.tobytes() for s in rewarded]
-    how = "within each group" if named else "within each prompt"
+    groups, how = _group_names(rewarded)
     if len(set(groups)) == len(groups):
         groups, how = [0] * len(groups), "over the batch, for no two responses share a group or prompt"
     rewards = torch.tensor([sample.record.reward for sample in rewarded], dtype=torch.float64)
     values = group_advantages(rewards, groups).tolist()
     return ({s.index: value for s, value in zip(rewarded, values, strict=True)} if any(values) else {}), how
+
+
+def _group_names(samples: Sequence[Sample]) -> tuple[Sequence[Hashable], str]:
+    """(the group of each, else its prompt; within what)."""
+    if all(sample.record.group is not None for sample in samples):
+        return [sample.record.group for sample in samples], "within each group"
+    return [sample.record.prompt_ids.tobytes() for sample in samples], "within each prompt"
+
+
+class Groups(NamedTuple):
+    """rewards: [N] float64. ids: the group of each response, N of them."""
+
+    rewards: Tensor
+    ids: Sequence[Hashable]
+
+
+def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
+    """Rewards and groups of the packed responses; None where one has no finite reward, or no two share a group."""
+    table = {sample.index: sample for sample in batch}
+    samples = [table[index] for index in packed.sequence_ids if isinstance(index, int)]
+    rewards = [sample.record.reward for sample in samples]
+    ids, _ = _group_names(samples)
+    if len(set(ids)) == len(ids) or any(reward is None or not np.isfinite(reward) for reward in rewards):
+        return None
+    return Groups(torch.tensor(rewards, dtype=torch.float64), ids)
 
 
 def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, tuple[str, ...]]:
@@ -176,4 +213,5 @@ def _part(packed: PackedSequences, where_T: slice | Tensor, chosen_N: Bools) -> 
     if packed.rewards is not None:
         values["rewards"] = packed.rewards[torch.from_numpy(at)]
     lengths = tuple(packed.lengths[i] for i in at)
-    return PackedSequences(lengths=lengths, sequence_ids=tuple(packed.sequence_ids[i] for i in at), **values)
+    ids = tuple(packed.sequence_ids[i] for i in at)
+    return PackedSequences(lengths=lengths, sequence_ids=ids, trainer_version=packed.trainer_version, **values)

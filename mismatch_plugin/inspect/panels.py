@@ -84,17 +84,17 @@ PANELS = (
           (Series("tokens", ("chi2_token",)), Series("whole sequences", ("chi2_seq",)))),
 )
 # fmt: on
-_OF_SEQUENCES = {"rollout_is_weight_after_eff_sample_size": "rollout_is_weight_after_seq_eff_sample_size"}
-"""What is judged where all tokens of a sequence have one weight."""
+_OF_WEIGHTS = "rollout_is_weight_after_{}eff_sample_size"
+"""What is judged, in the units that have one weight each: see `units.ess`."""
 
 
 def write_panels(
-    rows: Sequence[Mapping[str, float]], numbers: Sequence[float], folder: Path, *, by_token: bool = True
+    rows: Sequence[Mapping[str, float]], numbers: Sequence[float], folder: Path, *, units: str = ""
 ) -> list[Path]:
     """Write `six_panels.png` and one PNG for each panel that has something to show; returns their paths.
 
     rows: metrics of each step, with their prefix. numbers: the steps; of a step that is there twice the later counts.
-    by_token: whether each token has a weight of its own.
+    units: `Units.ess` of the weights.
     Raises OSError where the folder cannot be written.
     """
     last = dict(zip(numbers, rows, strict=True))
@@ -105,10 +105,9 @@ def write_panels(
         for series in (*panel.series, *([panel.older] if panel.older else []))
         for name in series.names
     }
-    if not by_token:
-        for name, other in _OF_SEQUENCES.items():
-            values = np.array([last[step].get(PREFIX + other, np.nan) for step in steps])
-            columns[name] = values if np.isfinite(values).any() else columns[name]
+    values = np.array([last[step].get(PREFIX + _OF_WEIGHTS.format(units), np.nan) for step in steps])
+    if np.isfinite(values).any():
+        columns[_OF_WEIGHTS.format("")] = values
     folder.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         figure = Figure(figsize=(3.1 * SIZE[0], 2.1 * SIZE[1]), layout="constrained")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from mismatch_plugin.check.findings import Status
 from mismatch_plugin.config import MismatchConfig, preset
@@ -11,10 +12,11 @@ from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.inspect.bounds import Bounds
+from mismatch_plugin.inspect.figures import Figures
 from mismatch_plugin.inspect.flags import config_of, flags_for, preset_of
 from mismatch_plugin.inspect.hosts import HOSTS
 from mismatch_plugin.inspect.result import Prediction, Recommendation
-from mismatch_plugin.inspect.rules import RULES, Figures, Rule
+from mismatch_plugin.inspect.rules import ADDITIONS, RULES, Rule
 from mismatch_plugin.report.table import figure
 
 LEAST_KEPT = 0.9
@@ -46,8 +48,32 @@ def recommend(
             found = _setting(rule, predictions, bounds or {}, predict)
             if found is not None:
                 config, prediction, why = found
-                return _recommendation(rule, figures, config, prediction, why)
+                reasons = [why] if why else []
+                for addition in ADDITIONS:
+                    if addition.holds(figures, prediction):
+                        more = _added(config, addition.changes(figures), predictions, predict)
+                        if more is not None:
+                            config, prediction = more
+                            reasons.append(f"{addition.run}: {addition.reason}")
+                return _recommendation(rule, figures, config, prediction, reasons)
     return None
+
+
+def _added(
+    config: MismatchConfig,
+    changes: dict[str, Any],
+    predictions: Sequence[Prediction],
+    predict: Callable[[MismatchConfig], Prediction] | None,
+) -> tuple[MismatchConfig, Prediction] | None:
+    """The settings with the changes, and what is predicted for them; None where they do not go together, or too little
+    is kept."""
+    try:
+        with no_notes():
+            changed = config.replace(**changes)
+    except ValueError:
+        return None
+    prediction = _predicted(changed, predictions, predict)
+    return None if prediction is None or prediction.kept < LEAST_KEPT else (changed, prediction)
 
 
 def _setting(
@@ -58,7 +84,7 @@ def _setting(
 ) -> tuple[MismatchConfig, Prediction | None, str] | None:
     """(settings, prediction, a sentence on bounds from the data or "") of a rule; None where too little is kept."""
     with no_notes():
-        config = preset(rule.preset)
+        config = preset(rule.preset).replace(**rule.changes)
     prediction = _predicted(config, predictions, predict)
     if not rule.data_bounds and (prediction.kept >= LEAST_KEPT if prediction else not config.rejects):
         return config, prediction, ""
@@ -101,24 +127,38 @@ def _rounded(lower: float, upper: float) -> tuple[float, float]:
 
 
 def _recommendation(
-    rule: Rule, figures: Figures, config: MismatchConfig, prediction: Prediction | None, why: str
+    rule: Rule, figures: Figures, config: MismatchConfig, prediction: Prediction | None, more: Sequence[str]
 ) -> Recommendation:
     name = preset_of(config)
     reasons = [f"{rule.run}: {_figures(figures, rule)}", rule.reason]
-    reasons += [why] if why else []
+    reasons += more
     if prediction is not None:
         reasons.append(
             f"on your data: {prediction.kept:.1%} of the tokens kept, mean weight {figure(prediction.mean_weight)}, "
             f"effective sample size {prediction.ess:.0%}"
         )
     return Recommendation(
-        setting=name or f"{rule.preset}, bounds from your data",
+        setting=name or _name(rule, config),
         preset=name,
         settings=config.model_dump(mode="json", exclude_unset=True),
         flags={host: flags_for(config, host) for host in HOSTS},
         reasons=tuple(reasons),
         watch=_watch(figures, config, prediction),
     )
+
+
+def _name(rule: Rule, config: MismatchConfig) -> str:
+    """The rule's setting and what was changed: bounds, additions."""
+    with no_notes():
+        base = preset(rule.preset).replace(**rule.changes)
+    parts = [rule.setting]
+    if (config.tis, config.rs.criteria) != (base.tis, base.rs.criteria):
+        parts.append("bounds from your data")
+    if config.rs.max_staleness is not None:
+        parts.append(f"max_staleness {config.rs.max_staleness}")
+    if config.rs.group != base.rs.group:
+        parts.append(f"group {config.rs.group}")
+    return ", ".join(parts)
 
 
 def _figures(figures: Figures, rule: Rule) -> str:
@@ -132,6 +172,8 @@ def _figures(figures: Figures, rule: Rule) -> str:
         "strong": f"effective sample size {figures.ess:.0%}",
         "drifting": f"{figures.drifting:.1%} of the responses",
         "stale": f"{figures.stale:.0f} versions behind",
+        "turns": f"{figure(figures.mean_turns)} turns a response, the longest of {figures.longest_turn:,.0f} tokens",
+        "credit": f"advantages within {figures.credit:.0%} of the responses differ",
     }
     return ", ".join([*shown, *([more[rule.name]] if rule.name in more else [])])
 
@@ -145,7 +187,7 @@ def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | No
     if prediction is None:
         return tuple(lines)
     if config.weighted:
-        of = "" if units_of(config).per_token else "seq_"
+        of = units_of(config).ess
         lines.append(
             f"{PREFIX}rollout_is_weight_after_mean near {prediction.mean_weight:.3g}; below 0.5 the step shrinks"
         )

@@ -35,10 +35,12 @@ class Prediction(_Model):
     setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
     kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
-    unit: what has one weight, token or sequence. ess: effective sample size of the weights in these units, as a share.
+    unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
     variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
     weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip is active before
-    any step. second_pass: a forward pass for π_old is needed. own: of the user's own settings.
+    any step. groups_changed, advantages_changed: shares of groups and of accepted responses whose advantage changes if
+    rejected responses leave mean and deviation of their group; None where nothing rejects or groups are unknown.
+    second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
     setting: str
@@ -56,6 +58,8 @@ class Prediction(_Model):
     noise: float = 1.0
     unit: str = "token"
     clipped: float = 0.0
+    groups_changed: float | None = None
+    advantages_changed: float | None = None
     second_pass: bool
     own: bool = False
 
@@ -139,7 +143,7 @@ class LevelHistogram(_Model):
 
 class Histograms(_Model):
     """What the page's sliders are worked out from, exactly for bounds that are edges. edges: on the log-ratio.
-    levels: token, sequence, geometric. signed: advantages were there."""
+    levels: by name, turn where a response has several. signed: advantages were there."""
 
     edges: tuple[float, ...]
     levels: dict[str, LevelHistogram]

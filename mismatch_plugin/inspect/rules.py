@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from mismatch_plugin.core.correction import training_side
-from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.rejection import k3
-from mismatch_plugin.limits import SAFETY_BOUND
-from mismatch_plugin.report.table import Table
+from mismatch_plugin.config.values import at, dotted_fields_set
+from mismatch_plugin.inspect.figures import OLD_SHARE, Figures
+from mismatch_plugin.inspect.result import Prediction
+from mismatch_plugin.report.table import NOTHING, Table
 
 SMALL_KL = 1e-3
 """Below it no algorithm differs from another in the comparison of docs/compare.md (bf16 and int8 engines: 1e-4)."""
@@ -26,76 +23,12 @@ TAIL = 1e-4
 MOST_TAIL = 0.05
 SHORT = 100
 """Trained tokens of the longest response."""
-
-
-@dataclass(frozen=True)
-class Figures:
-    """What the rules look at.
-
-    k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
-    mean_length, max_length: trained tokens a response; inf where nobody knows.
-    tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise of one size has none.
-    drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one; each
-    token's limited to six medians of |l|, so that single tokens are no drift.
-    stale: weight versions that the oldest tokens are behind.
-    one_step: one optimizer step a rollout batch. expensive_pass: the user would save the second forward pass.
-    """
-
-    k3_kl: float
-    ess: float
-    mean_length: float
-    max_length: float
-    tail: float = 0.0
-    drifting: float = 0.0
-    stale: float = 0.0
-    one_step: bool = False
-    expensive_pass: bool = False
-
-    @property
-    def kl_length(self) -> float:
-        """k3 times the longest response: half the variance of the log of its product of ratios."""
-        return self.k3_kl * self.max_length
-
-
-def figures_of(
-    packed: PackedSequences, *, stale: float | None = None, one_step: bool = False, expensive_pass: bool = False
-) -> Figures:
-    """The figures of a batch with rollout log-probs and π_old (`old_log_probs`).
-
-    stale: how many steps the oldest tokens are behind; None: newest minus oldest of `weight_versions`.
-    Raises: ValueError where no token trains.
-    """
-    packed = packed.prepared()
-    assert packed.rollout_log_probs is not None
-    mask = packed.loss_mask & torch.isfinite(packed.rollout_log_probs)
-    raw = training_side(packed) - packed.rollout_log_probs
-    log_ratio = raw[mask].double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
-    if not len(log_ratio):
-        raise ValueError("no token trains: nothing can be recommended.")
-    ratio, size = log_ratio.exp(), log_ratio.abs()
-    far = (size > math.log(2.0)) & (size > 10 * size.median())
-    count = len(packed.lengths)
-    lengths = torch.zeros(count, dtype=torch.float64).index_add_(0, packed.sequence_index[mask], torch.ones_like(ratio))
-    limit = float(6 * size.median())
-    sums = torch.zeros(count, dtype=torch.float64)
-    sums.index_add_(0, packed.sequence_index[mask], log_ratio.clamp(-limit, limit))
-    sums, lengths = sums[lengths > 0], lengths[lengths > 0]
-    shift = (sums / lengths - (sums / lengths).median()) * lengths.sqrt()
-    deviation = 1.4826 * shift.abs().median()
-    versions = packed.weight_versions
-    if stale is None:
-        stale = 0.0 if versions is None else float(versions[mask].max() - versions[mask].min())
-    return Figures(
-        k3_kl=float(k3(log_ratio).mean()),
-        ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
-        mean_length=float(lengths.mean()),
-        max_length=float(lengths.max()),
-        tail=float(far.double().mean()),
-        drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
-        stale=stale,
-        one_step=one_step,
-        expensive_pass=expensive_pass,
-    )
+OLD_KL = 4.0
+"""Tokens of the oldest weights with so many times the k3 of the others are not worth keeping."""
+HEAVY = 0.1
+"""Share of groups whose baseline rejected responses move."""
+CREDIT = 0.5
+"""Share of responses from which on their tokens have advantages of their own."""
 
 
 def _always(_: Figures) -> bool:
@@ -109,7 +42,8 @@ class Rule:
     run: the user's run, in words. also: what else must hold of the figures.
     kl: [from, to) of k3, nats a token. length: the longest response at most, trained tokens. kl_length: their product
     at most.
-    preset: the settings. reason: why these. keeps: share of the tokens that they leave in the loss, at least.
+    preset: the settings. changes: what differs from it, as nested settings. reason: why these. keeps: share of the
+    tokens that they leave in the loss, at least.
     bounds: level of the bounds on the ratio that the data may give in place of the preset's, "" for none. data_bounds:
     they always do.
     """
@@ -118,6 +52,7 @@ class Rule:
     run: str
     preset: str
     reason: str
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     also: Callable[[Figures], bool] = _always
     kl: tuple[float, float] = (0.0, math.inf)
     length: float = math.inf
@@ -130,6 +65,12 @@ class Rule:
         """Whether this is the row of such a run."""
         inside = self.kl[0] <= figures.k3_kl < self.kl[1] and figures.max_length <= self.length
         return inside and figures.kl_length <= self.kl_length and self.also(figures)
+
+    @property
+    def setting(self) -> str:
+        """The preset, and the changes as one types them: `seq_is, tis.level turn`."""
+        changed = sorted(dotted_fields_set(dict(self.changes)))
+        return ", ".join([self.preset, *(f"{path} {at(self.changes, path)}" for path in changed)])
 
     def with_bounds(self, lower: float, upper: float) -> dict[str, Any]:
         """The changes that put bounds of the data in the place of the preset's."""
@@ -220,6 +161,28 @@ RULES = (
         keeps=1.0,
     ),
     Rule(
+        name="turns",
+        run="several turns a response, short enough for products of ratios that the whole response is too long for",
+        preset="seq_is",
+        changes={"tis": {"level": "turn"}},
+        reason="the weight of a turn is a product over its own tokens: its variance stays small where that of the "
+        "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change "
+        "is not reweighted",
+        also=lambda figures: figures.mean_turns >= 2 and figures.kl_turn <= 1.0 < figures.kl_length,
+        kl=(SMALL_KL, STRONG_KL),
+        keeps=1.0,
+    ),
+    Rule(
+        name="credit",
+        run="advantages that differ from token to token, responses too long for a product of their ratios",
+        preset="prefix_is",
+        reason="a token's advantage is about what follows it: its weight is the product of the ratios up to it, and "
+        "the bounds widen with √t, which keeps what they cut nearly independent of the length",
+        also=lambda figures: figures.credit >= CREDIT and figures.kl_length > 1.0,
+        kl=(SMALL_KL, STRONG_KL),
+        keeps=1.0,
+    ),
+    Rule(
         name="long",
         run="all others: other precision or kernels, responses of any length",
         preset="token_is",
@@ -233,13 +196,51 @@ RULES = (
 """The first that holds is taken."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Addition:
+    """What is added to the setting of a rule, whichever it is. flag: what one types.
+
+    holds: of the figures and of what is predicted for the setting; None where nothing is. changes: nested settings.
+    """
+
+    name: str
+    run: str
+    flag: str
+    reason: str
+    holds: Callable[[Figures, Prediction | None], bool]
+    changes: Callable[[Figures], dict[str, Any]]
+
+
+ADDITIONS = (
+    Addition(
+        name="too old",
+        run=f"a few tokens (at most {OLD_SHARE:.0%}) of older weights, {OLD_KL:g} times as far off as the others",
+        flag="`--rs-max-staleness`, the number from `inspect`",
+        reason="they are so few and so far off that they are not worth their variance",
+        holds=lambda figures, _: math.isfinite(figures.fresh) and figures.old_kl >= OLD_KL,
+        changes=lambda figures: {"rs": {"max_staleness": int(figures.fresh)}},
+    ),
+    Addition(
+        name="groups",
+        run=f"rejected responses in at least {HEAVY:.0%} of the groups (GRPO)",
+        flag="`--rs-group exclude`",
+        reason="a rejected response's reward stays in its group's mean and deviation, and moves the advantages of the "
+        "others; without it they are those of the accepted responses",
+        holds=lambda _, found: found is not None and (found.groups_changed or 0.0) >= HEAVY,
+        changes=lambda _: {"rs": {"group": "exclude"}},
+    ),
+)
+"""Looked at in this order, once the setting is chosen."""
+
+
 def rules_table(short: bool = False) -> Table:
     """Which setting to choose. short: without the reasons, for the README."""
     rows = [
-        (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{', bounds from `inspect`' * rule.data_bounds}",
+        (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{_more(rule)}",
          "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}", rule.reason)
         for rule in RULES
     ]  # fmt: skip
+    rows += [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
     headers = ("your run", "KL, nats a token", "longest response", "setting", "tokens kept", "why")
     notes = (
         "The first row that fits is taken, by k3 as the estimate of KL. mismatch-plugin inspect does it, predicts what "
@@ -248,6 +249,10 @@ def rules_table(short: bool = False) -> Table:
     )
     table = Table("Which setting to choose", headers, tuple(rows), notes=notes)
     return Table(table.title, headers[:4], tuple(row[:4] for row in rows)) if short else table
+
+
+def _more(rule: Rule) -> str:
+    return f"{rule.setting.removeprefix(rule.preset)}{', bounds from `inspect`' * rule.data_bounds}"
 
 
 def _kl(rule: Rule) -> str:

@@ -201,13 +201,14 @@ def chosen_predictions(diagnosis: Diagnosis) -> list[tuple[str, Prediction]]:
 
 
 def controls_of(settings: Mapping[str, object]) -> Controls | None:
-    """Which of the page's controls a setting is; None where it bounds no ratio, or is not understood."""
+    """Which of the page's controls a setting is; None where it bounds no ratio, where its bounds grow with the length,
+    or where it is not understood."""
     try:
         config = config_of(settings)
     except ValueError:
         return None
     bounds = acting_bounds(config)
-    if bounds is None or not (config.weighted or config.rejects):
+    if bounds is None or bounds.growth or not (config.weighted or config.rejects):
         return None
     mode = config.tis.mode if config.weighted else "reject"
     lower = bounds.lower if mode != "truncate" and bounds.lower > 0 else None

@@ -195,7 +195,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
         "bounds": {"token": {"99%": (0.9, 1.1), "99.9%": (0.7, 1.4)}, "sequence": {"99%": (0.5, 2.1)}} if full else {},
         "recommendation": advice if full else None,
         "gate": Gate(value=k3, bar=0.01, passed=k3 < 0.01, source="published bf16 gaps"),
-        "histograms": histograms(gap, of["sequence"], of["advantage"], (0.5, 2, 0.8, 1.25, 0.98, 1.02, 0.99, 1.01, 5)),
+        "histograms": histograms(batch, (0.5, 2, 0.8, 1.25, 0.98, 1.02, 0.99, 1.01, 5)),
         "check": CheckResult(status="clean", verdict="", samples=1, tokens=tokens, findings=(), mismatch=level),
         "notes": ("log-probs of the records are of the raw distribution (temperature 1).",),
     }

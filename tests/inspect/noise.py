@@ -20,12 +20,17 @@ def noise(
     tokens: int = 60_000,
     responses: int = 30,
     equal: bool = False,
+    turns: int = 1,
+    credit: bool = False,
+    old: float = 0.0,
     seed: int = 0,
 ) -> mp.PackedSequences:
     """l ~ N(−KL, 2 KL) a token, in responses of length/2 to `length` tokens (equal: of `length`).
 
     tail: share of tokens with l ~ N(−4.5, 9) instead, as a router that chooses otherwise. drift: share of responses
-    whose KL is 0.1 (or ten times `kl`), as of other weights. stale: the first half is two versions behind.
+    whose KL is 0.1 (or ten times `kl`), as of other weights. stale: the first half is two versions behind. turns: of
+    each response. credit: an advantage of its own for each token. old: share of tokens seven versions behind the others
+    (which are one behind the trainer), with the spread of 20 `kl`.
     """
     maker = torch.Generator().manual_seed(seed)
     count = max(responses, tokens // length)
@@ -40,14 +45,19 @@ def noise(
     log_ratio = -per_token + (2 * per_token).sqrt() * spread
     far = torch.rand(total, generator=maker) < tail
     log_ratio = torch.where(far, -4.5 + 3 * spread, log_ratio)
+    ancient = torch.rand(total, generator=maker) < old
+    log_ratio = torch.where(ancient, -20 * kl + (40 * kl) ** 0.5 * spread, log_ratio)
     rollout = torch.full((total,), -16.0, dtype=torch.float64)
-    behind = torch.where(torch.arange(total) < total // 2, 0, 2)
+    behind = torch.where(ancient, 2, 9) if old else torch.where(torch.arange(total) < total // 2, 0, 2)
     return mp.PackedSequences(
         loss_mask=torch.ones(total, dtype=torch.bool),
         lengths=tuple(lengths.tolist()),
         rollout_log_probs=rollout,
         old_log_probs=rollout + log_ratio,
-        weight_versions=behind if stale else None,
+        weight_versions=behind if stale or old else None,
+        trainer_version=10 if old else None,
+        turn_ids=torch.cat([torch.arange(n) * turns // n for n in lengths.tolist()]) if turns > 1 else None,
+        advantages=torch.randn(total, dtype=torch.float64, generator=maker) if credit else None,
     )
 
 
@@ -56,7 +66,7 @@ def measured(packed: mp.PackedSequences, config: mp.MismatchConfig) -> Predictio
     with no_notes():
         correction = mp.correct(packed, config)
     metrics = correction.statistics.metrics()
-    of = "" if units_of(config).per_token else "seq_"
+    of = units_of(config).ess
     return Prediction(
         setting="measured",
         settings=config.model_dump(mode="json", exclude_unset=True),

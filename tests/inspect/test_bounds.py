@@ -10,24 +10,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.inspect.bounds import LEVELS, STATISTICS, bounds_for
+from mismatch_plugin.inspect.bounds import STATISTICS, bounds_for
+from mismatch_plugin.inspect.levels import LEVELS, levels_of, units_in
 from mismatch_plugin.inspect.packing import packed_of
 from tests import ragged
 from tests.inspect.dumps import batch_of, drawn
 
 PACKED, _ = packed_of(drawn(400, spread=0.1))
+PACKED = PACKED.replace(turn_ids=torch.cat([torch.arange(length) // 5 for length in PACKED.lengths]))
 
 
-def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float) -> float:
-    """Share of the level's units that a ratio criterion with these bounds keeps."""
-    criterion = {"aggregate": LEVEL_TO_AGGREGATE[level], "statistic": "ratio"}
+def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, growth: float = 0.0) -> float:
+    """Share of the level's units within these bounds, as training reports it."""
+    tis = {"level": level, "mode": "mask", "lower_bound": lower, "upper_bound": upper, "bound_growth": growth}
     with no_notes():
-        config = mp.MismatchConfig.build(
-            {"rs": {"criteria": [{**criterion, "lower_bound": lower, "upper_bound": upper}]}}
-        )
-    return share(packed, config, level == "token")
+        metrics = mp.correct(packed, mp.MismatchConfig.build({"use_tis": True, "tis": tis})).statistics.metrics()
+    outside = [metrics[f"rollout_corr/rollout_is_ratio_fraction_{side}"] for side in ("high", "low")]
+    return 1.0 - sum(outside)
 
 
 def share(packed: mp.PackedSequences, config: mp.MismatchConfig, by_token: bool) -> float:
@@ -36,16 +36,22 @@ def share(packed: mp.PackedSequences, config: mp.MismatchConfig, by_token: bool)
 
 
 @pytest.mark.parametrize("wished", [0.5, 0.9, 0.99, 0.999, 1.0])
-@pytest.mark.parametrize("level", LEVELS)
-def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(level: str, wished: float):
-    (lower, upper) = bounds_for(PACKED, (wished,))[level][f"{wished * 100:g}%"]
-    units = sum(PACKED.lengths) if level == "token" else len(PACKED.lengths)
-    found = kept(PACKED, level, lower, upper)
+@pytest.mark.parametrize("name", [*LEVELS, "turn_growing", "sequence_growing", "prefix_growing"])
+def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(name: str, wished: float):
+    level, growth = name.removesuffix("_growing"), 0.5 * name.endswith("_growing")
+    (lower, upper) = bounds_for(PACKED, (wished,))[name][f"{wished * 100:g}%"]
+    units = len(units_in(level, PACKED).log_ratio_U)
+    found = kept(PACKED, level, lower, upper, growth)
     assert found >= wished - 1e-12
     # Rounding outwards and whole units let in a little more.
     assert found <= wished + 2 / units + 0.003
     if wished < 1.0:
-        assert kept(PACKED, level, lower ** (1 / 1.2), upper ** (1 / 1.2)) < found
+        assert kept(PACKED, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
+
+
+def test_turns_are_a_level_where_a_response_has_several():
+    several = {"turn", "turn_growing"}
+    assert several <= set(bounds_for(PACKED)) and not several & set(bounds_for(PACKED.replace(turn_ids=None)))
 
 
 @pytest.mark.parametrize("wished", [0.5, 0.99])
@@ -81,7 +87,7 @@ def test_one_is_always_inside():
 
 def test_equal_sides_have_bounds_next_to_one():
     packed, _ = packed_of(batch_of([[-2.0] * 5], [[-2.0] * 5]))
-    for level in LEVELS:
+    for level in levels_of(packed):
         lower, upper = bounds_for(packed)[level]["99.9%"]
         assert 0.99999 < lower < 1.0 < upper < 1.00001
         assert kept(packed, level, lower, upper) == 1.0
@@ -91,8 +97,10 @@ def test_equal_sides_have_bounds_next_to_one():
 @given(ragged.batches(torch.float64, min_tokens=1), st.sampled_from([0.5, 0.8, 0.99, 1.0]))
 def test_any_batch_keeps_what_is_promised(batch: ragged.Batch, wished: float):
     packed = batch.packed()
-    for level in LEVELS:
+    for level in levels_of(packed):
         lower, upper = bounds_for(packed, (wished,))[level][f"{wished * 100:g}%"]
+        if not (lower > 0 and upper < math.inf):  # there mask mode ends at e^±20
+            continue
         assert lower <= 1.0 <= upper
         assert kept(packed, level, lower, upper) >= wished - 1e-12
 

@@ -9,9 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import mismatch_plugin as mp
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.inspect import page
 from mismatch_plugin.inspect.histograms import bound_edges, histograms
+from mismatch_plugin.inspect.levels import LEVELS
 from mismatch_plugin.inspect.words import Controls, controls_of
 from tests.inspect.browser import start
 from tests.inspect.diagnoses import SETTINGS, data, packed, prediction
@@ -22,14 +26,15 @@ BOUNDS = ((0.5, 2.0), (0.9, 1.1), (0.1, 20.0), (0.999, 1.0005))
 
 def settings() -> list[dict[str, Any]]:
     """Every level × mode × bounds, and rejection alone."""
-    aggregates = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}
     found = []
-    for level, aggregate in aggregates.items():
+    for level in LEVELS:
         for lower, upper in BOUNDS:
             for mode in ("truncate", "clip", "mask"):
                 tis = {"level": level, "mode": mode, "upper_bound": upper}
                 found.append({"use_tis": True, "tis": tis | ({} if mode == "truncate" else {"lower_bound": lower})})
-            found.append({"rs": {"criteria": [{"aggregate": aggregate, "lower_bound": lower, "upper_bound": upper}]}})
+            if aggregate := LEVEL_TO_AGGREGATE.get(level):
+                rule = {"aggregate": aggregate, "lower_bound": lower, "upper_bound": upper}
+                found.append({"rs": {"criteria": [rule]}})
     return found
 
 
@@ -42,22 +47,28 @@ def test_edges_are_round_ratios_and_hold_what_is_asked_for():
 
 
 def test_counts_add_up_and_extremes_lie_in_the_open_bins():
-    log_ratio = np.array([-1000.0, -0.5, 0.0, 0.5, 1000.0])
-    of = histograms(log_ratio, np.array([0, 0, 0, 2, 2]), np.array([1.0, 1, 0, -1, -1]))
+    batch = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0, -1.5, -1.0], [-3.0], [-2.0, -2000.0]],
+        train_log_probs=[[-1001.0, -2.0, -1.0], [-5.0], [-1.5, -1000.0]],
+        advantages=[[1.0, 1, 0], [5.0], [-1.0, -1]],
+        loss_masks=[[1, 1, 1], [0], [1, 1]],
+    )
+    of = histograms(batch)
     token, sequence = of.levels["token"], of.levels["sequence"]
     assert (sum(token.units), sum(token.positive), sum(token.negative)) == (5, 2, 2)
     assert (token.bins[0], token.bins[-1]) == (0, len(of.edges))
     assert sum(sequence.units) == 2 and sum(sequence.tokens) == 5  # sequence 1 has no token
     assert token.ratio[-1] == math.exp(20.0) and all(map(math.isfinite, token.squared))
-    assert not histograms(log_ratio, np.zeros(5, int)).signed
+    assert not histograms(batch.replace(advantages=None)).signed
 
 
 @pytest.mark.parametrize("verdict", ["normal", "large", "fault"])
 def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path):
     of = data(verdict)
     batch = packed(of)
+    batch = batch.replace(turn_ids=torch.cat([torch.arange(length) // 7 for length in batch.lengths]))
     both = [bound for pair in BOUNDS for bound in pair]
-    histogram = histograms(of["train"] - of["rollout"], of["sequence"], of["advantage"], both)
+    histogram = histograms(batch, both)
     script = (Path(page.__file__).with_name("page.js")).read_text()
     browser = start(tmp_path)
     try:
@@ -93,4 +104,8 @@ def test_where_a_setting_is_among_the_controls():
     assert controls_of(SETTINGS["geo_rs"]) == Controls("geometric", "reject", 0.98, 1.02)
     assert controls_of({}) is None and controls_of(SETTINGS["token:k3:0.1"]) is None
     assert controls_of({"no_such_setting": 1}) is None and controls_of({"preset": "no such"}) is None
+    assert controls_of({"preset": "prefix_is"}) is None, "bounds that grow are no place on a slider"
+    assert controls_of({"preset": "dppo_tv"}) == Controls("token", "truncate", None, 20.0)
+    assert controls_of({"preset": "kpop"}) is None and controls_of({"rs": {"max_staleness": 1}}) is None
+    assert controls_of({"rs": {"criteria": ["token:ratio:2@negative"]}}) is None
     assert controls_of({"preset": "seq_mis"}) == Controls("sequence", "truncate", None, 2.0)

@@ -19,9 +19,10 @@ from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
-from mismatch_plugin.inspect.packing import subset
-from mismatch_plugin.inspect.predict import OWN, Setting, predict, predict_settings, setting_of, settings_for
+from mismatch_plugin.inspect.packing import Groups, subset
+from mismatch_plugin.inspect.predict import predict, predict_settings
 from mismatch_plugin.inspect.result import Prediction
+from mismatch_plugin.inspect.tried import OWN, Setting, left_out, measurable, setting_of, settings_for
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests import ragged
 
@@ -35,24 +36,29 @@ OURS = mp.MismatchConfig(
 def random_batch(sequences: int = 12, spread: float = 0.15, seed: int = 0, **fields: Any) -> mp.PackedSequences:
     """Responses of 1 to 30 tokens, some of them under the mask, with the advantage of each."""
     generator = np.random.default_rng(seed)
-    rows: dict[str, list[Any]] = {"rollout_log_probs": [], "old_log_probs": [], "loss_masks": [], "advantages": []}
+    names = ("rollout_log_probs", "old_log_probs", "loss_masks", "advantages", "weight_versions")
+    rows: dict[str, list[Any]] = {name: [] for name in names}
     for length in generator.integers(1, 31, sequences):
         rollout = -generator.exponential(0.7, length) - 0.01
         rows["rollout_log_probs"].append(torch.from_numpy(rollout))
         rows["old_log_probs"].append(torch.from_numpy(np.minimum(rollout + generator.normal(0, spread, length), 0.0)))
         rows["loss_masks"].append([1, *generator.integers(0, 4, length - 1).clip(max=1)])
         rows["advantages"].append(torch.full((length,), float(generator.normal()), dtype=torch.float64))
-    return mp.PackedSequences.from_lists(**(rows | fields))
+        rows["weight_versions"].append(generator.integers(5, 9, length).tolist())
+    given: dict[str, Any] = {**rows, "trainer_version": 8, **fields}
+    return mp.PackedSequences.from_lists(**given)
 
 
 def parts(packed: mp.PackedSequences, count: int) -> list[mp.PackedSequences]:
     """The same in micro-batches."""
-    names = ("rollout_log_probs", "old_log_probs", "advantages")
+    names = ("rollout_log_probs", "old_log_probs", "advantages", "weight_versions")
     rows = {name: packed.unpack(getattr(packed, name)) for name in names}
     masks = packed.unpack(packed.loss_mask.double())
     return [
         mp.PackedSequences.from_lists(
-            loss_masks=masks[start::count], **{name: values[start::count] for name, values in rows.items()}
+            loss_masks=masks[start::count],
+            trainer_version=packed.trainer_version,
+            **{name: values[start::count] for name, values in rows.items()},
         )
         for start in range(count)
     ]
@@ -63,9 +69,9 @@ def agrees(item: Prediction, metrics: dict[str, float], config: mp.MismatchConfi
     after = "rollout_is_weight_after_"
     told: dict[str, float] = {"accepted_token_fraction": item.kept}
     if config.weighted:
-        ess = "eff_sample_size" if item.unit == "token" else "seq_eff_sample_size"
+        ess = {"token": "", "turn": "turn_", "sequence": "seq_"}[item.unit] + "eff_sample_size"
         told |= {f"{after}mean": item.mean_weight, f"{after}max": item.max_weight, f"{after}{ess}": item.ess}
-    if config.algorithm != 3:
+    if config.policy_objective != "reinforce":
         told["pg_clipfrac"] = item.clipped
     signs = {"negative": item.kept_negative, "positive": item.kept_positive}
     told |= {f"accepted_by_advantage_{sign}": kept for sign, kept in signs.items() if kept is not None}
@@ -117,11 +123,18 @@ def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[
     mask = packed.loss_mask.double()
     log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
     weighted, plain = -gradient, packed.advantages * mask
-    if units_of(config).per_token:
-        rows = [(weighted[at], log_ratio[at], plain[at]) for at in packed.loss_mask.nonzero().flatten()]
-    else:
-        columns = zip(*map(packed.unpack, (weighted, log_ratio, plain, mask)), strict=True)
-        rows = [(w.sum(), ratio.sum(), a.sum()) for w, ratio, a, m in columns if m.any()]
+    rows: list[tuple[Any, ...]] = []
+    level = units_of(config).name
+    for w, ratio, a, m in zip(*map(packed.unpack, (weighted, log_ratio, plain, mask)), strict=True):
+        trained, starts = m.bool(), torch.cat([m[:1], (m[1:] - m[:-1]).clamp(min=0)])
+        if level in ("token", "prefix"):
+            logs = ratio.cumsum(0) if level == "prefix" else ratio
+            rows += zip(w[trained], logs[trained], a[trained], strict=True)
+            continue
+        turns = starts.cumsum(0) if level == "turn" else torch.ones_like(m)
+        for turn in turns[trained].unique():
+            own = trained & (turns == turn)
+            rows.append((w[own].sum(), ratio[own].sum(), a[own].sum()))
     x, logs, a = torch.tensor(rows, dtype=torch.float64).unbind(1)
     reference = logs.clamp(-20, 20).exp() * a
     bias = float((x - reference).sum().abs() / reference.abs().sum())
@@ -278,7 +291,8 @@ def test_wider_bounds_keep_more(batch: ragged.Batch, level: str, upper: float, w
 
 def test_the_user_s_own_settings_come_first_and_presets_follow():
     names = [item.setting for item in predict(PACKED, OURS)]
-    assert names[0] == OWN and names[1 : 1 + len(PRESETS)] == [preset.short for preset in PRESETS]
+    presets = [name.split(",")[0] for name in names[1 : 1 + len(PRESETS)]]
+    assert names[0] == OWN and presets == [preset.short for preset in PRESETS]
     assert len(names) == len({*names}) and OWN not in [item.setting for item in predict(PACKED)]
 
 
@@ -313,3 +327,77 @@ def test_huge_advantages_predict_what_their_ratios_do():
     small, huge = (packed.replace(advantages=signs * scale) for scale in (1.0, 1e308))
     for left, right in zip(predict(small), predict(huge), strict=True):
         assert left.variance == pytest.approx(right.variance) and left.bias == pytest.approx(right.bias)
+
+
+# What is new in a batch: advantages, versions, turns, groups ----------------------------------------------------------
+
+
+def test_presets_without_defaults_have_parameters_from_the_data():
+    packed = random_batch(300)
+    for item in predict(packed):
+        if item.setting.startswith(("trm", "opsm")):
+            assert "(keeps 99%)" in item.setting or "(each keeps 99%)" in item.setting
+            assert 0.9 < item.kept < 1.0, item.setting
+
+
+def test_without_advantages_nothing_with_a_condition_is_predicted_and_it_is_said():
+    conditional = {"opsm", "dppo_tv", "dppo_kl"}
+    names = {item.setting.split(",")[0] for item in predict(PACKED)}
+    without = PACKED.replace(advantages=None)
+    assert conditional <= names and not conditional & {item.setting.split(",")[0] for item in predict(without)}
+    (note,) = left_out(without, None, True)
+    assert all(name in note for name in conditional) and left_out(PACKED, None, True) == ()
+
+
+def test_limits_on_staleness_are_those_between_the_versions_that_are_there():
+    names = [name for name in (setting.name for setting in SETTINGS) if "max_staleness" in name]
+    assert names == [f"algorithm {number}, max_staleness {most}" for most in (0, 1, 2) for number in (0, 2)]
+    for batch in (PACKED.replace(weight_versions=None), PACKED.replace(trainer_version=None)):
+        assert not any("max_staleness" in setting.name for setting in settings_for(batch))
+    assert PACKED.weight_versions is not None
+    item = of_hand(PACKED, rs={"max_staleness": 1})
+    versions = PACKED.weight_versions[PACKED.loss_mask]
+    assert item.kept == pytest.approx(float((versions >= 7).double().mean()))
+
+
+def test_own_settings_that_the_data_cannot_decide_are_predicted_without_that_and_it_is_said():
+    own = mp.MismatchConfig.build({"rs": {"criteria": ["token:tv:0.1@away", "token:k2:0.02"], "max_staleness": 1}})
+    bare = PACKED.replace(advantages=None, weight_versions=None)
+    rest = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.02"]}})
+    assert measurable(own, bare) == rest and measurable(own, PACKED) is own
+    assert predict(bare, own)[0].kept == of_hand(bare, rs={"criteria": ["token:k2:0.02"]}).kept
+    assert any("rs.max_staleness" in note for note in left_out(bare, own, True))
+    group = own.replace(rs={"criteria": ["token:k2:0.02"], "group": "exclude"})
+    assert any("predicted as keep" in note for note in left_out(PACKED, group, False))
+
+
+def test_what_excluding_the_rejected_changes_in_their_groups_by_hand():
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0]] * 6, old_log_probs=[[-1.0], [-3.0], [-1.0], [-1.0], [-1.0], [-1.0]],
+        loss_masks=[[1]] * 6, advantages=[0.866, 0.866, -0.866, -0.866, 0.7071, -0.7071],
+    )  # fmt: skip
+    groups = Groups(torch.tensor([1.0, 1, 0, 0, 1, 0], dtype=torch.float64), [1, 1, 1, 1, 2, 2])
+    rules = {"criteria": ["token:k2:0.5"]}
+    keep, exclude = (
+        predict_settings(packed, [setting_of("", mp.MismatchConfig.build({"rs": {**rules, "group": group}}))], groups)[
+            0
+        ]
+        for group in ("keep", "exclude")
+    )
+    # The second response is rejected: of two groups one changes, of five accepted responses three do.
+    assert (keep.groups_changed, keep.advantages_changed) == pytest.approx((0.5, 0.6))
+    assert (keep.kept_positive, keep.kept_negative) == pytest.approx((2 / 3, 1.0))
+    # Advantages 1.155, 0, −0.577, −0.577 and ±0.707.
+    assert (exclude.kept_positive, exclude.kept_negative) == (1.0, 1.0)
+    square = 1.1547**2 + 2 * 0.57735**2 + 2 * 0.70711**2
+    total = 1.1547 + 2 * 0.57735 + 2 * 0.70711
+    assert exclude.variance == pytest.approx(square / total**2, rel=1e-3)
+    plain = predict_settings(packed, [setting_of("", mp.MismatchConfig())], groups)[0]
+    assert plain.groups_changed is None and plain.advantages_changed is None
+
+
+def test_the_clip_of_an_objective_acts_in_the_first_step_of_bypass():
+    settings = {item.setting: item for item in predict(PACKED)}
+    gspo, ppo = settings["algorithm 1, objective gspo"], settings["bypass_ppo_clip"]
+    assert gspo.clipped > 2 * ppo.clipped > 0.0
+    assert settings["algorithm 1, objective cispo"].ess > gspo.ess

@@ -12,10 +12,12 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.inspect.bounds import bounds_for
-from mismatch_plugin.inspect.predict import predict
+from mismatch_plugin.inspect.figures import Figures, figures_of
+from mismatch_plugin.inspect.packing import Groups
+from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
-from mismatch_plugin.inspect.result import Prediction
-from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Figures, Rule, figures_of, rules_table
+from mismatch_plugin.inspect.result import Prediction, Recommendation
+from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Rule, rules_table
 from mismatch_plugin.report.presets import quiet_preset
 from tests.inspect.noise import bounds_of, measured, noise
 
@@ -23,6 +25,8 @@ DATA: dict[str, dict[str, Any]] = {
     "experts": {"tail": 0.01},
     "drifting": {"drift": 0.02, "responses": 300},
     "stale": {"stale": True},
+    "turns": {"turns": 8},
+    "credit": {"credit": True},
 }
 ASKED: dict[str, dict[str, bool]] = {
     "one step": {"one_step": True, "expensive_pass": True},
@@ -40,6 +44,8 @@ def _edges(rule: Rule) -> list[tuple[float, int]]:
         kls = [1e-5, 0.04]  # a hundredth of the tokens adds 0.045
     if rule.name == "drifting":
         kls = [1e-4, 0.01]
+    if rule.name in ("turns", "credit"):  # too long for a product of all ratios, each eighth of it short enough
+        return [(kl, round(product / kl)) for kl in kls for product in (1.5, 6.0)]
     found: list[tuple[float, int]] = []
     for kl in kls:
         longest = min(rule.length, 0.85 * rule.kl_length / kl, 800 if rule.name == "drifting" else 4000)
@@ -68,10 +74,59 @@ def test_the_row_is_taken_and_its_setting_keeps_what_it_says(rule: Rule, kl: flo
 
 
 def test_the_table_has_a_row_for_each_rule_and_every_kl_has_one() -> None:
-    assert len(rules_table().rows) == len(RULES) == len(rules_table(short=True).rows)
+    assert len(rules_table().rows) == len(RULES) + len(ADDITIONS) == len(rules_table(short=True).rows)
     for kl in (0.0, 1e-4, 1e-3, 3e-3, 0.05, 0.1, 1.0):
         for length in (1, 100, 5000):
             assert any(rule.holds(Figures(kl, math.exp(-2 * kl), length, length)) for rule in RULES)
+
+
+# Additions ------------------------------------------------------------------------------------------------------------
+
+
+def _advice(packed: mp.PackedSequences, groups: Groups | None = None) -> Recommendation:
+    found = recommend(
+        figures_of(packed),
+        bounds=bounds_of(packed),
+        predict=lambda config: predict_one(packed, config, "", groups),
+    )
+    assert found is not None
+    return found
+
+
+def test_tokens_that_are_few_old_and_far_off_get_a_limit_on_staleness() -> None:
+    packed = noise(0.005, 400, old=0.03)
+    figures, found = figures_of(packed), _advice(packed)
+    assert figures.fresh == 1.0 and figures.old_kl > 10
+    assert found.setting == "token_is, max_staleness 1" and found.settings["rs"]["max_staleness"] == 1
+    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo_rl"]
+    assert "--rs-max-staleness" not in found.flags["megatron_lm"]
+    kept = predict_one(packed, mp.MismatchConfig.build(found.settings), "").kept
+    assert kept == pytest.approx(0.97, abs=0.005)
+
+
+@pytest.mark.parametrize("why", ["as far off as the others", "too many", "the trainer's version is unknown"])
+def test_other_old_tokens_get_none(why: str) -> None:
+    packed = noise(0.005, 400, old=0.2 if why == "too many" else 0.03)
+    if why == "as far off as the others":
+        even = noise(0.005, 400)
+        packed = packed.replace(old_log_probs=even.old_log_probs, rollout_log_probs=even.rollout_log_probs)
+    if why == "the trainer's version is unknown":
+        packed = packed.replace(trainer_version=None)
+    assert "max_staleness" not in _advice(packed).setting
+
+
+@pytest.mark.parametrize("spread_out", [True, False])
+def test_rejected_responses_in_many_groups_are_excluded_from_them(spread_out: bool) -> None:
+    packed = noise(0.01, 120, tokens=10_000, drift=0.02, responses=300)
+    count = len(packed.lengths)
+    ids = [place % 40 if spread_out else place // 8 for place in range(count)]  # the drifting ones come first
+    rewards = torch.randint(0, 2, (count,), generator=torch.Generator().manual_seed(1)).double()
+    found = _advice(packed, Groups(rewards, ids))
+    assert found.setting.startswith("geo_rs_token_tis, bounds from your data")
+    assert found.setting.endswith("group exclude") == spread_out
+    assert ("--rs-group exclude" in found.flags["verl"]) == spread_out
+    assert any("moves the advantages" in reason for reason in found.reasons) == spread_out
+    assert "rs.group" in found.flags["miles"] or not spread_out
 
 
 @pytest.mark.parametrize(("kl", "length"), [(0.005, 4000), (0.01, 4000), (0.15, 50)])
@@ -105,11 +160,19 @@ LONG = Figures(k3_kl=0.01, ess=0.98, mean_length=2000, max_length=4000)
         ({"ess": 0.2, "max_length": 50}, "token_is"),
         ({"k3_kl": 0.2, "tail": 0.01}, "token_is"),
         ({"tail": 5e-5}, "token_is"),
+        ({"mean_turns": 4.0, "longest_turn": 90}, "seq_is"),
+        ({"mean_turns": 4.0, "longest_turn": 300}, "token_is"),
+        ({"mean_turns": 4.0, "longest_turn": 90, "stale": 2}, "token_is"),
+        ({"mean_turns": 4.0, "longest_turn": 90, "k3_kl": 5e-4}, "disabled"),
+        ({"credit": 1.0}, "prefix_is"),
+        ({"credit": 0.2}, "token_is"),
+        ({"credit": 1.0, "max_length": 90}, "seq_is"),
     ],
 )
 def test_figures_choose_the_setting(changes: dict[str, Any], preset: str) -> None:
     found = recommend(replace(LONG, **changes))
-    assert found is not None and found.preset == preset
+    assert found is not None and (found.preset or found.setting.split(",")[0]) == preset
+    assert ("tis.level turn" in found.setting) == (preset == "seq_is" and "mean_turns" in changes)
 
 
 @pytest.mark.parametrize("status", ["faults", "undecided"])
@@ -198,6 +261,12 @@ def test_figures_by_hand() -> None:
     assert found.k3_kl == pytest.approx(float((ratio - 1 - trained).mean()), rel=1e-5)
     assert found.ess == pytest.approx(float(ratio.sum() ** 2 / 5 / (ratio**2).sum()), rel=1e-5)
     assert (found.mean_length, found.max_length, found.tail, found.stale) == (2.5, 3, 0.2, 1.0)
+    assert (found.fresh, found.old_kl, found.credit) == (math.inf, 0.0, 0.0)
+    assert (found.mean_turns, found.longest_turn) == (1.5, 3.0)  # the mask cuts the first response in two
+    dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 5, 1]))
+    assert figures_of(dated).fresh == 4.0  # a twentieth of five tokens is none
+    advantages = torch.tensor([1.0, 2.0, 0.0, 3.0, 3.0, 3.0])
+    assert figures_of(packed.replace(advantages=advantages)).credit == 0.5
 
 
 def test_gaussian_noise_has_neither_a_tail_nor_drifting_responses() -> None:

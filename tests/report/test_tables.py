@@ -7,7 +7,6 @@ import io
 import warnings
 
 import pytest
-import torch
 from rich.console import Console
 
 from ci.tables import TABLES, algorithms_table, config_table, health_table, metrics_table
@@ -17,12 +16,11 @@ from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.core.health import all_rules
 from mismatch_plugin.core.metrics.registry import METRICS
-from mismatch_plugin.explain import LEVELS, MODES, PADDING, REJECTED, example_batch, explain_table
+from mismatch_plugin.explain.example import explain_table
 from mismatch_plugin.report.presets import PRESET_NAMES, as_flags, preset_table, presets_table, quiet_preset
 from mismatch_plugin.report.table import Table
 
 EXAMPLE = explain_table()
-BY_LABEL = {row[0]: row[1:] for row in EXAMPLE.rows}
 
 
 def _rich(table: Table, width: int = 400) -> str:
@@ -128,42 +126,3 @@ def test_algorithm_rows_follow_the_flags(number: int):
 def test_health_has_one_finding_a_row():
     names = health_table().column("metric")
     assert len(names) == len(set(names)) == len(all_rules())
-
-
-def test_example_by_hand():
-    # A: 0.5/0.4, (masked), 0.6/0.5, 1 · B: 0.6/0.2, 0.6/0.4 · C: 0.2/0.5, 0.4/0.5; bounds 0.5 and 2.
-    assert BY_LABEL["token: ratio"] == ("1.25", PADDING, "1.2", "1", "3", "1.5", "0.4", "0.8")
-    assert BY_LABEL["token: truncate"] == ("1.25", PADDING, "1.2", "1", "2", "1.5", "0.4", "0.8")
-    assert BY_LABEL["token: clip"] == ("1.25", PADDING, "1.2", "1", "2", "1.5", "0.5", "0.8")
-    assert BY_LABEL["token: mask"] == ("1.25", PADDING, "1.2", "1", "0 ✗", "1.5", "0 ✗", "0.8")
-    # Products 1.5, 4.5, 0.32.
-    assert BY_LABEL["sequence: ratio"] == ("1.5", PADDING, "1.5", "1.5", "4.5", "4.5", "0.32", "0.32")
-    assert BY_LABEL["sequence: clip"][4:] == ("2", "2", "0.5", "0.5")
-    # 1.5^(1/3) = 1.14, 4.5^(1/2) = 2.12, 0.32^(1/2) = 0.566.
-    assert BY_LABEL["geometric: mask"] == ("1.14", PADDING, "1.14", "1.14", "0 ✗", "0 ✗", "0.566", "0.566")
-    # Sequence weights 1.5, 2, 0.32 have mean 1.2733.
-    assert BY_LABEL["sequence: normalised"][3:] == ("1.18", "1.57", "1.57", "0.251", "0.251")
-    # Only B has a geometric mean outside; only C has a token below 0.45. Weights stay.
-    assert BY_LABEL["token: with criterion"][3:] == ("1", "2 ✗", "1.5 ✗", "0.4", "0.8")
-    assert BY_LABEL["token: with veto"][3:] == ("1", "2", "1.5", "0.4 ✗", "0.8 ✗")
-
-
-def test_example_covers_every_mode_and_level():
-    assert {f"{level}: {mode}" for level in LEVELS for mode in MODES} <= set(BY_LABEL)
-
-
-def test_example_stays_away_from_its_bounds():
-    # A ratio on a bound would be judged by rounding.
-    packed = example_batch()
-    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
-    log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
-    for row, mask in zip(packed.unpack(log_ratio), packed.unpack(packed.loss_mask), strict=True):
-        for value in (*row, row.sum(), row.sum() / mask.sum()):
-            assert all(abs(value.exp() - bound) > 0.01 for bound in (0.5, 2.0, 0.45))
-
-
-def test_example_can_be_narrowed():
-    table = explain_table(["mask"], ["sequence"])
-    assert [row[0] for row in table.rows] == ["π_rollout", "π_train", "sequence: ratio", "sequence: mask"]
-    assert any(REJECTED in note for note in table.notes)
-    assert not any("clip" in note or "geometric" in note for note in table.notes)

@@ -1,0 +1,147 @@
+"""The command `mismatch-plugin explain`. Heavy imports wait until it runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection
+from enum import Enum
+from typing import Annotated, Any
+
+import typer
+
+_OWN, _EXAMPLE, _OUTPUT = "Numbers of your own", "Worked example", "Output"
+SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
+"""Typer's: what is no option here is a flag of the launch line."""
+
+
+class Mode(str, Enum):
+    """What is done with a ratio outside its bounds."""
+
+    truncate = "truncate"
+    clip = "clip"
+    mask = "mask"
+
+
+class Level(str, Enum):
+    """How ratios are aggregated."""
+
+    token = "token"
+    turn = "turn"
+    sequence = "sequence"
+    geometric = "geometric"
+    prefix = "prefix"
+
+
+def _own(help: str) -> Any:
+    return typer.Option(help=help, metavar="NUMBERS", rich_help_panel=_OWN)
+
+
+Numbers = list[str] | None
+
+
+def explain(
+    context: typer.Context,
+    train: Annotated[Numbers, _own("log π_θ of each token, the trainer's current policy.")] = None,
+    rollout: Annotated[Numbers, _own("log π_rollout of the same tokens, what the engine returned.")] = None,
+    old: Annotated[Numbers, _own("log π_old, before the step. Default: --train, as in a first step.")] = None,
+    mask: Annotated[Numbers, _own("1 where a token trains, 0 where a tool wrote it. Default: 1.")] = None,
+    advantages: Annotated[Numbers, _own("One a token, a sequence, or for all. Default: 1.")] = None,
+    rewards: Annotated[Numbers, _own("One a sequence, in place of advantages: those of GRPO are made of them.")] = None,
+    groups: Annotated[Numbers, _own("The group of each sequence, a number. Default: one group.")] = None,
+    ref: Annotated[Numbers, _own("log π_ref, for --mismatch-kl-coef.")] = None,
+    entropy: Annotated[Numbers, _own("Entropy of π_θ at each token, for --mismatch-entropy-coef.")] = None,
+    versions: Annotated[Numbers, _own("Weight version that sampled each token, for --rs-max-staleness.")] = None,
+    trainer_version: Annotated[
+        int | None, typer.Option(help="Weight version that trains.", rich_help_panel=_OWN, metavar="NUMBER")
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None,
+        typer.Option(
+            metavar="truncate|clip|mask", help="Show only this mode. May be repeated.", rich_help_panel=_EXAMPLE
+        ),
+    ] = None,
+    level: Annotated[
+        list[Level] | None,
+        typer.Option(
+            metavar="token|turn|sequence|geometric|prefix",
+            help="Show only this level. May be repeated.",
+            rich_help_panel=_EXAMPLE,
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool,
+        typer.Option("--markdown", help="Print GitHub markdown instead of terminal tables.", rich_help_panel=_OUTPUT),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Of your own numbers: print one JSON object.", rich_help_panel=_OUTPUT)
+    ] = False,
+) -> None:
+    """Show what a setting makes of every token: weight, rejection, loss and gradient.
+
+    Without numbers: a worked example, eight tokens under every mode and
+    level, criterion and objective.
+
+    With --train and --rollout: the same of your own, under the settings that
+    follow as on a launch line (--use-tis --tis-level sequence, or
+    --mismatch-preset NAME; docs/settings.md has them all). Commas stand
+    between tokens, semicolons between sequences, or the option is repeated:
+
+    mismatch-plugin explain --train '-1.2,-0.3; -0.7' --rollout '-1.0,-0.4;
+    -2.3' --advantages '1; -1' --use-tis --rs-veto-threshold 0.1
+
+    Everything is computed by the functions that the training loss uses.
+    """
+    given = {
+        "train": train, "rollout": rollout, "old": old, "mask": mask, "advantages": advantages, "ref": ref,
+        "entropy": entropy, "versions": versions, "rewards": rewards, "groups": groups,
+    }  # fmt: skip
+    try:
+        if not any(given.values()):
+            if context.args or as_json:
+                stray = (*context.args, "--json")[0]
+                raise ValueError(f"{stray} is for numbers of your own: give --train and --rollout, or leave it out.")
+            _example(mode or (), level or (), markdown)
+            return
+        if mode or level:
+            raise ValueError("--mode and --level are of the worked example: write --tis-mode and --tis-level.")
+        _own_numbers(given, trainer_version, context.args, markdown, as_json)
+    except ValueError as error:
+        typer.echo(f"cannot explain: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def _own_numbers(
+    given: dict[str, Numbers], trainer_version: int | None, flags: list[str], markdown: bool, as_json: bool
+) -> None:
+    from mismatch_plugin.config.words import config_of_words
+    from mismatch_plugin.explain.account import account
+    from mismatch_plugin.explain.numbers import read_numbers
+    from mismatch_plugin.explain.tables import tables
+    from mismatch_plugin.report.terminal import show
+
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        config = config_of_words(flags)
+    found = account(read_numbers(given, trainer_version=trainer_version), config)
+    if as_json:
+        typer.echo(found.model_dump_json(indent=2))
+        return
+    typer.echo(config.describe())
+    for note in notes:
+        typer.echo(f"note: {note.message}")
+    for table in tables(found, config):
+        typer.echo()
+        show(table, markdown)
+
+
+def _example(modes: Collection[Mode], levels: Collection[Level], markdown: bool) -> None:
+    from mismatch_plugin.explain.example import LEVELS, MODES, example_tables, explain_table
+    from mismatch_plugin.report.terminal import show
+
+    narrowed = explain_table(
+        [name for name in MODES if name in (modes or MODES)], [name for name in LEVELS if name in (levels or LEVELS)]
+    )
+    for place, table in enumerate((narrowed,) if modes or levels else example_tables()):
+        if place:
+            typer.echo()
+        show(table, markdown)
