@@ -64,7 +64,7 @@ class SlimeAdapter(RayAdapter):
         """
         config = self.config(args)
         check_groups(args, config, self.name)
-        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups)
+        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
         shapes = rollout_data["kl"]
         rollout_data["advantages"] = [
             torch.full_like(like, value) for like, value in zip(shapes, found.tolist(), strict=True)

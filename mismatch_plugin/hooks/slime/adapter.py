@@ -164,7 +164,7 @@ class RayAdapter(ABC):
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
-        packed = self._with_versions(packed, config, loss_masks)
+        packed = self.versions.on(packed, config, loss_masks)
         correction = correct(packed, config, self.groups, self.run.factor(config))
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
@@ -210,7 +210,7 @@ class RayAdapter(ABC):
             ref_log_probs=batch.get("ref_log_probs"),
             entropy=entropy,
         )
-        packed = self._with_versions(packed, config, batch["loss_masks"])
+        packed = self.versions.on(packed, config, batch["loss_masks"])
         token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
@@ -247,11 +247,6 @@ class RayAdapter(ABC):
         shape = (batch["total_lengths"], batch["response_lengths"])
         return load_reducer(path)(*shape, masks, args.calculate_per_token_loss)
 
-    def _with_versions(
-        self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]
-    ) -> PackedSequences:
-        return packed if config.rs.max_staleness is None else self.versions.on(packed, loss_masks)
-
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
 
@@ -285,7 +280,7 @@ class RayAdapter(ABC):
                     }
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
                     packed = pack_local(args, chosen, self.groups, units_of(config).needs, **fields)
-                    steps.append(self._with_versions(packed, config, chosen["loss_masks"]))
+                    steps.append(self.versions.on(packed, config, chosen["loss_masks"]))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)
