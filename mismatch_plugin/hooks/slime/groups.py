@@ -17,6 +17,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import switch
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -92,9 +93,8 @@ def rollout_advantages(
         raise ValueError(
             "slime skipped the pass for old log-probs, which --rs-group needs: add --get-mismatch-metrics."
         )
-    packed = pack_local(
-        args, data, groups, old_log_probs=data["log_probs"], rollout_log_probs=data.get("rollout_log_probs")
-    )
+    compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}
+    packed = pack_local(args, data, groups, units_of(config).needs, **compared)
     packed = versions.on(packed, config, data["loss_masks"])
     kept_N = correct(packed, config, groups).kept_N > 0
     ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
