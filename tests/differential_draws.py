@@ -15,13 +15,13 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
-from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, leaves_out, loss_reads_rollout
+from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, leaves_out, loss_reads_rollout, runs
 from tests.plain_loss import Answer, objective_of
 
-OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions")
+OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions", "turns")
 OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
 SIDES = ("high", "low", "dual")
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 STATISTICS = get_args(Statistic)
 AGGREGATES = get_args(Aggregate)
 GARBAGE = (math.nan, math.inf, -math.inf, 1e30, 0.0, 7.0)
@@ -41,6 +41,8 @@ def draw_tis(rng: Random) -> dict[str, Any]:
         tis["upper_bound"] = rng.choice([2.0, 1.02, 1.3, 5.0, 0.7, 150.0, math.inf])
     if rng.random() < (0.05 if tis["mode"] == "truncate" else 0.6):
         tis["lower_bound"] = rng.choice([0.0, 0.01, 0.5, 0.98, 1.5])
+    if rng.random() < (0.4 if tis["level"] in ("turn", "sequence", "prefix") else 0.02):
+        tis["bound_growth"] = rng.choice([0.5, 1.0, 0.2])
     if tis["batch_normalize"] and rng.random() < 0.7:
         tis["batch_normalize_scope"] = rng.choice(["auto", "step", "rollout_batch", "micro_batch"])
     return tis
@@ -180,6 +182,7 @@ def draw_response(rng: Random, length: int, spread: float, extreme: bool, rates:
         token |= {"mask": mask, "positions": position + place, "versions": rng.randrange(90, 97) if mask else 10**6}
         for name, value in token.items():
             rows[name].append(value)
+    rows["turns"] = sorted(rng.choices(range(4), k=length)) if rng.random() < 0.5 else runs(rows["mask"])
     return Response(**rows)
 
 
@@ -212,6 +215,7 @@ def draw_batch(rng: Random, config: mp.MismatchConfig, stops: bool = False) -> l
         "entropy": not config.terms.entropy_coef,
         "positions": True,
         "versions": config.rs.max_staleness is None,
+        "turns": True,
     }
     absent = [name for name in OPTIONAL if may_lack[name] and rng.random() < (0.4 if name == "rollout" else 0.2)]
     rates = draw_rates(rng, config, absent, stops)
@@ -247,6 +251,7 @@ def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.Packe
     optional |= {"positions": [response.positions for response in batch]} if "positions" in given else {}
     if "versions" in given:
         optional |= {"weight_versions": [response.versions for response in batch], "trainer_version": TRAINER_VERSION}
+    optional |= {"turn_ids": [response.turns for response in batch]} if "turns" in given else {}
     lengths = [len(response.mask) for response in batch]
     if "entropy" in given:
         optional["entropy"] = list(entropy.split(lengths)) if lengths else []
@@ -274,6 +279,7 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     if config.use_tis:
         names += [f"{tis.level} {tis.mode}" if tis.level != "none" else "none", f"hi {tis.upper_bound}"]
         names += [f"lo {tis.lower_bound}"] if tis.mode != "truncate" else []
+        names += [f"grows, {tis.level}"] if tis.bound_growth else []
         names += [f"scope {tis.batch_normalize_scope}"] if tis.batch_normalize else []
     names += [f"kl {config.terms.kl_type}"] if config.terms.kl_coef else []
     names += ["kl weighted"] if config.terms.kl_importance_weighted else []
@@ -341,6 +347,7 @@ EVERYTHING = [
     *("error", "neutral", "drop-token", "drop-sequence", "dry run", "veto", "none"),
     *(f"{aggregate} {statistic}" for aggregate in AGGREGATES for statistic in STATISTICS),
     *(f"{level} {mode}" for level in LEVELS for mode in ("truncate", "clip", "mask")),
+    *(f"grows, {level}" for level in ("turn", "sequence", "prefix")),
     *(f"hi {hi}" for hi in (0.7, 1.02, 2.0, 150.0, math.inf)),
     *(f"lo {lo}" for lo in (None, 0.0, 0.5, 0.98)),
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),

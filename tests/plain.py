@@ -30,6 +30,7 @@ class Response:
     entropy: list[float] | None
     positions: list[int] | None
     versions: list[int] | None
+    turns: list[int] | None = None
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Token:
     judged: float
     against: float
     stale: bool
+    turn: int
     weight: float = 1.0
     keep: bool = True
     masked: bool = False  # by mask mode or a criterion
@@ -183,6 +185,7 @@ def kind_of(rollout: float | None, train: float, near: Near) -> str:
 def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> list[Token]:
     """The training policy is π_old in algorithms 0 and 2 (π_θ where it is absent), π_θ in 1 and 3."""
     tokens = []
+    turns = response.turns or runs(response.mask)
     for place, trains in enumerate(response.mask):
         if not trains:
             continue
@@ -215,6 +218,7 @@ def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> li
                 judged=judged,
                 against=against,
                 stale=limit is not None and version is not None and TRAINER_VERSION - version > limit,
+                turn=turns[place],
             )
         )
     return tokens
@@ -223,11 +227,31 @@ def read_tokens(response: Response, config: mp.MismatchConfig, near: Near) -> li
 # Sections 3.2 and 3.3: levels, modes ----------------------------------------------------------------------------------
 
 
+def runs(mask: list[int]) -> list[int]:
+    """The number of the last run of tokens that train which has begun at each place."""
+    begun, numbers = 0, []
+    for place, trains in enumerate(mask):
+        begun += bool(trains and not (place and mask[place - 1]))
+        numbers.append(begun)
+    return numbers
+
+
 def units_of(level: str, responses: list[list[Token]]) -> list[list[Token]]:
     """Tokens that share one aggregated ratio. What has no token that trains is no unit."""
-    if level in ("token", "none"):
+    if level in ("token", "none", "prefix"):
         return [[token] for tokens in responses for token in tokens]
+    if level == "turn":
+        numbers = [sorted({token.turn for token in tokens}) for tokens in responses]
+        pairs = zip(responses, numbers, strict=True)
+        return [[t for t in tokens if t.turn == number] for tokens, mine in pairs for number in mine]
     return [tokens for tokens in responses if tokens]
+
+
+def summed(level: str, responses: list[list[Token]]) -> list[list[Token]]:
+    """Over which tokens each of those units' ratios is aggregated: its own, or all up to and with it."""
+    if level == "prefix":
+        return [tokens[: n + 1] for tokens in responses for n in range(len(tokens))]
+    return units_of(level, responses)
 
 
 def aggregate(level: str, unit: list[Token]) -> float:
@@ -243,17 +267,26 @@ def tis_bounds(config: mp.MismatchConfig) -> tuple[float, float]:
     return lower, upper
 
 
+def log_bounds(config: mp.MismatchConfig, n: int) -> tuple[float, float]:
+    """Of a product of n tokens; −inf where there is no lower one."""
+    lower, upper = tis_bounds(config)
+    low, high = math.log(lower) if lower > 0 else -math.inf, math.log(upper)
+    if config.tis.bound_growth and config.tis.level in ("turn", "sequence", "prefix"):
+        scale = n**config.tis.bound_growth
+        low, high = low if low == -math.inf else max(scale * low, -SAFETY), min(scale * high, SAFETY)
+    return low, high
+
+
 def give_weights(responses: list[list[Token]], config: mp.MismatchConfig, near: Near) -> list[list[Token]]:
     """Bounded weights before batch normalisation. Returns the units."""
-    lower, upper = tis_bounds(config)
-    units = units_of(config.tis.level, responses)
-    for unit in units:
-        log_ratio = aggregate(config.tis.level, unit)
-        near(log_ratio, math.log(upper))
-        high, low = log_ratio > math.log(upper), False
-        if lower > 0:
-            near(log_ratio, math.log(lower))
-            low = log_ratio < math.log(lower)
+    units, over = units_of(config.tis.level, responses), summed(config.tis.level, responses)
+    for unit, tokens in zip(units, over, strict=True):
+        log_ratio = aggregate(config.tis.level, tokens)
+        log_lower, log_upper = log_bounds(config, len(tokens))
+        near(log_ratio, log_upper)
+        near(log_ratio, log_lower)
+        high, low = log_ratio > log_upper, log_ratio < log_lower
+        lower, upper = math.exp(log_lower), math.exp(log_upper)
         ratio = bounded_exp(log_ratio)
         if config.tis.mode == "truncate":
             weight = min(ratio, upper)
@@ -271,7 +304,7 @@ def give_weights(responses: list[list[Token]], config: mp.MismatchConfig, near: 
 
 
 def mean_weight(units: list[list[Token]]) -> float:
-    """Over tokens or sequences; under mask over those inside the bounds; 1 where there is nothing to divide by."""
+    """Over units; under mask over those inside the bounds; 1 where there is nothing to divide by."""
     inside = [unit[0].weight for unit in units if not unit[0].mode_rejects]
     mean = math.fsum(inside) / len(inside) if inside else 0.0
     return mean if mean > 0 else 1.0

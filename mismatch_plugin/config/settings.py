@@ -218,14 +218,18 @@ class Settings(Section):
         return [name for name, coefficient in terms.items() if coefficient]
 
     @property
+    def corrects(self) -> bool:
+        """True where rollout log-probs decide on weights or on what is rejected, and that is applied."""
+        return not self.dry_run and (self.weighted or self.rejects_by_log_probs)
+
+    @property
     def uses_rollout_values(self) -> bool:
         """True where rollout log-probs enter the loss: as anchor (algorithm 1), in a weight, in what is rejected, or in
         the penalty on the distance to the sampler.
 
         Else they are only measured: an invalid one stops nothing, is left out of the metrics, and counted.
         """
-        acts = not self.dry_run and (self.weighted or self.rejects_by_log_probs)
-        return self.algorithm == 1 or acts or self.terms.rollout_kl_coef > 0
+        return self.algorithm == 1 or self.corrects or self.terms.rollout_kl_coef > 0
 
     @property
     def leaves_out_invalid(self) -> bool:

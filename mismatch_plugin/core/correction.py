@@ -101,11 +101,13 @@ def correct(
     batch_factor: mean weight of the whole step where this batch is only a part of it (`Statistics.batch_factor`);
         None takes the mean over this batch. Unused without batch normalisation.
     log_probs: log π_θ, [T] or as `PackedSequences.flatten` takes it; read under `rs.policy` current alone.
-    Collectives: one SUM of [K, N], and one MAX where a sequence_max criterion is set; none without groups.
+    Collectives: one SUM of [K, N] (at turn level with the sums of every turn, at prefix level of every chunk), at
+        prefix level a second one of [K', N], and one MAX where a sequence_max criterion is set; none without groups.
     Host syncs: none. Gradient: none.
     Raises: TypeError where config is none; ValueError where log-probs, advantages or versions that the configuration
-        needs are missing; InvalidLogProbError where the packed data were found to hold invalid log-probs that are used
-        and the policy is `error` (data on a device are reported by `metrics()`).
+        needs are missing, or what turn and prefix level need under context parallelism; InvalidLogProbError where the
+        packed data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
+        reported by `metrics()`).
     """
     refuse_no_config(config)
     _refuse_invalid(packed, config, stopping_kinds(config))

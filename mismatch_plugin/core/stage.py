@@ -42,8 +42,8 @@ class Stage:
 
     judged: what criteria and veto judge.
     outside_T, outside_N, outside_U: what a criterion rejects, by its name, and under `mode` what mask mode does (U:
-        that alone, where units are parts of sequences); outside_N also `veto` and `invalid`. weights_U: bounded, before
-        batch normalisation; None without weights.
+        that alone, where units are parts of sequences); outside_T also `staleness`, outside_N `veto` and `invalid`.
+        weights_U: bounded, before batch normalisation; None without weights.
     values_N: what a sequence criterion compares, by name. token_extremes: maxima of a token criterion's statistic,
         "-name" for minima. factor: what batch normalisation divides the weights by.
     sums_U: sums of each part; those of the sequences without parts.

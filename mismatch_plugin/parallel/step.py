@@ -111,7 +111,7 @@ class Step:
     def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
         """[5] float64 of this rank: tokens, original and accepted units, sum and number of the weights to average."""
         by_token = self.config.aggregation == "token-mean"
-        if not known or not self.config.uses_rollout_values:  # nothing is weighed, all but what is stale is accepted
+        if not known or not self.config.corrects:  # nothing is weighed, all but what is stale is accepted
             stale_T = None if self.config.dry_run else stale_tokens(self.config, packed)
             masks = [packed.loss_mask]
             masks += [] if stale_T is None else [packed.loss_mask.logical_and(stale_T.logical_not())]

@@ -212,6 +212,7 @@ def test_a_mild_filter_renormalised_is_found():
             update={
                 "rollout_log_probs": record.behaviour_log_probs,
                 "behaviour_log_probs": None,
+                "kept_ids": None,
                 "sampling": record.sampling.model_copy(update={"top_p": 1.0}),
             }
         )

@@ -122,6 +122,19 @@ def test_a_tight_geometric_bound_does_not_warn() -> None:
     _config(rs={"criteria": ["sequence_mean:ratio:1.001", "sequence_mean:k2:2.0"]})
 
 
+@pytest.mark.parametrize(
+    ("high", "notes"), [(None, []), (0.01, []), (0.2, ["objective gspo with ε 0.0003 and 0.2 clips"])]
+)
+def test_a_clip_of_gspo_as_wide_as_ppo_s_warns(high: float | None, notes: list[str]) -> None:
+    """Its ratio is a geometric mean: ε of its own, which is not the hosts' default."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mp.MismatchConfig(
+            objective="gspo", aggregation="seq-mean-token-mean", ppo={} if high is None else {"eps_clip_high": high}
+        )
+    assert [str(warning.message)[:42] for warning in caught] == notes
+
+
 def test_reinforce_at_token_level_warns() -> None:
     with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: sequence level is what"):
         mp.MismatchConfig(use_rollout_log_probs=True, use_tis=True)

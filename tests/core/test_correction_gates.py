@@ -39,6 +39,7 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
     )
     # Made once a batch at data preparation, outside the hook.
     assert packed.offsets is not None and packed.sequence_index is not None and packed.response_positions is not None
+    assert packed.turns and packed.chunks
     return packed
 
 
@@ -103,8 +104,35 @@ def test_metrics_off_costs_less() -> None:
     assert correction(64, metrics="off").total <= 40
 
 
+@pytest.mark.parametrize(
+    ("level", "mode", "metrics", "limit"),
+    [
+        ("turn", "truncate", "off", 75),
+        ("turn", "truncate", "basic", 140),
+        ("turn", "mask", "full", 235),
+        ("prefix", "truncate", "off", 75),
+        ("prefix", "truncate", "basic", 155),
+        ("prefix", "mask", "full", 245),
+    ],
+)
+def test_kernels_of_turns_and_prefixes(level: str, mode: str, metrics: str, limit: int) -> None:
+    """Next to the sums per sequence those of every turn or chunk; of prefixes a second set of columns."""
+    fields = {**rejecting(), "metrics": metrics, "tis": {"level": level, "mode": mode}}
+    assert correction(64, **fields).total <= limit
+
+
+@pytest.mark.parametrize(("level", "more"), [("sequence", 10), ("turn", 10), ("prefix", 20)])
+def test_kernels_of_bounds_that_grow(level: str, more: int) -> None:
+    """None where they do not."""
+    totals = []
+    for growth in ({}, {"bound_growth": 0.0}, {"bound_growth": 0.5}):
+        tis = {"level": level, "upper_bound": 2.0, **growth}
+        totals.append(correction(64, **{**rejecting(), "tis": tis}).total)
+    assert totals[0] == totals[1] < totals[2] <= totals[0] + more
+
+
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
 @pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: str, mode: str) -> None:
     criteria = ("token:k3:0.5@away", "sequence_max:k2:1@negative")
@@ -176,19 +204,29 @@ def test_the_counter_sees_syncs() -> None:
     assert len(counter.syncs) >= 4
 
 
+@pytest.mark.parametrize("level", ["turn", "prefix"])
+def test_nothing_of_a_device_is_read(level: str) -> None:
+    """Tensors without data: whoever reads one raises. The mask's turns are as many as there could be."""
+    packed = batch(64).to("meta")
+    config = mp.MismatchConfig(**{**rejecting("token:k3:0.5"), "tis": {"level": level, "mode": "mask"}})
+    assert mp.correct(packed, config).weights.shape == packed.loss_mask.shape
+    assert len(packed.turns.sequence) == sum((length + 1) // 2 for length in packed.lengths)
+
+
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize(("level", "more"), [("token", 0), ("sequence", 0), ("turn", 6), ("prefix", 10)])
 @pytest.mark.parametrize(
     ("condition", "rs", "floats"), [("", {}, 12), ("@away", NEW, 16)], ids=["old", "all that is new"]
 )
 def test_memory_is_at_most_twelve_floats_a_token(
-    metrics: str, level: str, condition: str, rs: dict[str, Any], floats: int
+    metrics: str, level: str, more: int, condition: str, rs: dict[str, Any], floats: int
 ) -> None:
-    """π_θ apart from π_old takes three more, its advantages one."""
+    """π_θ apart from π_old takes three more, its advantages one; turns of five tokens six, and ten what every token's
+    own product takes in float64."""
     packed = batch(64, longest=4000)
     criteria = rejecting(f"token:binary_kl:0.5{condition}", **rs)
     config = mp.MismatchConfig(**{**criteria, "metrics": metrics, "tis": {"level": level, "mode": "mask"}})
     results = []
     counter = count(lambda: results.append(mp.correct(packed, config, log_probs=packed.old_log_probs)))
     assert results[0].keep.numel() == packed.loss_mask.numel()
-    assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= floats
+    assert 4 <= counter.peak / packed.loss_mask.numel() / 4 <= floats + more

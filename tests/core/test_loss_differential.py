@@ -214,10 +214,10 @@ def test_what_stops_under_the_policy_error_is_what_plain_says() -> None:
         for side, response, kind in named:
             assert side == ("training" if kind.startswith("train") else "rollout")
             kinds = {found for (n, _), found in expected.items() if n == int(response)}
-            # What was compared with a π_old that bypass does not use may be said of another kind, or not be said yet.
-            assert kind in kinds or (kinds and config.use_rollout_log_probs), (
-                f"{said}, plain says {expected}\n{batch!r}"
-            )
+            # What was compared with a π_old that bypass does not use, or with none, may be said of another kind, or not
+            # be said yet.
+            elsewhere = config.use_rollout_log_probs or "old" not in given_fields(batch)
+            assert kind in kinds or (kinds and elsewhere), f"{said}, plain says {expected}\n{batch!r}"
         read = "read" if loss_reads_rollout(config) else "not read"
         seen.update({f"{kind} stops, rollout {read}" for kind in expected.values()} or {f"nothing stops, {read}"})
     rollout, training = ("nan", "positive", "floor", "zero_fill"), ("train_not_finite", "train_positive")

@@ -32,7 +32,7 @@ def outcome(
     """(loss of each token, gradient of their sum, metrics without their prefix) of one sequence, all of it trained."""
     leaf = theta.clone().requires_grad_()
     masks = fields.pop("loss_masks", [[1] * len(theta)])
-    rows = {name: [torch.as_tensor(value, dtype=torch.float64)] for name, value in fields.items()}
+    rows: dict[str, Any] = {name: [torch.as_tensor(value, dtype=torch.float64)] for name, value in fields.items()}
     packed = mp.PackedSequences.from_lists(loss_masks=masks, **rows)
     token = token_loss(leaf, packed, config)
     (gradient,) = torch.autograd.grad(token.policy.sum(), leaf)

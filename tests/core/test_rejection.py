@@ -231,10 +231,12 @@ def test_without_log_probs_the_current_policy_cannot_be_judged() -> None:
 
 
 def test_log_probs_of_the_current_policy_may_be_padded() -> None:
-    rows = {"old_log_probs": [[-1.0, -1.0], [-2.0, NAN]], "rollout_log_probs": [[-1.0, -1.0], [-2.0, NAN]]}
-    packed = mp.PackedSequences.from_padded(
-        loss_masks=torch.tensor([[1, 1], [1, 0]]), lengths=[2, 1], **{n: torch.tensor(v) for n, v in rows.items()}
-    )
+    rows: dict[str, Any] = {
+        "old_log_probs": [[-1.0, -1.0], [-2.0, NAN]],
+        "rollout_log_probs": [[-1.0, -1.0], [-2.0, NAN]],
+    }
+    given: dict[str, Any] = {name: torch.tensor(values) for name, values in rows.items()}
+    packed = mp.PackedSequences.from_padded(loss_masks=torch.tensor([[1, 1], [1, 0]]), lengths=[2, 1], **given)
     config, theta = rejecting("token:k2:0.1", rs={"policy": "current"}), torch.tensor([[-1.0, -3.0], [-2.0, NAN]])
     assert kept(packed, config, log_probs=theta) == [1, 0, 1]
 
@@ -246,6 +248,57 @@ def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss() -> No
     result = mp.policy_loss(theta, CURRENT, config)
     assert result.correction.keep.tolist() == [1, 1, 0, 0]
     assert result.loss.isnan()
+
+
+# Forms of a batch -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "preset", [("opsm", {"delta": 0.05}), ("dppo_tv", {}), ("dppo_kl", {}), ("kpop", {"threshold": 0.05})]
+)
+@pytest.mark.parametrize("limit", [None, 1])
+def test_packed_one_by_one_and_padded_are_the_same(preset: tuple[str, dict[str, float]], limit: int | None) -> None:
+    """Keep, loss and gradient; the batch is cut after a reduction over all, so the sums of the parts add up."""
+    generator, lengths, width = torch.Generator().manual_seed(8), [5, 1, 9, 3, 7, 9], 9
+    name, parameters = preset
+    config = mp.preset(name, **parameters).replace(rs={} if limit is None else {"max_staleness": limit})
+
+    def normal() -> Tensor:
+        return torch.randn(len(lengths), width, generator=generator, dtype=torch.float64)
+
+    rollout = -normal().abs() - 0.05
+    old, theta = rollout + 0.3 * normal(), rollout + 0.3 * normal()
+    rows: dict[str, Any] = {"rollout_log_probs": rollout, "old_log_probs": old.clamp(max=-1e-3), "advantages": normal()}
+    rows["weight_versions"] = torch.randint(4, 8, (len(lengths), width), generator=generator)
+    mask = (torch.rand(len(lengths), width, generator=generator) < 0.8) & (
+        torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    )
+    theta = theta.clamp(max=-1e-3)
+
+    def run(packed: mp.PackedSequences, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        leaf = log_probs.clone().requires_grad_()
+        result = mp.policy_loss(leaf, packed, config)
+        return result.correction.keep, result.loss_sum.detach(), torch.autograd.grad(result.loss_sum, leaf)[0]
+
+    def cut(values: Tensor, ids: list[int]) -> list[Tensor]:
+        return [values[i, : lengths[i]] for i in ids]
+
+    def lists(ids: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        fields = {name: cut(values, ids) for name, values in rows.items()}
+        packed = mp.PackedSequences.from_lists(loss_masks=cut(mask.double(), ids), trainer_version=6, **fields)
+        return run(packed, torch.cat(cut(theta, ids)))
+
+    keep, loss, gradient = lists(list(range(len(lengths))))
+    assert 0 < keep.sum() < mask.sum()
+    alone = [lists([i]) for i in range(len(lengths))]
+    assert torch.equal(torch.cat([each[0] for each in alone]), keep)
+    torch.testing.assert_close(sum(each[1] for each in alone), loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([each[2] for each in alone]), gradient, rtol=1e-12, atol=0)
+    padded = mp.PackedSequences.from_padded(loss_masks=mask.double(), trainer_version=6, **rows)
+    square, summed, slopes = run(padded, theta)
+    assert torch.equal(torch.cat(cut(square.view(mask.shape), list(range(len(lengths))))), keep)
+    torch.testing.assert_close(summed, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat(cut(slopes, list(range(len(lengths))))), gradient, rtol=1e-12, atol=0)
 
 
 # Staleness ------------------------------------------------------------------------------------------------------------

@@ -19,11 +19,18 @@ import mismatch_plugin as mp
 from mismatch_plugin.parallel.context import ContextLayout, shard
 
 FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "entropy", "weight_versions")
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
-LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
+LEVELS, MODES = ("token", "turn", "sequence", "geometric", "prefix"), ("truncate", "clip", "mask")
 DENOMINATORS = ("accepted", "original")
 AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum/norm")
-BOUNDS = {"token": (0.7, 1.5), "sequence": (0.2, 4.0), "geometric": (0.8, 1.055)}
+BOUNDS = {
+    "token": (0.7, 1.5),
+    "turn": (0.6, 1.6),
+    "sequence": (0.2, 4.0),
+    "geometric": (0.8, 1.055),
+    "prefix": (0.4, 2.5),
+}
+GROWN = {"turn": (0.8, 1.25), "sequence": (0.75, 1.2), "prefix": (0.8, 1.2)}
+"""Bounds of one token, for the settings whose bounds grow as √n."""
 CRITERIA = (
     ("token:ratio:0.5:1.7", "sequence_max:k2:0.21", "sequence_mean:k3:0.08", "sequence_max:ratio:0.3:1.5@negative"),
     ("token:tv:0.4", "sequence_max:ratio:0.85:1.65", "sequence_sum:ratio:0.05:15", "sequence_mean:binary_kl:0.08",
@@ -33,6 +40,7 @@ CRITERIA = (
 )  # fmt: skip
 STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
+OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,10 @@ class Settings:
     def limits_staleness(self) -> bool:
         return self.rejects and self.rotation // 2 % 3 == 1
 
+    @property
+    def grows(self) -> bool:
+        return self.level in GROWN and self.rotation % 4 == 3
+
     def config(self, scope: str = "", **changes: Any) -> mp.MismatchConfig:
         """scope: of batch normalisation, where there is one."""
         aggregation, _, norm = self.aggregation.partition("/")
@@ -113,9 +125,10 @@ class Settings:
             values["rs"] |= {"max_staleness": STALENESS} if self.limits_staleness else {}
         tis: dict[str, Any] = {}
         if self.weighted:
-            lower, upper = BOUNDS[self.level]
+            lower, upper = GROWN[self.level] if self.grows else BOUNDS[self.level]
             tis = {"level": self.level, "mode": self.mode, "upper_bound": upper}
             tis |= {} if self.mode == "truncate" else {"lower_bound": lower}
+            tis |= {"bound_growth": 0.5} if self.grows else {}
             tis |= {"batch_normalize": True} if self.normalizes else {}
             tis |= {"batch_normalize_scope": scope} if self.normalizes and scope else {}
         elif self.level == "none":
@@ -131,7 +144,7 @@ class Settings:
         values["terms"] = {}
         if self.rotation % 3 == 0 and not (self.algorithm == 3 and self.normalizes):
             values["terms"] |= {"entropy_coef": 0.01, "kl_coef": 0.1}
-        if self.rotation % 3 < 2 and not (self.algorithm == 3 and self.normalizes):
+        if self.rotation % 3 != 1 and not (self.algorithm == 3 and self.normalizes):
             values["terms"] |= {"rollout_kl_coef": 0.2, "rollout_kl_type": ("k2", "k3")[self.rotation // 3 % 2]}
             values["terms"] |= {"rollout_kl_on": "accepted"} if self.rejects and self.rotation // 6 % 2 else {}
         with warnings.catch_warnings():

@@ -74,17 +74,18 @@ def distances(batch: str, settings: Settings) -> list[float]:
     train = _trained(batch, "log_probs" if config.use_rollout_log_probs else "old_log_probs")
     log_ratio = [a - b for a, b in zip(train, rollout, strict=True)]
     flat, ratio = torch.cat(log_ratio), torch.cat([row.exp() for row in log_ratio])
-    sums, means = torch.stack([row.sum() for row in log_ratio]), torch.stack([row.mean() for row in log_ratio])
-    mean_ratio = torch.stack([row.exp().mean() for row in log_ratio])
+    sums = torch.stack([row.sum() for row in log_ratio])
     pairs: list[tuple[Tensor, float]] = [
         (sums, 20.0),
         (sums, -20.0),
         (flat, 20.0),
         (flat, -20.0),
     ]
+    products, counts = _products(batch, log_ratio, _level(config))
+    mean_ratio = torch.stack([row.exp().mean() for row in products])
     for bound in (config.tis.lower, config.tis.upper):
-        aggregated = {"token": flat, "sequence": sums, "geometric": means}[_level(config)]
-        pairs += [(aggregated, math.log(bound)), (mean_ratio, bound)]
+        log_bound = math.log(bound) * torch.cat(counts) ** config.tis.bound_growth
+        pairs += [(torch.cat(products) - log_bound, 0.0), (mean_ratio, bound)]
     judged = _trained(batch, "log_probs") if config.judges_current else train
     pairs.append((torch.cat([a - b for a, b in zip(judged, rollout, strict=True)]), math.log(VETO)))
     pairs.append((torch.stack([row.mean() for row in _trained(batch, "advantages") if row.any()]), 0.0))
@@ -108,6 +109,23 @@ def distances(batch: str, settings: Settings) -> list[float]:
     place = (flat / HISTOGRAM_SCALE).asinh() / width
     assert ratio.isfinite().all()
     return [*distances, float((place - place.round()).abs().min()) * width]
+
+
+def _products(batch: str, log_ratio: list[Tensor], level: str) -> tuple[list[Tensor], list[Tensor]]:
+    """The aggregated log-ratio of every token's unit, and how many tokens that is of, a row a sequence."""
+    masks = [mask for mask in make(batch).rows["loss_mask"] if mask.any()]
+    sums, counts = [], []
+    for row, mask in zip(log_ratio, masks, strict=True):
+        turn = (mask & ~torch.cat([mask.new_zeros(1), mask[:-1]])).cumsum(0)[mask]
+        place = torch.arange(len(row))
+        together = {
+            "token": place[:, None] == place,
+            "turn": turn[:, None] == turn,
+            "prefix": place[:, None] >= place,
+        }.get(level, torch.ones(len(row), len(row), dtype=torch.bool))
+        sums.append(together.double() @ row / (len(row) if level == "geometric" else 1))
+        counts.append(together.double().sum(1))
+    return sums, counts
 
 
 def _level(config: mp.MismatchConfig) -> str:

@@ -130,6 +130,8 @@ def test_nemo_rl(name: str, token_level: bool, kind: str) -> None:
         "kl_penalty": mean(lambda token: token["kl"]),
         "loss": policy + 0.3 * mean(lambda token: token["kl"]),
     }
+    if coefficient := config.terms.rollout_kl_coef:
+        wanted["loss"] += coefficient * mean(lambda token: (token["current"] - token["rollout"]) ** 2 / 2)
     assert {key: metrics[key] for key in wanted} == pytest.approx(wanted, rel=1e-6)
     assert float(value) == pytest.approx(wanted["loss"], rel=1e-6)
     assert gradient.shape == log_probs.shape

@@ -23,6 +23,8 @@ WEIGHTED = replace(PLAIN, algorithm=2, mode="truncate")
 # square, high and low; token weights their sum, that of their squares and of (w − 1)². Token criteria add the rejected
 # tokens, a veto its column; k3 is there already; conditions of sequences add the advantages. Under rotation 3 k3 is
 # that of π_θ, which is not there, and staleness is a second token criterion, so that each has a column.
+# The other levels' second numbers: what is summed over every part (log-ratios, tokens), then columns of the second SUM,
+# where prefix has its weights (three), ρ − 1, ρ clamped, both squared, ρ², high and low.
 COLUMNS = (
     ("off", PLAIN, 2),
     ("off", replace(WEIGHTED, level="token"), 2),
@@ -32,8 +34,18 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("full", replace(WEIGHTED, level="geometric", normalizes=True), 6),
     ("basic", replace(WEIGHTED, level="token"), 13),
+    ("off", replace(PLAIN, rotation=7), 4),  # gspo: Σ log r and the tokens that enter
+    ("basic", replace(WEIGHTED, level="token", rotation=7), 15),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=0), 9),
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
+    ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
+    ("basic", replace(WEIGHTED, level="turn"), 6, 2),
+    ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 8, 3),
+    ("off", replace(WEIGHTED, level="prefix"), 2, 2),
+    ("off", replace(WEIGHTED, level="prefix", normalizes=True), 2, 2, 1),
+    ("off", replace(WEIGHTED, level="prefix", mode="mask"), 2, 2, 1),
+    ("basic", replace(WEIGHTED, level="prefix"), 6, 2, 10),
+    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 7, 2, 11),
 )
 
 
@@ -64,6 +76,28 @@ class Rank:
         return Call(operation, tuple(range(self.layout.world_size)), (size,), torch.float64)
 
 
+PARTS = ("turn", "prefix")
+
+
+def parts_of(settings: Settings, layout: Layout, sequences: int, turns: int) -> int:
+    """Numbers that the first SUM has for turns or chunks: log-ratio and tokens, of turns the rejected tokens, too."""
+    chunks = {"none": 1, "zigzag": 2 * layout.cp, "contiguous": layout.cp}[layout.context]
+    return {"turn": (2 + settings.rejects) * turns, "prefix": 2 * chunks * sequences}.get(settings.level, 0)
+
+
+def columns_of(call: Call, sequences: int, parts: int) -> int:
+    """Columns that are summed over sequences."""
+    return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
+
+
+def without_objective(settings: Settings, calls: list[Call], sequences: int) -> list[Call]:
+    """The same without what gspo adds to the first SUM, Σ log r and the tokens that enter: those of `correct`."""
+    if settings.objective != "gspo" or not calls:
+        return calls
+    size, *rest = calls[0].shape
+    return [replace(calls[0], shape=(size - 2 * (1 if rest else sequences), *rest)), *calls[1:]]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_exactly_these_collectives(layout: Layout):
     """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
@@ -77,13 +111,23 @@ def test_exactly_these_collectives(layout: Layout):
             for rank, counts in enumerate(counted(layout.world_size)[batch, layout.name])
         ]
         maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
-        first = {loss[0].shape[0] for _, counts in steps for loss in counts["losses"] if loss}
+        shapes = [
+            (loss, n, parts_of(settings, layout, n, turns))
+            for _, counts in steps
+            for loss, n, turns in zip(counts["losses"], counts["sequences"], counts["turns"], strict=True)
+            if loss
+        ]
+        first = {columns_of(loss[0], n, parts) for loss, n, parts in shapes}
+        second = {loss[-1].shape[0] for loss, _, _ in shapes if settings.level == "prefix"}
         assert len(first) == (1 if layout.cp > 1 else 0), "as many columns, whatever there is on a rank"
-        (columns,) = first or {0}
+        assert len(second) == (settings.level == "prefix" and layout.cp > 1)
+        (columns,), (late,) = first or {0}, second or {0}
         for rank, counts in steps:
             losses, masks = [], []
-            for n in counts["sequences"]:
-                losses.append(rank.inside(("SUM", (columns, n)), ("MAX", (maxima, n))))
+            for n, turns in zip(counts["sequences"], counts["turns"], strict=True):
+                parts = parts_of(settings, layout, n, turns)
+                shape = (columns * n + parts,) if settings.level in PARTS else (columns, n)
+                losses.append(rank.inside(("SUM", shape), ("MAX", (maxima, n)), ("SUM", (late, n))))
                 masks.append(rank.inside(("SUM", (n * (1 + settings.limits_staleness),))))
             assert counts["losses"] == losses, settings
             assert counts["backward"] == []
@@ -92,14 +136,19 @@ def test_exactly_these_collectives(layout: Layout):
             assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
             assert counts["finish"] == [rank.over_data("SUM", sums), rank.over_data("MAX", extremes)]
             # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
-            judged = settings.config().uses_rollout_values and settings.algorithm in (0, 2)
-            before = losses if judged else masks
+            judged = settings.config().corrects and settings.algorithm in (0, 2)
+            of_correct = [without_objective(settings, *each) for each in zip(losses, counts["sequences"], strict=True)]
+            before = of_correct if judged else masks
             assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 7)]
 
 
 def test_columns_counted_by_hand():
-    cases = [Case("product", LAYOUTS[0], 1, (settings,), (("metrics", metrics),)) for metrics, settings, _ in COLUMNS]
-    for (metrics, settings, columns), (ranks, _) in zip(COLUMNS, launch(run_counted, cases, 2), strict=True):
+    n = len(LENGTHS)
+    cases = [Case("product", LAYOUTS[0], 1, (settings,), (("metrics", metrics),)) for metrics, settings, *_ in COLUMNS]
+    for (metrics, settings, columns, *more), (ranks, _) in zip(COLUMNS, launch(run_counted, cases, 2), strict=True):
         (counts,) = ranks
-        assert counts["losses"][0][0].shape == (columns, len(LENGTHS)), f"{metrics}, {settings}"
+        parts = counts["turns"][0] if settings.level == "turn" else 4 * n
+        shapes = [(columns * n + more[0] * parts,)] if more else [(columns, n)]
+        shapes += [(1, n)] * ("sequence_max" in str(settings.criteria)) + [(late, n) for late in more[1:]]
+        assert [call.shape for call in counts["losses"][0]] == shapes, f"{metrics}, {settings}"
         assert len(counts["finish"]) == (1 if metrics == "off" else 2)

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.parallel.groups import ParallelGroups
+from mismatch_plugin.parallel.step import Step
 from tests.distributed.correction_cases import (
     BAD_POSITION,
     BAD_SEQUENCE,
@@ -242,6 +244,33 @@ def test_old_log_probs_absent(batch: str):
             assert original == whole.denominators[1]
             assert factor is None and (accepted is None) == (settings.rejects or settings.mode == "mask")
             assert settings.algorithm != 2 or (parts[0].factor != 1.0) == settings.normalizes
+
+
+@pytest.mark.parametrize("algorithm", range(4))
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: str):
+    """It reads no log-prob: what is accepted is known under bypass, too, and what is invalid changes nothing of it."""
+    config = mp.MismatchConfig.model_validate(
+        {
+            "use_rollout_log_probs": algorithm in (1, 3),
+            "use_tis": algorithm in (2, 3),
+            "aggregation": aggregation,
+            "rs": {"max_staleness": 1},
+        }
+    )
+    rollout = [[-1.0, -2.0, -1.0], [-1.0, math.nan if algorithm == 0 else -1.5]]
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=rollout, old_log_probs=[[-1.1, -1.9, -1.2], [-0.9, -1.3]], loss_masks=[[1, 1, 1], [1, 1]],
+        advantages=[1.0, -1.0], weight_versions=[[4, 6, 7], [2, 4]], trainer_version=7,
+    )  # fmt: skip
+    step = Step(config, ParallelGroups())
+    step.start([packed])
+    totals = step.prepare([packed])
+    result = step.loss(torch.full((5,), -1.2), packed)
+    assert totals.accepted is not None
+    assert int(totals.accepted) == int(result.denominator) == (2 if aggregation == "token-mean" else 1)
+    assert int(totals.original) == (5 if aggregation == "token-mean" else 2)
+    assert result.correction.keep.tolist() == [0, 1, 1, 0, 0]
 
 
 def test_a_dry_run_changes_nothing():

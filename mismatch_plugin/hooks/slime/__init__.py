@@ -3,7 +3,7 @@
 | path argument | function | needed for |
 | --- | --- | --- |
 | `--custom-tis-function-path` | `tis_function` | algorithms 0 and 2, inside slime's own policy loss |
-| `--loss-type custom_loss --custom-loss-function-path` | `policy_loss` | all four; 1 with rejection or metrics, and 3 |
+| `--loss-type custom_loss --custom-loss-function-path` | `policy_loss` | all four; 3, 1 with rejection, and what `switches` names |
 | `--rollout-data-postprocess-path` | `rollout_data_postprocess` | algorithm 2's mean weight before each step |
 | `--custom-megatron-before-train-step-hook-path` | `before_train_step` | step metrics, errors on all ranks together |
 | `--custom-megatron-init-path` | `init` | refusing wrong arguments before training starts |
@@ -64,7 +64,7 @@ class SlimeAdapter(RayAdapter):
         """
         config = self.config(args)
         check_groups(args, config, self.name)
-        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups)
+        found, self.run.rollout_metrics = rollout_advantages(args, rollout_data, config, self.groups, self.versions)
         shapes = rollout_data["kl"]
         rollout_data["advantages"] = [
             torch.full_like(like, value) for like, value in zip(shapes, found.tolist(), strict=True)

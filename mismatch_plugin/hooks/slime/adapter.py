@@ -27,6 +27,7 @@ from mismatch_plugin.core.loss import TokenLoss, token_loss
 from mismatch_plugin.core.objectives import LOW_VARIANCE_BOUND, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
@@ -159,10 +160,11 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
+            units_of(config).needs,
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
-        packed = self._with_versions(packed, config, loss_masks)
+        packed = self.versions.on(packed, config, loss_masks)
         correction = correct(packed, config, self.groups, self.run.factor(config))
         loss = self.run.record(correction.applied_to(pg_loss), correction, config, loss_masks)
         if config.rejects and getattr(args, "custom_pg_loss_reducer_function_path", None):
@@ -201,13 +203,14 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
+            units_of(config).needs,
             old_log_probs=None if config.use_rollout_log_probs else batch.get("log_probs"),
             rollout_log_probs=batch.get("rollout_log_probs"),
             advantages=batch["advantages"],
             ref_log_probs=batch.get("ref_log_probs"),
             entropy=entropy,
         )
-        packed = self._with_versions(packed, config, batch["loss_masks"])
+        packed = self.versions.on(packed, config, batch["loss_masks"])
         token = token_loss(torch.cat(log_probs), packed, config, self.groups, self.run.factor(config))
         policy = self.run.record(token.policy, token.correction, config, batch["loss_masks"])
         pg_loss = loss = self._policy_reducer(args, batch, token, reduce)(policy)
@@ -244,11 +247,6 @@ class RayAdapter(ABC):
         shape = (batch["total_lengths"], batch["response_lengths"])
         return load_reducer(path)(*shape, masks, args.calculate_per_token_loss)
 
-    def _with_versions(
-        self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]
-    ) -> PackedSequences:
-        return packed if config.rs.max_staleness is None else self.versions.on(packed, loss_masks)
-
     def rollout_data_postprocess(self, args: Namespace, rollout_id: int, rollout_data: Mapping[str, Any]) -> None:
         """Before a rollout's steps, on every rank: checks the data, and knows mean weights that algorithm 2 divides by.
 
@@ -281,8 +279,8 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    packed = pack_local(args, chosen, self.groups, **fields)
-                    steps.append(self._with_versions(packed, config, chosen["loss_masks"]))
+                    packed = pack_local(args, chosen, self.groups, units_of(config).needs, **fields)
+                    steps.append(self.versions.on(packed, config, chosen["loss_masks"]))
             except ValueError as error:  # on all ranks together
                 failure = str(error)
         kind = StepKind(settings_of(config, optimizer_steps=len(counts)), held, tuple(counts), sequences, failure)

@@ -19,7 +19,7 @@ from mismatch_plugin.config.model import warn_of_another_algorithm
 from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
 from mismatch_plugin.hooks.slime.groups import check_groups
-from mismatch_plugin.hooks.slime.sampling import sampling_filter
+from mismatch_plugin.hooks.slime.sampling import FILTERS, filter_lines
 from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
 from mismatch_plugin.hooks.slime.versions import needs_init
 
@@ -38,11 +38,10 @@ _SWITCHES = (
     *("use_opsm", "use_unbiased_kl", "skip_actor_forward_only"),
 )
 _NUMBERS = {"tis_clip": 2.0, "tis_clip_low": 0.0, "eps_clip": 0.2, "opsm_delta": 1e-4, "entropy_coef": 0.0}
-_FILTERS = {"rollout_top_p": 1.0, "rollout_top_k": -1.0}
 _WORDS = {"kl_loss_type": "k1", "loss_type": "policy_loss", "advantage_estimator": "grpo"}
 ARGUMENTS: dict[str, tuple[type, Any]] = {
     **dict.fromkeys(_SWITCHES, (bool, False)),
-    **{name: (float, default) for name, default in {**_NUMBERS, **_FILTERS, "kl_loss_coef": 0.0}.items()},
+    **{name: (float, default) for name, default in {**_NUMBERS, **FILTERS, "kl_loss_coef": 0.0}.items()},
     **dict.fromkeys(("eps_clip_high", "eps_clip_c"), (float, None)),
     **{name: (str, default) for name, default in _WORDS.items()},
     **dict.fromkeys((_REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
@@ -317,7 +316,7 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     if config.normalizes:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
     lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
-    lines += filter(None, [sampling_filter(value(args, "rollout_top_p"), value(args, "rollout_top_k"), host)])
+    lines += filter_lines({name: value(args, name) for name in FILTERS}, host)
     if not runs(args, host, "before_train_step"):
         lines.append(
             f"step metrics: none, and an invalid rollout log-prob turns the loss into NaN instead of an error, unless "

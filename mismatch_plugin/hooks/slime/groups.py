@@ -19,6 +19,7 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
 from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
+from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 _PATH = "custom_advantage_function_path"
@@ -70,7 +71,7 @@ def _flag(name: str) -> str:
 
 
 def rollout_advantages(
-    args: Namespace, data: Mapping[str, Any], config: MismatchConfig, groups: ParallelGroups
+    args: Namespace, data: Mapping[str, Any], config: MismatchConfig, groups: ParallelGroups, versions: Versions
 ) -> tuple[Tensor, dict[str, float]]:
     """(advantage of each of this rank's samples, metrics of the rollout, the same on every rank).
 
@@ -94,6 +95,7 @@ def rollout_advantages(
     packed = pack_local(
         args, data, groups, old_log_probs=data["log_probs"], rollout_log_probs=data.get("rollout_log_probs")
     )
+    packed = versions.on(packed, config, data["loss_masks"])
     kept_N = correct(packed, config, groups).kept_N > 0
     ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
     others = ~torch.isclose(_normalised(args, raw)[at], torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.rollout.packing import INITIAL_VERSION
 
@@ -86,11 +87,13 @@ class Versions:
             fix = f"apply the patch that keeps them on the way to the trainer ({_PATCH}), and {fix}"
         return f"sample {name} has no weight version (Sample.weight_versions): {fix}, or leave --rs-max-staleness out."
 
-    def on(self, packed: PackedSequences, loss_masks: Sequence[Tensor]) -> PackedSequences:
-        """The packed batch with the versions of the samples whose masks these are. Host syncs: none.
+    def on(self, packed: PackedSequences, config: MismatchConfig, loss_masks: Sequence[Tensor]) -> PackedSequences:
+        """The packed batch with the versions of the samples whose masks these are, where the settings need them.
 
-        Raises ValueError where the rollout was not read.
+        Host syncs: none. Raises ValueError where a version is missing or the rollout was not read.
         """
+        if config.rs.max_staleness is None:
+            return packed
         if self.failure:
             raise ValueError(self.failure)
         held = [self._held.get(id(mask)) for mask in loss_masks]

@@ -63,9 +63,11 @@ def _judge(trained: list[Token], config: mp.MismatchConfig) -> None:
             ratio = math.exp(by_level[tis.level])
             inside = tis.mode != "mask" or tis.lower <= ratio <= tis.upper
             weight = min(ratio, tis.upper) if tis.mode == "truncate" else min(max(ratio, tis.lower), tis.upper)
-        veto = config.rs.veto_threshold
-        vetoed = veto is not None and min(math.exp(value) for value in logs) < veto
-        kept = inside and not vetoed and all(_accepts(rule, token["log_ratio"], logs) for rule in config.criteria)
+        veto, judged, own = config.rs.veto_threshold, logs, token["log_ratio"]
+        if config.judges_current:
+            judged, own = [t["current"] - t["rollout"] for t in trained], token["current"] - token["rollout"]
+        vetoed = veto is not None and min(math.exp(value) for value in judged) < veto
+        kept = inside and not vetoed and all(_accepts(rule, own, judged) for rule in config.criteria)
         token |= {"weight": weight if inside else 0.0, "inside": float(inside), "keep": float(kept)}
         if config.dry_run:
             token |= {"weight": 1.0, "keep": 1.0}

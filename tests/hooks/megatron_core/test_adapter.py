@@ -48,6 +48,8 @@ FACTORS: dict[str, list[Any]] = {
         {"criteria": ["token:k3:0.2", "sequence_max:ratio:0.3:1.9"]},
         {"criteria": ["sequence_max:binary_kl:0.004", "token:ratio:0.6:1.7"], "veto_threshold": 0.45},
         {"criteria": ["token:k3:0.3"], "max_staleness": 1},
+        {"criteria": ["token:k2:0.03@away", "sequence_mean:ratio:0.9:1.1@negative"]},
+        {"criteria": ["sequence_max:k2:0.5", "sequence_mean:ratio:0.9:1.1@negative"], "policy": "current"},
     ],
     "batch_normalize": [False, True],
     "denominator": ["accepted", "original"],
@@ -133,13 +135,16 @@ def runs() -> list[tuple[dict[str, Any], Run]]:
 
 def legal(option: dict[str, Any]) -> bool:
     """What the hook can make exact."""
-    late = option["algorithm"] in (1, 3)
+    current = "policy" in FACTORS["rejection"][option["rejection"]]
+    if current and option["algorithm"] in (1, 3):
+        return False
+    late = current or option["algorithm"] in (1, 3)
     if option["algorithm"] == 3 and option["objective"]:
         return False
     rejects = option["rejection"] or option["mode"] == "mask"
     if option["batch_normalize"] and (option["algorithm"] < 2 or option["level"] == "none"):
         return False
-    if option["batch_normalize"] and late and option["terms"]:
+    if option["batch_normalize"] and option["algorithm"] == 3 and option["terms"]:
         return False
     return not (late and rejects and option["terms"] and option["denominator"] == 0)
 

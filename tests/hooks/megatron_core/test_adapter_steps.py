@@ -241,6 +241,7 @@ def test_a_folder_with_other_settings_is_refused_before_training(tmp_path: Path)
 MODEL = {"calculate_per_token_loss": True, "finalize_model_grads_func": None}
 MOE = {"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}
 ACCEPTED = {"rs": CRITERIA, "denominator": "accepted"}
+CURRENT = {"rs": {**CRITERIA, "policy": "current"}, "denominator": "accepted"}
 
 
 @pytest.mark.parametrize(
@@ -249,12 +250,15 @@ ACCEPTED = {"rs": CRITERIA, "denominator": "accepted"}
         ({**NORMALIZED, "tis": {**NORMALIZED["tis"], "batch_normalize_scope": "rollout_batch"}}, {}, "use step"),
         ({}, {**MEAN, "mtp_num_layers": 1}, "switch calculate_per_token_loss on, or MTP off"),
         ({**NORMALIZED, **BYPASS, "terms": {"entropy_coef": 0.1}}, {}, "there is also: an entropy term"),
+        ({**NORMALIZED, **BYPASS, "terms": {"rollout_kl_coef": 0.1}}, {}, "there is also: a penalty on the distance"),
         ({**NORMALIZED, **BYPASS}, MOE, "there is also: MoE aux loss"),
         ({**NORMALIZED, **BYPASS}, {"mtp_num_layers": 1}, "there is also: MTP"),
         ({**NORMALIZED, **BYPASS}, {"num_moe_experts": 4, "moe_z_loss_coeff": 0.1}, "there is also: MoE z-loss"),
         ({**BYPASS, **ACCEPTED}, MEAN, "calculate_per_token_loss is off"),
         ({**BYPASS, **ACCEPTED}, MOE, "MoE aux loss"),
         ({**REINFORCE, **ACCEPTED, "terms": {"kl_coef": 0.1}}, {}, "a KL term"),
+        (CURRENT, MEAN, "--rs-policy current knows its accepted tokens only after the step"),
+        ({**CURRENT, "terms": {"kl_coef": 0.1}}, {}, r"--rs-policy current knows .*\(a KL term"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(config: dict[str, Any], model: dict[str, Any], sentence: str) -> None:

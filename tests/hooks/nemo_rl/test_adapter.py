@@ -34,6 +34,10 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "1": {"use_rollout_log_probs": True, "rs": {"criteria": ["token:k2:0.1"]}},
     "2 sequence clip": {"use_tis": True, "tis": {"level": "sequence", "mode": "clip", "upper_bound": 1.2}},
     "2 geometric mask": {"use_tis": True, "tis": {"level": "geometric", "mode": "mask", "upper_bound": 1.03}},
+    "2 cispo, distance": {"use_tis": True, "objective": "cispo", "terms": {"rollout_kl_coef": 0.2}},
+    "0 gspo, current": {
+        "objective": "gspo", "rs": {"criteria": ["sequence_mean:k3:0.04"], "veto_threshold": 0.5, "policy": "current"},
+    },
     "3 token": {"use_tis": True, "use_rollout_log_probs": True, "tis": {"upper_bound": 1.1}},
     "3 sequence": {
         "use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "sequence"}, "rs": {"veto_threshold": 0.7},
@@ -120,7 +124,7 @@ def test_equals_policy_loss(name: str, token_level: bool) -> None:
 
     rows = log_probs.clone().requires_grad_()
     result = mp.policy_loss(rows.flatten(), packed_of(data), loss.config)
-    expected = result.loss_sum / (toks if token_level else seqs)
+    expected = (result.loss_sum + sum(result.terms.values())) / (toks if token_level else seqs)
     expected.backward()
     assert rows.grad is not None and rows.grad.abs().sum() > 0
     torch.testing.assert_close(value, expected.detach(), rtol=1e-7, atol=1e-12)

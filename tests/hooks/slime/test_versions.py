@@ -207,7 +207,8 @@ def test_a_share_of_each_sample_under_context_parallelism() -> None:
     told, data = Versions("miles"), rollout(VERSIONS)
     told.read(data, 7)
     packed = mp.PackedSequences(loss_mask=torch.ones(3, dtype=torch.bool), lengths=(1, 0, 0, 2))
-    found = told.on(packed, data["loss_masks"])
+    config = mp.MismatchConfig(use_tis=True, rs=mp.Rejection(max_staleness=1))
+    found = told.on(packed, config, data["loss_masks"])
     assert found.trainer_version == 7
     assert found.weight_versions is not None and found.weight_versions.tolist() == [7, 6, 6]
 
@@ -229,6 +230,30 @@ def test_the_mean_weight_before_the_step_needs_the_versions_too() -> None:
     (step,) = adapter.run._prepared
     assert step.batch_factor is not None
     assert float(step.batch_factor) == pytest.approx((1 + 1 + 2 * 0.13533528 + 0.36787944) / 5, rel=1e-6)
+
+
+def test_a_response_that_is_too_old_leaves_its_group_s_baseline() -> None:
+    """Rewards 1, 0, 1, 3, of which the first and the last are accepted: their mean is 2."""
+    raw = [1.0, 0.0, 1.0, 3.0]
+    args = arguments("slime", 2, 1)
+    vars(args).update(
+        {
+            "n_samples_per_prompt": 4,
+            "rollout_batch_size": 1,
+            "grpo_std_normalization": False,
+            "get_mismatch_metrics": True,
+            "rewards_normalization": True,
+            "custom_advantage_function_path": "mismatch_plugin.hooks.slime.group_advantages",
+            "mismatch_settings": {**args.mismatch_settings, "rs": {"max_staleness": 1, "group": "exclude"}},
+        }
+    )
+    data = rollout(VERSIONS) | {"raw_reward": raw, "rewards": [-0.25, -1.25, -0.25, 1.75], "partition": [0, 1, 2, 3]}
+    data["kl"] = [torch.zeros(len(mask)) for mask in data["loss_masks"]]
+    adapter, actor = prepared("slime")
+    assert isinstance(adapter, SlimeAdapter)
+    actor(7, lambda batch: None).train_actor(3, data)
+    adapter.group_advantages(args, data)
+    assert [row.tolist() for row in data["advantages"]] == [[-1.0, -1.0], [0.0] * 3, [0.0] * 2, [1.0]]
 
 
 # slime's tree ---------------------------------------------------------------------------------------------------------

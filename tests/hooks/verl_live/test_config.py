@@ -97,6 +97,18 @@ def test_verls_validation_prints_the_block_and_stops_on_a_contradiction(capsys: 
         validate(*REINFORCE)
 
 
+def test_verls_loss_mode_is_read_from_its_tree_and_reaches_the_worker() -> None:
+    own = tree("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", f"{OURS}.use_tis=true", *LOSS[1:])
+    chosen = check_tree(own)
+    assert chosen is not None and (chosen.algorithm, chosen.objective, chosen.ppo.dual_clip) == (2, "gspo", None)
+    ours = tree(f"{OURS}.objective=cispo", *LOSS, "actor_rollout_ref.actor.clip_ratio_high=0.3")
+    found = settings(worker(ours))
+    assert found == check_tree(ours)
+    assert (found.objective, found.ppo.eps_clip_low, found.ppo.eps_clip_high) == ("cispo", 0.2, 0.3)
+    with pytest.raises(ValueError, match=r"objective cispo contradicts .*loss_mode, which makes it gspo"):
+        check_tree(tree("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", f"{OURS}.objective=cispo"))
+
+
 def test_verls_ppo_loss_calls_it() -> None:
     """The worker's real ppo_loss, on the nested tensors that it gets, against the loss called directly."""
     config = worker(tree(*REINFORCE, *LOSS))
