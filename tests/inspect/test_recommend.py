@@ -17,7 +17,7 @@ from mismatch_plugin.inspect.packing import Groups
 from mismatch_plugin.inspect.predict import predict, predict_one
 from mismatch_plugin.inspect.recommend import recommend
 from mismatch_plugin.inspect.result import Prediction, Recommendation
-from mismatch_plugin.inspect.rules import RULES, STRONG_KL, Rule, rules_table
+from mismatch_plugin.inspect.rules import ADDITIONS, RULES, STRONG_KL, Rule, rules_table
 from mismatch_plugin.report.presets import quiet_preset
 from tests.inspect.noise import bounds_of, measured, noise
 
@@ -262,7 +262,9 @@ def test_figures_by_hand() -> None:
     assert found.ess == pytest.approx(float(ratio.sum() ** 2 / 5 / (ratio**2).sum()), rel=1e-5)
     assert (found.mean_length, found.max_length, found.tail, found.stale) == (2.5, 3, 0.2, 1.0)
     assert (found.fresh, found.old_kl, found.credit) == (math.inf, 0.0, 0.0)
-    assert (found.mean_turns, found.longest_turn) == (1.5, 3.0)  # the mask cuts the first response in two
+    assert (found.mean_turns, found.longest_turn) == (1.0, 3.0)
+    cut = figures_of(packed.replace(loss_mask=torch.tensor([True, False, True, True, True, True])))
+    assert (cut.mean_turns, cut.longest_turn) == (1.5, 3.0)  # the mask cuts the first response in two
     dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 5, 1]))
     assert figures_of(dated).fresh == 4.0  # a twentieth of five tokens is none
     advantages = torch.tensor([1.0, 2.0, 0.0, 3.0, 3.0, 3.0])
