@@ -127,10 +127,15 @@ def runs() -> list[tuple[dict[str, Any], Run]]:
         ]
         options = [{**core, **option} for option in options if legal({**core, **option})]
         start = 17 * index % len(options)
-        best = max(options[start:] + options[:start], key=lambda option: len(pairs(option) - seen))
+        best = max(options[start:] + options[:start], key=lambda option: gain(option, seen))
         seen |= pairs(best)
         chosen.append((best, run_of(best)))
     return chosen
+
+
+def gain(option: dict[str, Any], seen: set[Any]) -> int:
+    """Pairs that are new; those of two factors, all of which must occur, count three times."""
+    return sum(3 if pair[0][0] in FACTORS and pair[1][0] in FACTORS else 1 for pair in pairs(option) - seen)
 
 
 def legal(option: dict[str, Any]) -> bool:
@@ -163,6 +168,7 @@ def run_of(option: dict[str, Any]) -> Run:
         terms = terms | {"rollout_kl_on": "accepted"}
     config = {
         "objective": value["objective"],
+        "ppo": {"eps_clip_low": 0.03, "eps_clip_high": 0.04} if value["objective"] == "gspo" else {},
         "use_rollout_log_probs": bool(algorithm & 1),
         "use_tis": bool(algorithm & 2),
         "tis": tis if algorithm > 1 else {},
