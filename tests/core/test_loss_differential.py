@@ -187,9 +187,9 @@ def test_what_a_dry_run_leaves_out_agrees() -> None:
 
 
 def test_draws_reach_everything() -> None:
-    """Of 1000 accepted draws: a draw that is always refused would test nothing."""
+    """Of 1500 accepted draws: a draw that is always refused would test nothing."""
     refused, seen = Counter[str](), Counter[str]()
-    for case in cases(0, 1000, refused=refused):
+    for case in cases(0, 1500, refused=refused):
         seen.update(features(case.config, case.batch, case.answer))
     assert refused["configuration"] >= 50  # blind enough to be refused at times
     assert {name: seen[name] for name in EVERYTHING if seen[name] < 5} == {}
