@@ -114,14 +114,18 @@ def data(position: str) -> tuple[Sample, ...]:
 
 
 def runs() -> list[tuple[dict[str, Any], Run]]:
-    """Every algorithm × level × mode twice, the other factors chosen so that all pairs of their values occur."""
+    """Every algorithm × level × mode twice (turn, prefix once), the other factors so that all pairs of values occur."""
     cores: list[dict[str, Any]] = [{"algorithm": a, "level": "token", "mode": "truncate"} for a in (0, 1)]
     cores += [{"algorithm": 3, "level": "none", "mode": "truncate"}]
     for algorithm, level, mode in product((2, 3), ("token", "sequence", "geometric"), ("truncate", "clip", "mask")):
         cores.append({"algorithm": algorithm, "level": level, "mode": mode})
+    parts = [
+        {"algorithm": algorithm, "level": level, "mode": mode}
+        for algorithm, level, mode in product((2, 3), ("turn", "prefix"), ("clip", "mask"))
+    ]
     chosen: list[tuple[dict[str, Any], Run]] = []
     seen: set[Any] = set()
-    for index, core in enumerate([*cores, *cores, *cores[:1], *cores[3:8]]):  # with objectives there is more to pair
+    for index, core in enumerate([*cores, *cores, *cores[:1], *cores[3:8], *parts]):  # with objectives more to pair
         options = [
             dict(zip(FACTORS, values, strict=True)) for values in product(*(range(len(v)) for v in FACTORS.values()))
         ]
@@ -163,6 +167,7 @@ def run_of(option: dict[str, Any]) -> Run:
     algorithm, geometric = option["algorithm"], option["level"] == "geometric"
     tis = {"level": option["level"], "mode": option["mode"], "upper_bound": 1.1 if geometric else 1.3}
     tis["batch_normalize"] = value["batch_normalize"]
+    tis |= {"bound_growth": 0.5} if option["level"] == "prefix" else {}
     terms = value["terms"]
     if "rollout_kl_coef" in terms and (value["rejection"] or option["mode"] == "mask"):
         terms = terms | {"rollout_kl_on": "accepted"}
