@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mismatch_plugin
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.inspect.drawing import (
@@ -95,6 +96,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         data["distributions"]["first"] = _bars(plot(first))
     if histograms is not None:
         data["edges"] = list(histograms.edges)
+        data["judged"] = list(LEVEL_TO_AGGREGATE)
         data["levels"] = {name: level.model_dump() for name, level in histograms.levels.items()}
     verdict, rest = headline(diagnosis)
     advice = diagnosis.recommendation
@@ -220,9 +222,7 @@ def _bounds_table(diagnosis: Diagnosis) -> Table | None:
         for kept, (lower, upper) in of.items()
     )
     headers = ("level", "kept", "lower bound", "upper bound")
-    notes = (
-        "growth 0.5: the bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5).",
-    )
+    notes = ("growth 0.5: bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5).",)
     return Table("Bounds that keep a wished share", headers, rows, notes=notes) if rows else None
 
 
