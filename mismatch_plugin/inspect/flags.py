@@ -121,6 +121,13 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
                 _drop(data, field.path)
                 how = f"set it by {instead}" if instead != "nothing" else "it cannot be had there"
                 notes.append(f"{field.path} {value} is {host}'s own: {how}")
+    if host == "verl" and not config.use_rollout_log_probs and (lost := _not_on_driver(config)):
+        rs = data.get("rs", {})
+        rs.pop("policy", None)
+        rs["criteria"] = [each for each in rs.get("criteria", ()) if each.get("condition", "any") == "any"]
+        for name in ("coef", "type", "on"):
+            data.get("terms", {}).pop(f"rollout_kl_{name}", None)
+        notes.append(f"{lost} cannot be had on verl without use_rollout_log_probs: its driver rejects before the step")
     if _refuses_accepted(config, host):
         data.pop("denominator")
         notes.append(f"denominator accepted cannot be had on {host}: what is rejected stays in its denominator")
@@ -157,6 +164,13 @@ def _preset(name: str) -> MismatchConfig:
         return preset(name)
 
 
+def _not_on_driver(config: MismatchConfig) -> str:
+    """What needs π_θ or advantages where verl's driver rejects, or rollout log-probs in its own loss."""
+    lost = ["rs.policy current"] if config.judges_current else []
+    lost += [f"criterion {each.name}" for each in config.criteria if each.condition != "any"]
+    return ", ".join(lost + (["terms.rollout_kl_coef"] if config.terms.rollout_kl_coef else []))
+
+
 def _refuses_accepted(config: MismatchConfig, host: Host) -> bool:
     if config.denominator != "accepted":
         return False
@@ -181,7 +195,9 @@ def _needs_mask(config: MismatchConfig) -> bool:
     judges = judges or any(not criterion.judges_tokens for criterion in config.criteria)
     judges = judges or config.rs.veto_threshold is not None or config.rollout_log_prob_policy == "drop-sequence"
     counts = config.metrics == "full" or config.report_dir is not None or config.dry_run
-    return judges or counts or (config.algorithm == 0 and not config.rejects)
+    judges = judges or config.policy_objective == "gspo"
+    idle = config.objective == "ppo" and not config.terms.rollout_kl_coef and not config.rejects
+    return judges or counts or (config.algorithm == 0 and idle)
 
 
 def _drop(data: dict[str, Any], path: str) -> None:

@@ -199,7 +199,10 @@ function controls(document, data, { all, one, text, percent, short }) {
     && (mode === "truncate" || (item.lower === null ? lower < 0 : nearest(item.lower) === lower))
     && (item.upper === null ? upper >= last : nearest(item.upper) === upper);
   const update = () => {
-    const level = form.elements.level.value, mode = form.elements.mode.value;
+    const level = form.elements.level.value, reject = one("[name=mode][value=reject]", form);
+    reject.disabled = !data.judged.includes(level);  // no criterion judges turns or prefixes
+    if (reject.disabled && reject.checked) form.elements.mode.value = "mask";
+    const mode = form.elements.mode.value;
     const lower = mode === "truncate" ? -1 : place("lower"), upper = place("upper");
     inputs.lower.disabled = typed.lower.disabled = mode === "truncate";
     const names = { lower: lower < 0 ? "none" : ratio(lower), upper: upper >= last ? "none" : ratio(upper) };

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import mismatch_plugin
+from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.inspect.drawing import (
@@ -95,6 +96,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         data["distributions"]["first"] = _bars(plot(first))
     if histograms is not None:
         data["edges"] = list(histograms.edges)
+        data["judged"] = list(LEVEL_TO_AGGREGATE)
         data["levels"] = {name: level.model_dump() for name, level in histograms.levels.items()}
     verdict, rest = headline(diagnosis)
     advice = diagnosis.recommendation
@@ -215,12 +217,13 @@ def _ratio(log_ratio: float) -> float:
 
 def _bounds_table(diagnosis: Diagnosis) -> Table | None:
     rows = tuple(
-        (level, kept, compact(lower), compact(upper))
+        (level.replace("_growing", ", growth 0.5"), kept, compact(lower), compact(upper))
         for level, of in diagnosis.bounds.items()
         for kept, (lower, upper) in of.items()
     )
     headers = ("level", "kept", "lower bound", "upper bound")
-    return Table("Bounds that keep a wished share", headers, rows) if rows else None
+    notes = ("growth 0.5: bounds of one token, to the power √n for a product over n tokens (--tis-bound-growth 0.5).",)
+    return Table("Bounds that keep a wished share", headers, rows, notes=notes) if rows else None
 
 
 def _metrics_table(diagnosis: Diagnosis) -> Table | None:
@@ -229,7 +232,7 @@ def _metrics_table(diagnosis: Diagnosis) -> Table | None:
 
 
 HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights",
-           "mean weight", "largest weight", "noise", "bias", "second pass")  # fmt: skip
+           "mean weight", "largest weight", "noise", "bias", "groups moved", "second pass")  # fmt: skip
 
 
 def _prediction_rows(diagnosis: Diagnosis) -> list[list[Cell]]:
@@ -256,5 +259,6 @@ def _cells(item: Prediction, mark: str) -> list[Cell]:
         *map(number, (item.mean_weight, item.max_weight)),
         Cell(times(item.noise), item.noise),
         number(item.bias),
+        part(item.groups_changed),
         Cell("yes" if item.second_pass else "no"),
     ]

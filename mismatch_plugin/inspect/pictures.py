@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from textwrap import wrap
 
 import numpy as np
 from matplotlib import rc_context
@@ -13,6 +14,9 @@ from mismatch_plugin.inspect.drawing import UNIT_NAMES, advised, distribution, o
 from mismatch_plugin.inspect.result import Diagnosis
 from mismatch_plugin.inspect.words import chosen_predictions
 from mismatch_plugin.report.plots import DASHES, MARKERS, PALETTE, SIZE, STYLE, Picture, plain, png, save
+
+_LEGEND = 68
+"""Characters of a line of the legend."""
 
 
 def pictures(diagnosis: Diagnosis) -> list[Picture]:
@@ -82,7 +86,7 @@ def _predictions(diagnosis: Diagnosis) -> Picture | None:
     axis.plot([item.kept for item in others], [item.ess for item in others], "o", markerfacecolor="none",
               markeredgecolor="#555555", label="other settings", linestyle="none")  # fmt: skip
     for number, (mark, item) in enumerate(chosen):
-        label = plain(item.setting) + (f" ({mark})" if mark else "")
+        label = "\n".join(wrap(plain(item.setting) + (f" ({mark})" if mark else ""), _LEGEND))
         axis.plot([item.kept], [item.ess], MARKERS[number + 1], color=PALETTE[number % len(PALETTE)], label=label,
                   markersize=13 - 2 * number, markerfacecolor="none", markeredgewidth=1.6, linestyle="none",
                   zorder=3)  # fmt: skip

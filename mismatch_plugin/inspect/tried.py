@@ -111,7 +111,7 @@ def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Se
 def _of_growing_bounds(level: str, lower: float, upper: float) -> Iterator[Setting]:
     bounds = {"lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
     for mode in ("clip", "mask"):
-        name = f"{level}, {mode} {lower:.7g} to {upper:.7g} growing with √n (keeps {_KEEPS})"
+        name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {_KEEPS})"
         yield _setting(2, name, {"tis": {"level": level, "mode": mode, **bounds}})
 
 

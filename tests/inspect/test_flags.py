@@ -58,6 +58,13 @@ MADE = {
         ppo={"eps_clip_high": 0.28, "dual_clip": 3.0}, terms={"entropy_coef": 0.01}, aggregation="seq-mean-token-sum"
     ),
     "veto and metrics": quiet_preset("token_is").replace(rs={"veto_threshold": 1e-4}, metrics="full"),
+    "turns": quiet_preset("seq_is").replace(tis={"level": "turn"}),
+    "grown by hand": quiet_preset("prefix_is").replace(tis={"level": "sequence", "mode": "mask"}),
+    "old tokens": quiet_preset("token_is").replace(rs={"max_staleness": 2}),
+    "groups": quiet_preset("geo_rs_token_tis").replace(rs={"group": "drop", "min_group": 2}),
+    "penalty": quiet_preset("disabled").replace(terms={"rollout_kl_coef": 0.001, "rollout_kl_type": "k3"}),
+    "objective": quiet_preset("bypass_ppo_clip").replace(objective="cispo"),
+    "condition": quiet_preset("token_is").replace(rs={"criteria": ["token:tv:0.15@away", "token:k2:0.5"]}),
     "invalid log-probs": quiet_preset("token_is").replace(rollout_log_prob_policy="drop-token"),
 }
 CONFIGS = {record.name: quiet_preset(record.name) for record in PRESETS} | MADE
@@ -141,6 +148,15 @@ def test_the_patch_is_asked_for_where_it_is_needed(name: str, tmp_path: Path) ->
         ("owned by the host", "miles", "ppo.eps_clip_high 0.28 is miles's own: set it by --eps-clip-high"),
         ("owned by the host", "verl", "set it by actor_rollout_ref.actor.loss_agg_mode"),
         ("owned by the host", "nemo_rl", "terms.entropy_coef 0.01 is nemo_rl's own: it cannot be had there"),
+        ("old tokens", "megatron_lm", "rs.max_staleness 2 is megatron_lm's own: it cannot be had there"),
+        ("old tokens", "verl", "set it by trainer.v1's max_off_policy_threshold"),
+        ("old tokens", "nemo_rl", "set it by grpo.async_grpo.max_trajectory_age_steps"),
+        ("groups", "miles", "rs.group drop is miles's own: it cannot be had there"),
+        ("groups", "megatron_lm", "rs.min_group 2 is megatron_lm's own: it cannot be had there"),
+        ("condition", "verl", "criterion token_tv_away cannot be had on verl without use_rollout_log_probs"),
+        ("opsm", "verl", "rs.policy current, criterion sequence_mean_ratio_negative cannot be had on verl"),
+        ("penalty", "verl", "terms.rollout_kl_coef cannot be had on verl"),
+        ("objective", "nemo_rl", "objective cispo is nemo_rl's own: set it by loss_fn.use_cispo"),
         ("normalised", "nemo_rl", "batch normalisation runs over the micro-batch on nemo_rl"),
         ("normalised over the step", "verl", "batch normalisation runs over the rollout-batch on verl"),
     ],
@@ -151,7 +167,16 @@ def test_what_a_host_has_not_is_said_and_would_be_refused(name: str, host: Host,
         _plan(host, shortest_flags(CONFIGS[name]), tmp_path, patched=True)
 
 
-@pytest.mark.parametrize(("name", "host"), [("accepted", "verl"), ("normalised", "verl"), ("normalised", "slime")])
+_HAD: dict[str, tuple[Host, ...]] = {
+    "accepted": ("verl",),
+    "normalised": ("verl", "slime"),
+    "groups": ("verl", "slime"),
+    "turns": ("nemo_rl",),
+    "grown by hand": ("verl",),
+}
+
+
+@pytest.mark.parametrize(("name", "host"), [(name, host) for name, hosts in _HAD.items() for host in hosts])
 def test_what_a_host_has_is_left_alone(name: str, host: Host) -> None:
     assert "#" not in flags_for(CONFIGS[name], host) and available(CONFIGS[name], host)[0] == CONFIGS[name]
 
