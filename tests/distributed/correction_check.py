@@ -55,9 +55,10 @@ def differences(actual: Outcome, whole: Outcome) -> list[str]:
         found += [] if torch.allclose(one, other, rtol=TOLERANCE, atol=rounding) else [name]
     assert actual.metrics.keys() == whole.metrics.keys()
     for name, value in whole.metrics.items():
-        # A deviation is the root of a difference: its square is what has digits.
+        # A deviation is the root of a difference: its square is what has digits, of those of the mean's square.
         power = 2 if name.endswith("_std") else 1
-        if not math.isclose(actual.metrics[name] ** power, value**power, rel_tol=TOLERANCE, abs_tol=1e-15):
+        size = max(1.0, whole.metrics.get(name.replace("_std", "_mean"), 0.0)) if power == 2 else 1.0
+        if not math.isclose(actual.metrics[name] ** power, value**power, rel_tol=TOLERANCE, abs_tol=1e-15 * size**2):
             found.append(f"{name}: {actual.metrics[name]!r} instead of {value!r}")
     return found
 

@@ -40,12 +40,12 @@ COLUMNS = (
     ("basic", replace(WEIGHTED, level="sequence", rejects=True, rotation=3), 12),
     ("off", replace(WEIGHTED, level="turn", normalizes=True), 2, 2),
     ("basic", replace(WEIGHTED, level="turn"), 6, 2),
-    ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 8, 3),
+    ("basic", replace(WEIGHTED, level="turn", rejects=True, rotation=0), 9, 3),
     ("off", replace(WEIGHTED, level="prefix"), 2, 2),
     ("off", replace(WEIGHTED, level="prefix", normalizes=True), 2, 2, 1),
     ("off", replace(WEIGHTED, level="prefix", mode="mask"), 2, 2, 1),
     ("basic", replace(WEIGHTED, level="prefix"), 6, 2, 10),
-    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 7, 2, 11),
+    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 8, 2, 11),
 )
 
 
@@ -149,6 +149,7 @@ def test_columns_counted_by_hand():
         (counts,) = ranks
         parts = counts["turns"][0] if settings.level == "turn" else 4 * n
         shapes = [(columns * n + more[0] * parts,)] if more else [(columns, n)]
-        shapes += [(1, n)] * ("sequence_max" in str(settings.criteria)) + [(late, n) for late in more[1:]]
+        maxima = sum(criterion.startswith("sequence_max") for criterion in settings.criteria)
+        shapes += [(maxima, n)] * (maxima > 0) + [(late, n) for late in more[1:]]
         assert [call.shape for call in counts["losses"][0]] == shapes, f"{metrics}, {settings}"
         assert len(counts["finish"]) == (1 if metrics == "off" else 2)
