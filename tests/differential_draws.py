@@ -114,7 +114,7 @@ def draw_config(rng: Random) -> mp.MismatchConfig | None:
         terms |= {"kl_coef": rng.choice([0.1, 2.0]), "kl_type": rng.choice(["k1", "k2", "k3", "low_var_kl"])}
         terms["kl_importance_weighted"] = rng.random() < (0.5 if given["use_tis"] else 0.05)
     if rng.random() < 0.3 and not measured:
-        terms |= {"rollout_kl_coef": rng.choice([1e-3, 0.7]), "rollout_kl_type": rng.choice(["k2", "k3", "k3"])}
+        terms |= {"rollout_kl_coef": rng.choice([1e-3, 0.7]), "rollout_kl_type": rng.choice(["k2", "k3"])}
         terms["rollout_kl_on"] = rng.choice(["all", "accepted"])
     try:
         return mp.MismatchConfig.model_validate(given | {"terms": terms})

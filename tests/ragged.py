@@ -14,7 +14,7 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import Aggregate, Statistic
 
-LEVELS = ("token", "sequence", "geometric")
+LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 MODES = ("truncate", "clip", "mask")
 GARBAGE = (math.nan, math.inf, -math.inf, -9999.0, 1e30, 0.0)
 FLOATS = ("train", "rollout", "ref", "current", "advantages", "entropy")

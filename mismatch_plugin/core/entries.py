@@ -132,3 +132,39 @@ def _tensor(row: Any, integer: bool) -> Tensor:
         row = [float("nan") if item is None else item for item in row]
         return torch.tensor(row, dtype=torch.int64 if integer else None)
     return torch.as_tensor(row)
+
+
+def refuse_other_parts(
+    turn_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
+) -> None:
+    """Raise ValueError where turns or chunks are those of other sequences."""
+    if turn_counts is not None and len(turn_counts) != len(lengths):
+        raise ValueError(f"turn_counts has {len(turn_counts)} entries for {len(lengths)} sequences.")
+    if chunk_lengths is None:
+        return
+    if tuple(map(sum, chunk_lengths)) != lengths or len({*map(len, chunk_lengths)}) > 1:
+        raise ValueError(
+            f"chunk_lengths {list(chunk_lengths)[:4]} must have as many chunks for every sequence, and add up to its "
+            f"tokens on this rank, {list(lengths)[:4]}."
+        )
+
+
+def shape_wanted(values: Tensor, lengths: tuple[int, ...], padded_width: int | None) -> str:
+    """What a packed batch holds, and how to bring values of another shape into its."""
+    sequences, tokens = len(lengths), sum(lengths)
+    if padded_width is not None:
+        return (
+            f"{tokens} tokens from [{sequences}, {padded_width}] tensors: pass ({sequences}, "
+            f"{padded_width}), laid out as they were, or ({tokens},) without the padding"
+        )
+    held = f"{tokens} tokens of {sequences} sequences"
+    if values.dim() == 2 and values.shape[1] == 1:
+        return f"{held}: write .squeeze(1)" if values.numel() == tokens else f"{held}: pass one value a token"
+    if values.dim() == 2 and values.shape[0] == sequences and values.numel() == tokens:
+        return f"{held}: write .flatten(), or pack with from_padded, which remembers the layout"
+    if values.dim() == 2 and values.shape[0] == sequences and values.shape[1] >= max(lengths, default=0):
+        return (
+            f"{held}: write torch.cat([row[:n] for row, n in zip(log_probs, packed.lengths)]), or pack with "
+            f"from_padded, which remembers the layout"
+        )
+    return f"{held}: pass one value a token, ({tokens},), sequence after sequence"

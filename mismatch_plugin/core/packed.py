@@ -15,7 +15,9 @@ from mismatch_plugin.core.entries import (
     checked_turns,
     flatten_entries,
     refuse_not_finite,
+    refuse_other_parts,
     refuse_two_policies,
+    shape_wanted,
     version_number,
     whole_number,
 )
@@ -97,14 +99,7 @@ class PackedSequences:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
             object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
-        if self.turn_counts is not None and len(self.turn_counts) != len(self.lengths):
-            raise ValueError(f"turn_counts has {len(self.turn_counts)} entries for {len(self.lengths)} sequences.")
-        chunks = self.chunk_lengths
-        if chunks is not None and (tuple(map(sum, chunks)) != self.lengths or len({*map(len, chunks)}) > 1):
-            raise ValueError(
-                f"chunk_lengths {list(chunks)[:4]} must have as many chunks for every sequence, and add up to its "
-                f"tokens on this rank, {list(self.lengths)[:4]}."
-            )
+        refuse_other_parts(self.turn_counts, self.chunk_lengths, self.lengths)
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
@@ -213,28 +208,12 @@ class PackedSequences:
         if values.shape == self.loss_mask.shape:
             return values
         if self.padded_width is None or values.shape != (len(self.lengths), self.padded_width):
-            raise ValueError(f"{name} has shape {tuple(values.shape)}, the packed batch {self._shape_wanted(values)}.")
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, the packed batch "
+                f"{shape_wanted(values, self.lengths, self.padded_width)}."
+            )
         flat = values.reshape(-1)
         return flat if self.padded_index is None else flat.index_select(0, self.padded_index)
-
-    def _shape_wanted(self, values: Tensor) -> str:
-        sequences, tokens = len(self.lengths), self.loss_mask.shape[0]
-        if self.padded_width is not None:
-            return (
-                f"{tokens} tokens from [{sequences}, {self.padded_width}] tensors: pass ({sequences}, "
-                f"{self.padded_width}), laid out as they were, or ({tokens},) without the padding"
-            )
-        held = f"{tokens} tokens of {sequences} sequences"
-        if values.dim() == 2 and values.shape[1] == 1:
-            return f"{held}: write .squeeze(1)" if values.numel() == tokens else f"{held}: pass one value a token"
-        if values.dim() == 2 and values.shape[0] == sequences and values.numel() == tokens:
-            return f"{held}: write .flatten(), or pack with from_padded, which remembers the layout"
-        if values.dim() == 2 and values.shape[0] == sequences and values.shape[1] >= max(self.lengths, default=0):
-            return (
-                f"{held}: write torch.cat([row[:n] for row, n in zip(log_probs, packed.lengths)]), or pack with "
-                f"from_padded, which remembers the layout"
-            )
-        return f"{held}: pass one value a token, ({tokens},), sequence after sequence"
 
     def unpack(self, values_T: Tensor) -> list[Tensor]:
         """[T] (or [T, …]) → one tensor a sequence (views)."""

@@ -127,11 +127,10 @@ def test_a_tight_geometric_bound_does_not_warn() -> None:
 )
 def test_a_clip_of_gspo_as_wide_as_ppo_s_warns(high: float | None, notes: list[str]) -> None:
     """Its ratio is a geometric mean: ε of its own, which is not the hosts' default."""
+    clip = mp.PPOClip() if high is None else mp.PPOClip(eps_clip_high=high)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        mp.MismatchConfig(
-            objective="gspo", aggregation="seq-mean-token-mean", ppo={} if high is None else {"eps_clip_high": high}
-        )
+        mp.MismatchConfig(objective="gspo", aggregation="seq-mean-token-mean", ppo=clip)
     assert [str(warning.message)[:42] for warning in caught] == notes
 
 

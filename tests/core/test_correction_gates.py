@@ -214,14 +214,14 @@ def test_nothing_of_a_device_is_read(level: str) -> None:
 
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])
-@pytest.mark.parametrize(("level", "more"), [("token", 0), ("sequence", 0), ("turn", 6), ("prefix", 10)])
+@pytest.mark.parametrize(("level", "more"), [("token", 0), ("sequence", 0), ("turn", 7), ("prefix", 10)])
 @pytest.mark.parametrize(
     ("condition", "rs", "floats"), [("", {}, 12), ("@away", NEW, 16)], ids=["old", "all that is new"]
 )
 def test_memory_is_at_most_twelve_floats_a_token(
     metrics: str, level: str, more: int, condition: str, rs: dict[str, Any], floats: int
 ) -> None:
-    """π_θ apart from π_old takes three more, its advantages one; turns of five tokens six, and ten what every token's
+    """π_θ apart from π_old takes three more, its advantages one; turns of five tokens seven, and ten what every token's
     own product takes in float64."""
     packed = batch(64, longest=4000)
     criteria = rejecting(f"token:binary_kl:0.5{condition}", **rs)

@@ -82,6 +82,9 @@ PLANTED: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] 
     "rollout_is_weight_after_eff_sample_size": (weighted(), [[-9.0] * 8 + [0.0] * 2], [[-9.0] * 6 + [0.0] * 4]),
     "rollout_is_weight_after_seq_eff_sample_size": (weighted("sequence"), [[-9.0]] * 8 + [[0.0]] * 2,
                                                     [[-9.0]] * 6 + [[0.0]] * 4),
+    # the same of turns, one a sequence
+    "rollout_is_weight_after_turn_eff_sample_size": (weighted("turn"), [[-9.0]] * 8 + [[0.0]] * 2,
+                                                     [[-9.0]] * 6 + [[0.0]] * 4),
     # the length trap: 300 tokens of l = −.01 each are Σ l = −3, 190 are −1.9
     "seq_log_ratio_mean": (weighted("sequence"), [[-0.01] * 300], [[-0.01] * 190]),
     # one weight of 2 among 99 of 1e-3: the mean is .021, so the largest becomes 95 > 10 · 2; among 99 of .2: 9.2
@@ -110,9 +113,21 @@ OTHER_SIDES: list[tuple[str, dict[str, Any], list[list[float]], list[list[float]
     ("rollout_is_ratio_unit_mean", weighted("sequence"), [[-0.018] * 40] * 30, [[-0.018] * 40] * 29),
     ("rollout_is_weight_after_seq_eff_sample_size", weighted("geometric"), [[-9.0]] * 8 + [[0.0]] * 2,
      [[-9.0]] * 6 + [[0.0]] * 4),
+    # of prefixes the weights are the tokens'; the last ones have the product of the response
+    ("rollout_is_weight_after_eff_sample_size", weighted("prefix"), [[0.0] * 2 + [-9.0] + [0.0] * 7],
+     [[0.0] * 4 + [-9.0] + [0.0] * 5]),
+    ("seq_log_ratio_mean", weighted("prefix"), [[-0.01] * 300], [[-0.01] * 190]),
     # geometric means of e^.7 = 2.01 and e^.68 = 1.97
     ("rollout_is_ratio_unit_mean", weighted("geometric"), [[0.7] * 3] * N, [[0.68] * 3] * N),
 ]  # fmt: skip
+
+
+def test_a_largest_weight_is_not_held_against_bounds_that_grow() -> None:
+    _, bad, _ = PLANTED["rollout_is_weight_after_max"]
+    settings = weighted("prefix", batch_normalize=True, upper_bound=2.0)
+    assert "rollout_is_weight_after_max" in warnings_of(bad, **settings)
+    settings["tis"]["bound_growth"] = 0.5
+    assert "rollout_is_weight_after_max" not in warnings_of(bad, **settings)
 
 
 @pytest.mark.parametrize(("metric", "settings", "bad", "well"), OTHER_SIDES)
@@ -197,6 +212,7 @@ FOLLOWED: dict[str, dict[str, Any]] = {
     "rollout_is_weight_after_mean": weighted(batch_normalize=True),
     "rollout_is_weight_after_eff_sample_size": weighted(mode="clip", lower_bound=0.5),
     "rollout_is_weight_after_seq_eff_sample_size": weighted("sequence", mode="clip", lower_bound=0.5),
+    "rollout_is_weight_after_turn_eff_sample_size": weighted("turn", mode="clip", lower_bound=0.5),
     "seq_log_ratio_mean": weighted("geometric"),
     "rollout_is_weight_after_max": weighted(mode="clip", lower_bound=0.5, batch_normalize=True),
     "rollout_is_veto_fraction": {"rs": {"veto_threshold": 1e-6}},

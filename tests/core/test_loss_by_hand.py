@@ -175,11 +175,12 @@ def test_the_loss_of_a_dry_run_is_not_divided_by_a_factor_that_was_not_applied()
 
 #            π_θ .4, .6 · π_old (not used by algorithms 1 and 3) .1, .9 · π_rollout .2, .5: ratios 2 and 1.2
 def two_tokens(**fields: Any) -> tuple[Tensor, mp.PackedSequences]:
+    given: dict[str, Any] = {"advantages": [[1.0, -1.0]], **fields}
     packed = mp.PackedSequences.from_lists(
         rollout_log_probs=logs([[0.2, 0.5]]),
         loss_masks=[[1, 1]],
         old_log_probs=logs([[0.1, 0.9]]),
-        **{"advantages": [[1.0, -1.0]]} | fields,
+        **given,
     )
     return torch.cat(logs([[0.4, 0.6]])).requires_grad_(), packed
 

@@ -187,9 +187,9 @@ def test_what_a_dry_run_leaves_out_agrees() -> None:
 
 
 def test_draws_reach_everything() -> None:
-    """Of 1000 accepted draws: a draw that is always refused would test nothing."""
+    """Of 1600 accepted draws: a draw that is always refused would test nothing."""
     refused, seen = Counter[str](), Counter[str]()
-    for case in cases(0, 1000, refused=refused):
+    for case in cases(0, 1600, refused=refused):
         seen.update(features(case.config, case.batch, case.answer))
     assert refused["configuration"] >= 50  # blind enough to be refused at times
     assert {name: seen[name] for name in EVERYTHING if seen[name] < 5} == {}
@@ -198,7 +198,7 @@ def test_draws_reach_everything() -> None:
 def test_what_stops_under_the_policy_error_is_what_plain_says() -> None:
     """A training log-prob that is invalid always, one of the rollout where the loss reads it; the first are named."""
     rng, seen = Random(60), Counter[str]()
-    for _ in range(2200):
+    for _ in range(3000):
         config = draw_config(rng)
         if config is None or config.rollout_log_prob_policy != "error":
             continue

@@ -209,7 +209,7 @@ def test_constructor_errors() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_named(name: str, value: float) -> None:
     lists = {"rollout_log_probs": [[-1.0, -2.0], [-1.0, -2.0, -3.0]], "sequence_ids": ["a", "b"]}
-    bad = [[0.5, 0.5], [0.5, value, 0.5]]
+    bad: Any = [[0.5, 0.5], [0.5, value, 0.5]]
     with pytest.raises(ValueError, match=rf"{name} of sequence b is {value} at position 1, a token that trains"):
         mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 1, 1]], **lists, **{name: bad})
     mp.PackedSequences.from_lists(loss_masks=[[1, 1], [1, 0, 1]], **lists, **{name: bad})

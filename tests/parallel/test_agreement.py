@@ -7,9 +7,10 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.parallel.agreement import StepKind, difference
+from mismatch_plugin.parallel.agreement import StepKind, difference, step_kind
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
 from tests.distributed.agreement_worker import CONFIGS as SETTINGS
@@ -152,3 +153,19 @@ def test_what_is_not_known_on_a_rank_differs_from_nothing() -> None:
     first, other = StepKind({"a": 1}, None, (2,)), StepKind({"a": 1}, ("loss_mask",), (1,), (9,))
     assert difference({0: {0: first, 1: last}, 2: {2: other}}) == ""
     assert "rank 0 has 2, rank 1 has 1" in difference({0: {0: first, 1: other}})
+
+
+def test_other_turns_are_named_where_they_are_summed_over() -> None:
+    """Sums of another number of turns would not fit into one another."""
+    kinds = {}
+    for level in ("turn", "sequence"):
+        config = mp.MismatchConfig(use_tis=True, tis={"level": level})  # pyright: ignore[reportArgumentType]
+        for rank in (0, 1):
+            packed = mp.PackedSequences.from_lists(
+                loss_masks=[[1, 0, 1]], rollout_log_probs=[[-1.0] * 3], old_log_probs=[[-1.0] * 3], advantages=[1.0]
+            )
+            packed = packed.replace(turn_ids=torch.tensor([0, 0, 1]), turn_counts=(2 + rank,))
+            kinds[level, rank] = step_kind(config, [packed], has_loss=True)
+    assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
+    said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
+    assert "rank 0 has 1 with 2 turns, rank 1 has 1 with 3 turns" in said

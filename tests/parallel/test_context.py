@@ -51,6 +51,20 @@ def test_shards_hold_every_token_once_with_its_position(layout: Any, size: int) 
     assert all(value == pytest.approx(-1.0 - i - 0.01 * t) and mask == (t % 3 != 1) for i, t, value, mask in seen)
 
 
+def test_a_shard_knows_the_turns_of_the_whole_and_its_chunks() -> None:
+    """5 tokens are chunks 01|23|4|, of two zigzag ranks, 1 token 0|||; a turn goes on over a cut, and one is split by
+    what another rank holds."""
+    whole = mp.PackedSequences.from_lists(loss_masks=[[0, 1, 1, 0, 1], [1], []])
+    first, second = (shard(whole, "zigzag", 2, rank) for rank in range(2))
+    assert first.turn_counts == second.turn_counts == (2, 1, 1)
+    assert first.chunk_lengths == ((2, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0))
+    assert second.chunk_lengths == ((0, 2, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0))
+    assert first.turn_ids is not None and first.turn_ids.tolist() == [0, 0, 0]
+    assert second.turn_ids is not None and second.turn_ids.tolist() == [0, 0, 1]
+    assert second.turns.offsets.tolist() == [0, 2, 3, 3, 3]
+    assert shard(whole, "none", 1, 0).chunk_lengths is None
+
+
 def test_a_sequence_without_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match=r"at least one token, got lengths \[3, 0\]"):
         split_tokens([3, 0])

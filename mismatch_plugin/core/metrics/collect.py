@@ -16,11 +16,22 @@ from torch import Tensor
 
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
+from mismatch_plugin.core.metrics.units import (
+    clamped,
+    masked_with_units,
+    mean_ratio,
+    measures_parts,
+    outside_bounds,
+    own_factor,
+    token_weight_rows,
+    unit_ratio_rows,
+    unit_weight_rows,
+    weight_columns,
+)
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.stage import Stage, any_of
-from mismatch_plugin.core.units import ActingBounds, Units, center
+from mismatch_plugin.core.units import ActingBounds
 from mismatch_plugin.core.validity import KINDS, count_kinds
-from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -44,7 +55,7 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
     if stage.units.per_token:
-        yield Column("clamped", _clamped(stage, ratio, log_ratio, tokens.padding), "clamped_squared")
+        yield Column("clamped", clamped(stage, ratio, log_ratio, tokens.padding), "clamped_squared")
     bounds = stage.bounds
     if bounds is not None and bounds.units.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
@@ -61,10 +72,10 @@ def late_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | Non
     padding = stage.tokens.padding
     ratio = stage.ratio_U - 1.0
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", _clamped(stage, ratio, stage.log_ratio_U, padding), "clamped_squared")
+    yield Column("clamped", clamped(stage, ratio, stage.log_ratio_U, padding), "clamped_squared")
     yield Column(None, stage.ratio_U.masked_fill(padding, 0.0), "unit_square")
     if stage.bounds is not None and stage.bounds.units is stage.units:
-        for name, verdict in _outside_bounds(stage).items():
+        for name, verdict in outside_bounds(stage).items():
             yield Column(name, verdict.masked_fill_(padding, False))
 
 
@@ -73,7 +84,7 @@ def _verdict_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor |
     if rejected_T is not None:
         yield Column("rejected", rejected_T)
     if stage.weights_U is not None:
-        yield from _token_weights(stage, stage.weights_U, rejected_T)
+        yield from weight_columns(stage, stage.weights_U, rejected_T)
     if stage.config.metrics == "off":
         return
     if masked_T is not None and masked_T is not rejected_T:
@@ -81,30 +92,6 @@ def _verdict_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor |
     for name, outside in stage.outside_T.items():
         if name != "mode" and outside is not masked_T:
             yield Column(f"out_{name}", outside)
-
-
-def _outside_bounds(stage: Stage) -> dict[str, Tensor]:
-    """Which units of the level are above and below the bounds that act on them, [U] bool each."""
-    bounds, scale = stage.bounds, stage.scale_U
-    assert bounds is not None
-    return {
-        "high": stage.log_ratio_U > grown(bounds.log_upper, scale),
-        "low": stage.log_ratio_U < grown(bounds.log_lower, scale),
-    }
-
-
-def _token_weights(stage: Stage, weights_T: Tensor, rejected_T: Tensor | None) -> Iterator[Column]:
-    """Of weights that are known a token at a time: bounded ones, and of the kept tokens Σ w, Σ w², Σ (w − 1)²."""
-    if stage.config.tis.batch_normalize:
-        yield Column("weight_unit", weights_T)
-        if "mode" in stage.outside_T:
-            yield Column("outside_mode", stage.outside_T["mode"])
-    if stage.config.metrics != "off":
-        kept, weight = stage.tokens.mask, weights_T
-        if rejected_T is not None:
-            kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
-        yield Column("weight", weight, "weight_squared")
-        yield Column(None, weight - kept, "weight_deviation")
 
 
 def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
@@ -159,11 +146,11 @@ def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tenso
         return rows | stage.of_sequences(unit_rows), unit_rows
     rows |= _rejection_rows(stage)
     if units.on_tokens:
-        rows |= _token_weight_rows(stage, kept)
+        rows |= token_weight_rows(stage, kept)
     else:
-        unit_rows |= _unit_weight_rows(stage, kept)
+        unit_rows |= unit_weight_rows(stage, kept)
     if stage.measured and not units.on_tokens:
-        unit_rows |= _unit_ratio_rows(stage)
+        unit_rows |= unit_ratio_rows(stage)
     rows |= stage.of_sequences(unit_rows)
     if "weight" in rows:
         rows["seq_weight_squared"] = rows["weight"].square()
@@ -177,8 +164,8 @@ def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tenso
     if units.on_tokens:
         names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_square", "high", "low")
         rows |= {name: means[name] for name in names if name in means}
-    if _measures_parts(units):
-        rows["seq_ratio_squared"] = _mean_ratio(rows).square()
+    if measures_parts(units):
+        rows["seq_ratio_squared"] = mean_ratio(rows).square()
     if not (units.multiplies and units.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(stage.sums_N["log_ratio"]).square_()
     if stage.bounds is not None:
@@ -188,33 +175,11 @@ def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tenso
     return rows, unit_rows
 
 
-def _measures_parts(units: type[Units]) -> bool:
-    """A sequence has several units, and is judged by its tokens' mean ρ."""
-    return units.measure != "sequences"
-
-
-def _mean_ratio(rows: dict[str, Tensor]) -> Tensor:
-    """Mean of ρ − 1 over the response tokens of each sequence, ρ that of the token's unit."""
-    return rows["unit_ratio"] if "unit_ratio" in rows else rows["ratio"]
-
-
-def _unit_ratio_rows(stage: Stage) -> dict[str, Tensor]:
-    """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
-    ratio = stage.ratio_U
-    rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
-    rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-    rows["clamped"] = _clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
-    rows["clamped_squared"] = rows["clamped"].square()
-    if stage.bounds is not None and stage.bounds.units is stage.units:
-        rows |= _outside_bounds(stage)
-    return rows
-
-
 def _outside_rows(stage: Stage, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
-    if _measures_parts(bounds.units):
-        ratio = rows["ratio"] if bounds.units.per_token else _mean_ratio(rows)
+    if measures_parts(bounds.units):
+        ratio = rows["ratio"] if bounds.units.per_token else mean_ratio(rows)
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return outside | {name: stage.means_N[name] for name in ("high", "low") if name in stage.means_N}
     if bounds.units is stage.units:
@@ -258,59 +223,12 @@ def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
     return rows
 
 
-def _clamped(stage: Stage, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
-    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
-    upper, middle = stage.config.tis.upper, center(stage.config)
-    low, high = sorted((1.0 / upper, upper))
-    if middle:
-        return ratio.clamp(low - middle, high - middle)
-    clamped = bounded_exp(log_ratio).clamp_(low, high)
-    return clamped if padding is None else clamped.masked_fill_(padding, 0)
-
-
-def _token_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
-    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
-
-    They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
-    micro_batch, whose factors differ, after it.
-    """
-    if stage.weights_U is None:
-        return {}
-    factor, used = _own_factor(stage), kept > 0
-    weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
-    deviation = stage.means_N["weight_deviation"] * used
-    if factor is not None:
-        # Σ (w/f − 1)² from the sums about w = 1.
-        shift = 1.0 - factor
-        deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
-        weight, squared = weight / factor, squared / factor**2
-    return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
-
-
-def _unit_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
-    """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
-    if stage.weights_U is None:
-        return {}
-    factor = _own_factor(stage)
-    unit = stage.weights_U if factor is None else stage.weights_U / factor
-    if stage.parts is not None:
-        kept = stage.kept_U / stage.sums_U["tokens"].clamp(min=1)
-    weight = unit * kept
-    rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
-    return rows if stage.parts is None else rows | {"unit_weight_squared": weight.square()}
-
-
-def _own_factor(stage: Stage) -> Tensor | float | None:
-    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
-    return stage.factor if stage.config.tis.batch_normalize_scope == "micro_batch" else None
-
-
 def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
     rows: dict[str, Tensor] = {}
     masked_N = any_of(outside for name, outside in stage.outside_N.items() if name not in ("veto", "invalid"))
     by_token = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.outside_T else None)
-    masked = _masked_with_units(stage) if stage.outside_U else by_token
+    masked = masked_with_units(stage) if stage.outside_U else by_token
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
@@ -327,15 +245,6 @@ def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
     return rows
 
 
-def _masked_with_units(stage: Stage) -> Tensor:
-    """Share of each sequence's tokens that token criteria reject, or mask mode with their unit."""
-    tokens, outside = stage.sums_U["tokens"], stage.outside_U["mode"]
-    by_token = stage.sums_U.get("masked", stage.sums_U.get("rejected") if stage.outside_T else None)
-    by_token = torch.zeros_like(tokens) if by_token is None else by_token
-    masked_U = torch.where(outside, 1.0, by_token / tokens.clamp(min=1))
-    return stage.of_sequences({"masked": masked_U})["masked"]
-
-
 def _maxima(stage: Stage, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
     """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
     nothing."""
@@ -347,12 +256,12 @@ def _maxima(stage: Stage, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[st
     if stage.measured:
         both["log_ratio_seq"] = stage.means_N["log_ratio"]
         units["log_aggregate"] = stage.log_ratio_U
-        if _measures_parts(stage.units):
-            both["ratio_seq"] = _mean_ratio(rows)
+        if measures_parts(stage.units):
+            both["ratio_seq"] = mean_ratio(rows)
         if stage.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in stage.values_N.items()}
     if stage.weights_U is not None:
-        weights_U, factor = stage.weights_U, _own_factor(stage)
+        weights_U, factor = stage.weights_U, own_factor(stage)
         used = weights_U * stage.keep_T if stage.units.on_tokens else weights_U.masked_fill(stage.kept_U == 0, 0.0)
         weights["weight"] = used if factor is None else used / factor
     absent = has.logical_not()

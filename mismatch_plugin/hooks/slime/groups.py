@@ -17,6 +17,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import switch
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
+from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -92,17 +93,22 @@ def rollout_advantages(
         raise ValueError(
             "slime skipped the pass for old log-probs, which --rs-group needs: add --get-mismatch-metrics."
         )
-    packed = pack_local(
-        args, data, groups, old_log_probs=data["log_probs"], rollout_log_probs=data.get("rollout_log_probs")
-    )
-    packed = versions.on(packed, config, data["loss_masks"])
-    kept_N = correct(packed, config, groups).kept_N > 0
+    failure: ValueError | None = None
+    compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}
+    kept_N = torch.zeros(len(places), device=data["loss_masks"][0].device)
+    try:
+        packed = pack_local(args, data, groups, units_of(config).needs, **compared)
+        kept_N = correct(versions.on(packed, config, data["loss_masks"]), config, groups).kept_N
+    except ValueError as error:  # on all ranks together
+        failure = error
     ids, at = torch.arange(len(raw)) // size, torch.tensor(places)
     others = ~torch.isclose(_normalised(args, raw)[at], torch.tensor(data["rewards"]), rtol=1e-4, atol=1e-4)
-    found = torch.zeros(len(raw) + 1, device=kept_N.device)
-    found[at.to(found.device)] = kept_N.float()
-    found[-1] = float(others.any())
-    *accepted, odd = groups.sum_over_replicas(found).tolist()
+    found = torch.zeros(len(raw) + 2, device=kept_N.device)
+    found[at.to(found.device)] = (kept_N > 0).float()
+    found[-2:] = torch.tensor([float(others.any()), float(failure is not None)])
+    *accepted, odd, failed = groups.sum_over_replicas(found).tolist()
+    if failed:
+        raise failure or ValueError("another rank cannot say which of its responses are accepted: its error says why.")
     if odd:
         raise ValueError(
             "slime's rewards are not its raw_reward, normalised within each group (does a sample's metadata set "

@@ -187,7 +187,7 @@ def test_every_declared_metric_is_reachable_and_documented() -> None:
     packed = raw.packed(old_log_probs=rows, ref_log_probs=rows, entropy=[[1.0] * length for length in LENGTHS])
     packed = packed.replace(trainer_version=9)
     seen: set[str] = set()
-    for level in ("token", "sequence", "geometric"):
+    for level in ("token", "turn", "sequence", "geometric", "prefix"):
         settings = mp.MismatchConfig.model_validate(
             FULL
             | {

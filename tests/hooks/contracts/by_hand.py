@@ -29,6 +29,11 @@ def correct_by_hand(rows: list[Row], config: mp.MismatchConfig, normalized: bool
     sequences = []
     for row in rows:
         tokens = [_token(row, at, config) if row["mask"][at] else {} for at in range(len(row["mask"]))]
+        turn = 0
+        for token, before in zip(tokens, [{}, *tokens], strict=False):
+            turn += bool(token and not before)
+            if token:
+                token["turn"] = float(turn)
         trained = [token for token in tokens if token]
         _judge(trained, config)
         if config.objective == "gspo":
@@ -55,11 +60,13 @@ def _token(row: Row, at: int, config: mp.MismatchConfig) -> Token:
 def _judge(trained: list[Token], config: mp.MismatchConfig) -> None:
     """Weight and `keep` of the trained tokens of one sequence."""
     tis, logs = config.tis, [token["log_ratio"] for token in trained]
-    for token in trained:
+    for place, token in enumerate(trained):
         weight, inside = 1.0, True
         if config.weighted:
             product = sum(logs)
             by_level = {"token": token["log_ratio"], "sequence": product, "geometric": product / len(logs)}
+            by_level["turn"] = sum(other["log_ratio"] for other in trained if other["turn"] == token["turn"])
+            by_level["prefix"] = sum(logs[: place + 1])
             ratio = math.exp(by_level[tis.level])
             inside = tis.mode != "mask" or tis.lower <= ratio <= tis.upper
             weight = min(ratio, tis.upper) if tis.mode == "truncate" else min(max(ratio, tis.lower), tis.upper)
@@ -92,9 +99,10 @@ def _accepts(rule: mp.Criterion, own: float, logs: list[float]) -> bool:
 
 
 def _mean_weight(sequences: list[list[Token]], config: mp.MismatchConfig) -> float:
-    """Over tokens, or over sequences; those that mask mode rejects are not counted."""
+    """Over tokens, turns or sequences; those that mask mode rejects are not counted."""
     trained = [[token for token in tokens if token] for tokens in sequences]
-    units = [token for tokens in trained for token in (tokens if config.tis.level == "token" else tokens[:1])]
+    one = {"token": id, "prefix": id, "turn": lambda token: token["turn"]}.get(config.tis.level, lambda token: 0)
+    units = [token for tokens in trained for token in {one(token): token for token in tokens}.values()]
     weights = [token["weight"] for token in units if token["inside"]]
     return (sum(weights) / len(weights) if weights else 0.0) or 1.0
 

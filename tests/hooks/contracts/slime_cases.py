@@ -8,7 +8,14 @@ from typing import Any
 from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
 
 LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
-BOUNDS = {"token": (0.7, 1.4), "sequence": (0.3, 2.5), "geometric": (0.9, 1.1)}
+PARTS = ("turn", "prefix")
+BOUNDS = {
+    "token": (0.7, 1.4),
+    "sequence": (0.3, 2.5),
+    "geometric": (0.9, 1.1),
+    "turn": (0.6, 1.7),
+    "prefix": (0.6, 1.7),
+}
 CRITERIA = ["sequence_mean:ratio:0.85:1.12", "token:k2:0.3"]
 TERMS = {"entropy_coef": 0.01, "use_kl_loss": True, "kl_loss_coef": 0.1, "kl_loss_type": "k3"}
 # What slime's own mis.yaml sets: see test_the_shipped_mis_yaml_is_the_recorded_one.
@@ -61,14 +68,16 @@ def product(host: str) -> dict[str, dict[str, Any]]:
     points = [(0, way, "-", "-") for way in ways] + [(1, "custom", "-", "-")]
     points += [(2, way, *rest) for way, *rest in itertools.product(ways, LEVELS, MODES)]
     points += [(3, "custom", *rest) for rest in itertools.product(LEVELS, MODES)] + [(3, "custom", "none", "-")]
+    points += [(2, "hook", *rest) for rest in itertools.product(PARTS, MODES)]
+    points += [(3, "custom", *rest) for rest in itertools.product(PARTS, MODES)]
     for number, (algorithm, way, level, mode) in enumerate(points):
         for turn in range(2):
             rejects = (number + turn) % 2 == 1
-            normalizes = level in LEVELS and (number // 2 + turn) % 2 == 1
+            normalizes = level in BOUNDS and (number // 2 + turn) % 2 == 1
             terms = (number // 3 + turn) % 2 == 1 and not (normalizes and (algorithm == 3 or host == "miles"))
             per_token = (number // 5 + turn) % 2 == 1
             tis: dict[str, Any] | None = (
-                weights(level, mode) if level in LEVELS else {"level": "none"} if level == "none" else None
+                weights(level, mode) if level in BOUNDS else {"level": "none"} if level == "none" else None
             )
             if tis is not None and normalizes:
                 tis["batch_normalize"] = True

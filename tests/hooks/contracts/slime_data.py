@@ -138,7 +138,7 @@ def expected(args: Namespace, config: mp.MismatchConfig, step: int, old: bool = 
     config = config.model_copy(update={"denominator": "original", "aggregation": "token-mean"})
 
     def loss_of(chosen: list[int], factor: Any = None) -> mp.PolicyLoss:
-        rows = {name: [samples()[i].rows[name] for i in chosen] for name in samples()[0].rows}
+        rows: dict[str, Any] = {name: [samples()[i].rows[name] for i in chosen] for name in samples()[0].rows}
         old_log_probs, entropy = rows.pop("log_probs"), [found[i][1] for i in chosen]
         packed = mp.PackedSequences.from_lists(**rows, old_log_probs=old_log_probs if old else None, entropy=entropy)
         return mp.policy_loss(torch.cat([found[i][0] for i in chosen]), packed, config, batch_factor=factor)

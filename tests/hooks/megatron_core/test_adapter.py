@@ -114,23 +114,32 @@ def data(position: str) -> tuple[Sample, ...]:
 
 
 def runs() -> list[tuple[dict[str, Any], Run]]:
-    """Every algorithm × level × mode twice, the other factors chosen so that all pairs of their values occur."""
+    """Every algorithm × level × mode twice (turn, prefix once), the other factors so that all pairs of values occur."""
     cores: list[dict[str, Any]] = [{"algorithm": a, "level": "token", "mode": "truncate"} for a in (0, 1)]
     cores += [{"algorithm": 3, "level": "none", "mode": "truncate"}]
     for algorithm, level, mode in product((2, 3), ("token", "sequence", "geometric"), ("truncate", "clip", "mask")):
         cores.append({"algorithm": algorithm, "level": level, "mode": mode})
+    parts = [
+        {"algorithm": algorithm, "level": level, "mode": mode}
+        for algorithm, level, mode in product((2, 3), ("turn", "prefix"), ("clip", "mask"))
+    ]
     chosen: list[tuple[dict[str, Any], Run]] = []
     seen: set[Any] = set()
-    for index, core in enumerate([*cores, *cores]):
+    for index, core in enumerate([*cores, *cores, *cores[:1], *cores[3:8], *parts]):  # with objectives more to pair
         options = [
             dict(zip(FACTORS, values, strict=True)) for values in product(*(range(len(v)) for v in FACTORS.values()))
         ]
         options = [{**core, **option} for option in options if legal({**core, **option})]
         start = 17 * index % len(options)
-        best = max(options[start:] + options[:start], key=lambda option: len(pairs(option) - seen))
+        best = max(options[start:] + options[:start], key=lambda option: gain(option, seen))
         seen |= pairs(best)
         chosen.append((best, run_of(best)))
     return chosen
+
+
+def gain(option: dict[str, Any], seen: set[Any]) -> int:
+    """Pairs that are new; those of two factors, all of which must occur, count three times."""
+    return sum(3 if pair[0][0] in FACTORS and pair[1][0] in FACTORS else 1 for pair in pairs(option) - seen)
 
 
 def legal(option: dict[str, Any]) -> bool:
@@ -158,11 +167,13 @@ def run_of(option: dict[str, Any]) -> Run:
     algorithm, geometric = option["algorithm"], option["level"] == "geometric"
     tis = {"level": option["level"], "mode": option["mode"], "upper_bound": 1.1 if geometric else 1.3}
     tis["batch_normalize"] = value["batch_normalize"]
+    tis |= {"bound_growth": 0.5} if option["level"] == "prefix" else {}
     terms = value["terms"]
     if "rollout_kl_coef" in terms and (value["rejection"] or option["mode"] == "mask"):
         terms = terms | {"rollout_kl_on": "accepted"}
     config = {
         "objective": value["objective"],
+        "ppo": {"eps_clip_low": 0.03, "eps_clip_high": 0.04} if value["objective"] == "gspo" else {},
         "use_rollout_log_probs": bool(algorithm & 1),
         "use_tis": bool(algorithm & 2),
         "tis": tis if algorithm > 1 else {},
@@ -173,6 +184,8 @@ def run_of(option: dict[str, Any]) -> Run:
         "length_norm": 8.0 if value["aggregation"] == "seq-mean-token-sum" and algorithm % 2 else None,
         "metrics": "full",
     }
+    if value["objective"] == "gspo":  # its own 3e-4 clips all that these rejections leave
+        config["ppo"] = {"eps_clip_low": 0.1, "eps_clip_high": 0.1}
     return Run(config, value["microbatches"], value["form"])
 
 

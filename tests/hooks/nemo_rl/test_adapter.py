@@ -70,9 +70,8 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
 
 def packed_of(data: dict[str, torch.Tensor]) -> mp.PackedSequences:
     columns = {"rollout_log_probs": "generation_logprobs", "old_log_probs": "prev_logprobs", "advantages": "advantages"}
-    return mp.PackedSequences.from_lists(
-        loss_masks=list(MASK[:, 1:]), **{mine: list(data[theirs][:, 1:]) for mine, theirs in columns.items()}
-    )
+    rows: dict[str, Any] = {mine: list(data[theirs][:, 1:]) for mine, theirs in columns.items()}
+    return mp.PackedSequences.from_lists(loss_masks=list(MASK[:, 1:]), **rows)
 
 
 def call(loss: Any, log_probs: torch.Tensor, data: dict[str, Any], toks: float, seqs: float) -> tuple[Any, Any, Any]:

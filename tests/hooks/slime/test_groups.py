@@ -44,6 +44,7 @@ class Case:
     cp: int
     scaled: bool = True
     rewards: list[float] = field(default_factory=lambda: list(RAW))
+    versions: tuple[int | None, ...] = ()  # of the weights that sampled each; 5 train
     changes: dict[str, Any] = field(default_factory=dict)
     root: str = ""
 
@@ -89,6 +90,9 @@ def advantages_of(case: Case) -> Any:
     state = initialize(1, case.cp)
     args = host_arguments(case)
     data = rollout(case, state.get_data_parallel_rank(), state.get_data_parallel_world_size(), _cp_rank(state))
+    if case.versions:
+        data["weight_versions"] = [[str(v)] if (v := case.versions[i]) is not None else [] for i in data["partition"]]
+        slime.ADAPTER.versions.read(data, 5)
     try:
         if case.root:
             host.compute_advantages_and_returns(args, data)  # pyright: ignore[reportPossiblyUnboundVariable]
@@ -108,7 +112,9 @@ def _cp_rank(state: Any) -> int:
 def wanted(case: Case) -> list[float]:
     """One process, the plain formula: who keeps a token, then each group."""
     config = slime.settings(host_arguments(case))
-    rows = {name: [sample.rows[name] for sample in samples()] for name in ("rollout_log_probs", "loss_masks")}
+    rows: dict[str, Any] = {
+        name: [sample.rows[name] for sample in samples()] for name in ("rollout_log_probs", "loss_masks")
+    }
     old = [sample.rows["log_probs"] for sample in samples()]
     kept = (mp.correct(mp.PackedSequences.from_lists(**rows, old_log_probs=old), config).kept_N > 0).tolist()
     assert 0 < sum(kept) < len(kept)
@@ -192,6 +198,22 @@ def test_every_step_of_the_rollout_logs_what_changed() -> None:
         assert metrics["train/rollout_corr/rollout_rs_group_dropped_fraction"] == 0.5
         assert metrics["train/rollout_corr/rollout_rs_group_changed_fraction"] == 1.0
         assert "train/rollout_corr/kl" in metrics
+
+
+def test_stale_responses_are_in_no_baseline() -> None:
+    """More than one version old: 2 of the first group (and 6, which trains nothing, of the second)."""
+    stale = {"max_staleness": 1, "group": "exclude"}
+    cases = [
+        Case(rs=stale, cp=2, versions=(5, 5, 3, 4, 5, 4, 0, 5)),
+        Case(rs=stale, cp=2, versions=(5, 5, 3, 4, 5, None, 0, 5)),
+    ]
+    found, missing = launch(advantages_of, cases, 4, timeout=120.0)
+    expected = plain(RAW, [i // SIZE for i in range(len(RAW))], [i not in (2, 6) for i in range(len(RAW))])
+    for values, _ in found:
+        for sample, part in values.items():
+            torch.testing.assert_close(part, torch.full_like(part, expected[sample]), rtol=1e-5, atol=1e-6)
+    assert sum("sample 2 has no weight version" in error for error in missing) == 2, "on the ranks that hold sample 5"
+    assert sum("another rank cannot say which of its responses are accepted" in error for error in missing) == 2
 
 
 # In slime -------------------------------------------------------------------------------------------------------------
