@@ -93,7 +93,7 @@ RULES = (
     ),
     Rule(
         name="experts",
-        run="in sync, single tokens far away from all others (a mixture of experts whose router chooses otherwise)",
+        run="in sync, single tokens far off (a mixture of experts whose router chooses otherwise)",
         preset="token_icepop",
         reason="single tokens are far off, for which a truncated weight would still be its bound: their weight is 0, "
         "all others keep theirs. Of a mixture of experts replay the routing if the host can",
@@ -103,7 +103,7 @@ RULES = (
     ),
     Rule(
         name="strong",
-        run=f"strong: KL from {STRONG_KL:g}, or ESS below {SMALL_ESS:g}",
+        run=f"strong: KL from {STRONG_KL:g} or ESS below {SMALL_ESS:g}",
         preset="token_is",
         reason="find the cause first: no weight repairs a wrong temperature, a filter or old weights, and inspect "
         "recommends nothing until then; where it is meant (--accept far_apart) token weights bound the gradient and "
@@ -162,7 +162,7 @@ RULES = (
     ),
     Rule(
         name="turns",
-        run="several turns a response, short enough for products of ratios that the whole response is too long for",
+        run="several short turns, too long together for a product of ratios",
         preset="seq_is",
         changes={"tis": {"level": "turn"}},
         reason="the weight of a turn is a product over its own tokens: its variance stays small where that of the "
@@ -174,7 +174,7 @@ RULES = (
     ),
     Rule(
         name="credit",
-        run="advantages that differ from token to token, responses too long for a product of their ratios",
+        run="an advantage for each token, too long for a product of ratios",
         preset="prefix_is",
         reason="a token's advantage is about what follows it: its weight is the product of the ratios up to it, and "
         "the bounds widen with √t, which keeps what they cut nearly independent of the length",
@@ -184,7 +184,7 @@ RULES = (
     ),
     Rule(
         name="long",
-        run="all others: other precision or kernels, responses of any length",
+        run="all others: other precision or kernels, any length",
         preset="token_is",
         reason="least variance of all weights, at any length; a product of ratios would spread with the length until "
         "one response has all the weight. Its bias (what came before a token is not reweighted) is small while the "
@@ -234,20 +234,20 @@ ADDITIONS = (
 
 
 def rules_table(short: bool = False) -> Table:
-    """Which setting to choose. short: without the reasons, for the README."""
+    """Which setting to choose. short: without the reasons and what may be added, for the README."""
     rows = [
         (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{_more(rule)}",
          "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}", rule.reason)
         for rule in RULES
     ]  # fmt: skip
-    rows += [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
+    added = [(f"in addition: {item.run}", "any", "any", item.flag, NOTHING, item.reason) for item in ADDITIONS]
     headers = ("your run", "KL, nats a token", "longest response", "setting", "tokens kept", "why")
     notes = (
         "The first row that fits is taken, by k3 as the estimate of KL. mismatch-plugin inspect does it, predicts what "
         "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
         "For every row the tests make data in its range, and fail where less is kept or another is taken.",
     )
-    table = Table("Which setting to choose", headers, tuple(rows), notes=notes)
+    table = Table("Which setting to choose", headers, (*rows, *added), notes=notes)
     return Table(table.title, headers[:4], tuple(row[:4] for row in rows)) if short else table
 
 

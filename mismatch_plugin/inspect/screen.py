@@ -206,8 +206,7 @@ def _predictions(screen: _Screen, diagnosis: Diagnosis) -> None:
         return
     screen.add([""], rank=9)
     marks = tuple(">" if "recommended" in mark else "*" if mark else " " for mark, _ in chosen)
-    widest = max(screen.width - _FIGURES_WIDTH, _NARROWEST)
-    names = [_cut(item.setting.replace("algorithm ", "alg "), widest) for _, item in chosen]
+    names = [item.setting.replace("algorithm ", "alg ") for _, item in chosen]
     where = "alg: docs/algorithms.md" if any(name.startswith("alg ") for name in names) else ""
     headers = [
         (where, "", "ESS of", "", "", "", "2nd"),
@@ -227,14 +226,6 @@ def _predictions(screen: _Screen, diagnosis: Diagnosis) -> None:
     ]
     ranks = [2 if mark == " " else 1 for mark in marks]
     screen.table(headers, rows, ranks, marks)
-
-
-_FIGURES_WIDTH, _NARROWEST = 48, 24
-"""Columns next to the names; the least that names get."""
-
-
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 3].rstrip(' ,')}..."
 
 
 def _percent(value: float) -> str:

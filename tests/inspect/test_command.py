@@ -134,7 +134,7 @@ def test_own_settings_come_from_one_place() -> None:
     )
     with pytest.raises(ValueError, match=r"--preset and --flags all name your settings"):
         own_settings(None, "token_is", "--use-tis")
-    with pytest.raises(ValueError, match=r"holds --lr, which is no flag of this package"):
+    with pytest.raises(ValueError, match=r"--lr is no flag of this package"):
         own_settings(None, None, "--use-tis --lr 1")
     with pytest.raises(ValueError, match=r"--flags '--tis-level tok'"):
         own_settings(None, None, "--tis-level tok")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mismatch_plugin.check.training import InputError
-from mismatch_plugin.inspect.packing import packed_of, pieces
+from mismatch_plugin.inspect.packing import groups_of, packed_of, pieces
 from mismatch_plugin.rollout.records import WeightSpan
 from tests.inspect.dumps import batch_of, drawn
 
@@ -120,3 +120,32 @@ def test_pieces_are_whole_responses_in_order(tokens: int):
     for where, piece in found:
         assert piece.old_log_probs is not None and torch.equal(piece.old_log_probs, packed.old_log_probs[where])
         assert sum(piece.lengths) <= tokens or len(piece.lengths) == 1
+
+
+def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
+    mask = np.array([False, True, True, False, True, True, False, True])
+    values = [-1.0, -1.0, NAN, -1.0, NAN, -1.0, -1.0, -1.0]
+    packed, _ = packed_of(batch_of([values], [[-1.1] * 8], [{"loss_mask": mask}]))
+    assert packed.positions is not None and packed.positions.tolist() == [1, 5, 7]
+    assert packed.turn_ids is not None and packed.turn_ids.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("versions", "found"), [(("7", "7"), 7), (("7", "8"), None), (("7", None), None)])
+def test_the_trainer_s_version_is_one_for_all_or_none(versions: tuple[str | None, ...], found: int | None):
+    told = [{"weight_version": version} for version in versions]
+    packed, _ = packed_of(batch_of([[-1.0], [-1.0]], [[-1.1], [-1.2]], scored=told))
+    assert packed.trainer_version == found
+    assert [piece.trainer_version for _, piece in pieces(packed, tokens=1)] == [found, found]
+
+
+def test_groups_are_the_record_s_else_the_prompt_s_where_every_response_has_a_reward():
+    def found(*responses: dict[str, Any]) -> Any:
+        batch = batch_of([[-1.0]] * len(responses), [[-1.1]] * len(responses), responses)
+        return groups_of(batch, packed_of(batch)[0])
+
+    named = found({"group": "a", "reward": 1.0}, {"group": "a", "reward": 0.0}, {"group": "b", "reward": 0.5})
+    assert named is not None and list(named.ids) == ["a", "a", "b"] and named.rewards.tolist() == [1.0, 0.0, 0.5]
+    by_prompt = found({"reward": 1.0}, {"reward": 0.0})
+    assert by_prompt is not None and len(set(by_prompt.ids)) == 1
+    assert found({"group": "a", "reward": 1.0}, {"group": "b", "reward": 0.0}) is None, "no two share a group"
+    assert found({"group": "a", "reward": 1.0}, {"group": "a"}) is None, "a reward is missing"

@@ -167,6 +167,14 @@ def test_sliders_tabs_sorting_and_keys(tmp_path: Path, browser: Browser):
     browser.evaluate(f"{form}.level[1].click()")
     visible = "[...document.querySelectorAll('#try-pictures figure:not(.off)')].map(f => f.dataset.level)"
     assert browser.evaluate(visible) == ["sequence"]
+    # Rejection alone is a criterion, and none judges prefixes.
+    browser.evaluate(f"{form}.mode[3].click()")
+    assert browser.evaluate(f"{form}.mode.value") == "reject"
+    browser.evaluate(f"{form}.level[3].click()")
+    assert browser.evaluate(visible) == ["prefix"] and browser.evaluate(f"{form}.mode[3].disabled")
+    assert browser.evaluate(f"{form}.mode.value") == "mask"
+    browser.evaluate(f"{form}.level[1].click()")
+    assert not browser.evaluate(f"{form}.mode[3].disabled")
     # Tabs by arrow keys.
     browser.evaluate("document.getElementById('tab-1').focus()")
     for kind in ("keyDown", "keyUp"):
