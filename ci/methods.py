@@ -57,7 +57,7 @@ METHODS = (
         "--mismatch-objective gspo --mismatch-aggregation seq-mean-token-mean",
         "slime, miles --advantage-estimator gspo; verl loss_mode gspo; NeMo-RL sequence_level_importance_ratios"),
     Method("CISPO", "arXiv 2506.13585", "−sg(min(r, 1 + ε)) A log π_θ", "--mismatch-objective cispo",
-        "slime, miles --advantage-estimator cispo; verl loss_mode cispo"),
+        "slime --advantage-estimator cispo; verl loss_mode cispo; NeMo-RL use_cispo"),
     Method("REINFORCE without a ratio", "Williams 1992", "−w A log π_θ, w of π_old",
         "--use-tis --mismatch-objective reinforce", "NeMo-RL disable_ppo_ratio"),
     Method("prime-rl's default", "prime-rl, default_loss_fn",
@@ -93,6 +93,115 @@ NOT_BUILT = (
 """(method, why it is no setting)."""
 
 
+class Equality(NamedTuple):
+    """What a method was compared with. test: file::function under tests/ that does it. but: where the two differ."""
+
+    method: str
+    equals: str
+    to: str
+    test: str
+    but: str
+
+
+EQUALITIES = (
+    Equality(
+        "GSPO",
+        "slime, NeMo-RL",
+        "1e-6",
+        "core/test_objectives_peers.py::test_equals_slime",
+        "their gradient passes through the sequence's mean, ours through each token: equal where advantage "
+        "and weight are constant in a response, elsewhere theirs is the mean of ours",
+    ),
+    Equality(
+        "GSPO, CISPO",
+        "verl 0.9.1",
+        "1e-6",
+        "hooks/verl_live/test_objectives.py::test_equals_verl",
+        "verl bounds log s to 10 and has no dual clip there; its decoupled driver takes rejected tokens out"
+        " of the mean",
+    ),
+    Equality(
+        "GSPO, CISPO",
+        "slime and miles whole, by --advantage-estimator",
+        "2e-5; miles 8e-3 (its cross entropy is bf16)",
+        "hooks/slime/test_host.py::test_slime_s_own_loss_means_the_same",
+        NOTHING,
+    ),
+    Equality(
+        "GSPO, CISPO, REINFORCE",
+        "NeMo-RL",
+        "1e-6",
+        "core/test_objectives_peers.py::test_equals_nemo_rl",
+        "a dual clip under disable_ppo_ratio compares c with log π there; here it is refused",
+    ),
+    Equality(
+        "GSPO, CISPO at θ = anchor",
+        "REINFORCE's gradient, by enumeration",
+        "1e-10",
+        "core/test_loss_enumeration.py::test_at_the_anchor_every_objective_has_reinforces_gradient",
+        NOTHING,
+    ),
+    Equality(
+        "DPPO-TV, DPPO-KL",
+        "verl 0.9.1",
+        "1e-6",
+        "hooks/verl_live/test_dppo.py::test_dppo_equals_verl",
+        "verl adds 1e-8 inside its logarithms, we keep probabilities in [1e-6, 1 − 1e-6]",
+    ),
+    Equality(
+        "OPSM",
+        "TRL 1.16.0, slime",
+        "the same masks",
+        "core/test_rejection_peers.py::test_opsm_equals_trl_and_slime",
+        "slime takes each token's advantage, and by default π_old for π_rollout; TRL counts NaN as no "
+        "divergence (policy neutral)",
+    ),
+    Equality(
+        "Per-decision weights with A_t = Q(s_t, a_t)",
+        "the true gradient, by enumeration",
+        "1e-10",
+        "core/test_units_enumeration.py::test_prefix_weights_with_action_values_are_the_true_gradient",
+        "token weights do not equal it; with one advantage a response neither do these: a direct formula "
+        "says by how much",
+    ),
+    Equality(
+        "Turn weights",
+        "the true gradient where turns are independent, else its bias by formula",
+        "1e-10",
+        "core/test_units_enumeration.py::test_turn_weights_otherwise_have_the_bias_they_must",
+        "[when they are exact](algorithms.md#turns-and-prefixes)",
+    ),
+    Equality(
+        "Group without the rejected",
+        "NeMo-RL's valid_mask",
+        "1e-6",
+        "hooks/nemo_rl/test_groups.py::test_nemo_rls_valid_mask_is_group_advantages",
+        "leave-one-out and scaled: NeMo-RL divides by the deviation of the others (its hook keeps that)",
+    ),
+    Equality(
+        "Group without the rejected",
+        "∇E[R | accepted], by enumeration",
+        "1e-10",
+        "core/test_groups.py::test_the_gradient_by_enumeration",
+        "keep adds (E[R | accepted] − E[R]) ∇log P(accepted): a push towards being accepted. verl #6375's "
+        "data give −49.5 there and 0 here",
+    ),
+    Equality(
+        "Sampling mask",
+        "mean ρ and gradient of the filtered policy, by enumeration",
+        "1e-10",
+        "hooks/megatron_core/test_sampling_mask.py::test_mean_ratio_is_the_kept_mass_without_masks_and_one_with_them",
+        "without masks mean ρ is the kept mass",
+    ),
+)
+
+
+def equalities_table() -> Table:
+    """What each method was compared with, and where the two differ."""
+    headers = ("method", "equals", "to", "test", "but")
+    return Table("Equalities", headers, EQUALITIES, code=frozenset({"test"}))
+
+
 def methods_table() -> Table:
     """Every method with the flags that give it here."""
     rows = tuple((m.name, m.source, m.formula, m.flags or NOTHING, m.elsewhere) for m in METHODS)
@@ -104,4 +213,8 @@ def not_built_table() -> Table:
     return Table("Not built", ("method", "why"), NOT_BUILT)
 
 
-TABLES: dict[str, Callable[[], Table]] = {"methods": methods_table, "not-built": not_built_table}
+TABLES: dict[str, Callable[[], Table]] = {
+    "methods": methods_table,
+    "equalities": equalities_table,
+    "not-built": not_built_table,
+}

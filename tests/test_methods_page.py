@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from pathlib import Path
 
 import pytest
 
 import mismatch_plugin as mp
-from ci.methods import METHODS, Method
+from ci.methods import EQUALITIES, METHODS, Equality, Method
 
 
 def _config(flags: str) -> mp.MismatchConfig:
@@ -26,3 +27,9 @@ def test_the_flags_of_a_method_are_taken(method: Method) -> None:
 def test_no_two_methods_are_the_same_setting() -> None:
     configs = [_config(method.flags) for method in METHODS if method.flags]
     assert len(set(configs)) == len(configs)
+
+
+@pytest.mark.parametrize("equality", EQUALITIES, ids=lambda equality: f"{equality.method}, {equality.equals}")
+def test_the_test_of_an_equality_is_there(equality: Equality) -> None:
+    file, name = equality.test.split("::")
+    assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
