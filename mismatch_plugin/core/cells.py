@@ -48,11 +48,12 @@ class Cells:
         """
         sums = torch.zeros(len(values_T) + 1, dtype=torch.float64, device=values_T.device)
         ends = sums[1:]
-        ends.copy_(values_T).clamp_(-_LARGEST, _LARGEST).cumsum_(0)
+        ends.copy_(values_T).clamp_(-LARGEST, LARGEST).cumsum_(0)
         return ends - sums.index_select(0, self.offsets[:-1]).index_select(0, self.index)
 
 
-_LARGEST = 1e4
+LARGEST = 1e4
+"""Of one token in a running sum, on every rank."""
 
 
 def chunk_cells(chunk_lengths: Sequence[Sequence[int]], device: torch.device) -> Cells:

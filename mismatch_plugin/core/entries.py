@@ -41,6 +41,10 @@ def refuse_two_policies(
         )
 
 
+_MOST_TURNS = 1000
+"""Or a response's tokens: memory is set aside for every turn up to the last, and a number above is an id."""
+
+
 def checked_turns(
     turn_ids_T: Tensor, counts: tuple[int, ...] | None, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> tuple[int, ...]:
@@ -51,12 +55,13 @@ def checked_turns(
     known = tuple(int(row[-1]) + 1 if len(row) else 1 for row in rows) if counts is None else counts
     for row, count, label in zip(rows, known, ids, strict=True):
         wrong = torch.cat([row.new_zeros(1), row])[:-1] > row
-        wrong |= (row < 0) | (row >= count)
+        wrong |= (row < 0) | (row >= (count if counts is not None else max(len(row), _MOST_TURNS)))
         if wrong.any():
             position = int(wrong.nonzero()[0])
+            among = "" if counts is None else f"{count} "
             raise ValueError(
-                f"turn_ids of sequence {label} is {int(row[position])} at position {position}: number its {count} "
-                f"turns from 0 upwards, and give the tokens between two of them the number of either."
+                f"turn_ids of sequence {label} is {int(row[position])} at position {position}: number its {among}turns "
+                f"from 0 upwards, and give the tokens between two of them the number of either."
             )
     return known
 
@@ -76,7 +81,10 @@ def version_number(version: Any) -> int:
             f"trainer_version is {version!r}: pass the number of the weights that train, an int on the host, counted "
             f"as weight_versions are."
         )
-    return version.__index__()
+    number = version.__index__()
+    if abs(number) >= 2**62:
+        raise ValueError(f"trainer_version is {number}: no number of versions is that large (64 bits).")
+    return number
 
 
 def whole_number(length: Any) -> int:
@@ -123,6 +131,14 @@ def flatten_entries(
         return torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
     flat = torch.cat(rows)
     if integer:
+        if flat.is_floating_point() and flat.device.type == "cpu":
+            odd = (flat.frac() != 0) | (flat.abs() >= 2**53)  # NaN and infinities as well
+            if odd.any():
+                token, sequence, position = _first(odd, lengths)
+                raise ValueError(
+                    f"{name} of sequence {ids[sequence]} is {float(flat[token]):g} at position {position}: pass whole "
+                    f"numbers."
+                )
         return flat.long()
     return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
 
@@ -130,7 +146,8 @@ def flatten_entries(
 def _tensor(row: Any, integer: bool) -> Tensor:
     if isinstance(row, (list, tuple)):
         row = [float("nan") if item is None else item for item in row]
-        return torch.tensor(row, dtype=torch.int64 if integer else None)
+        whole = integer and not any(isinstance(item, float) for item in row)
+        return torch.tensor(row, dtype=torch.int64 if whole else torch.float64 if integer else None)
     return torch.as_tensor(row)
 
 

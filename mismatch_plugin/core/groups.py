@@ -122,7 +122,8 @@ def _index(group_ids: Any, device: torch.device) -> Tensor:
     """[N] a number in [0, N) for each id, the same for equal ones. No host sync for tensors."""
     if not isinstance(group_ids, Tensor):
         numbers: dict[Hashable, int] = {}
-        return torch.tensor([numbers.setdefault(i, len(numbers)) for i in group_ids], dtype=torch.int64, device=device)
+        ids = [i.item() if isinstance(i, Tensor) else i for i in group_ids]  # tensors are equal to themselves alone
+        return torch.tensor([numbers.setdefault(i, len(numbers)) for i in ids], dtype=torch.int64, device=device)
     ordered, order = group_ids.to(device).sort(stable=True)
     numbers_N = torch.zeros_like(order)
     numbers_N[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)

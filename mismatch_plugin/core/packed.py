@@ -95,6 +95,8 @@ class PackedSequences:
                     f"{name} has shape {tuple(value.shape)}, but lengths add up to {tokens} tokens: pass one flat "
                     f"value a token."
                 )
+            if value is not None and name in _INTEGER_FIELDS and value.is_floating_point():
+                raise ValueError(f"{name} has dtype {value.dtype}: pass whole numbers, such as int64.")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:

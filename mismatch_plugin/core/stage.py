@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.cells import LARGEST
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import Judged
 from mismatch_plugin.core.segments import Column, bounded_exp, spread
@@ -84,7 +85,9 @@ class Stage:
         """What is summed over the parts of sequences, too; nothing where there are none."""
         if self.parts is None or not self.parts.splits:
             return
-        yield Column("log_ratio", self.tokens.log_ratio)
+        log_ratio = self.tokens.log_ratio
+        # Chunks before a rank's own count as its running sum would count them.
+        yield Column("log_ratio", log_ratio.clamp(-LARGEST, LARGEST) if self.units.on_tokens else log_ratio)
         yield Column("tokens", self.tokens.mask)
         if self.units.on_tokens:
             return

@@ -114,6 +114,13 @@ def test_bad_input_is_named(arguments: tuple[Any, ...], message: str) -> None:
         mp.group_advantages(*arguments)
 
 
+def test_ids_that_are_tensors_are_compared_by_value() -> None:
+    ids = torch.tensor([7, 7, 3, 3])
+    expected = mp.group_advantages([1.0, 0.0, 1.0, 0.0], ids)
+    assert expected.abs().min() > 0.5
+    assert torch.equal(mp.group_advantages([1.0, 0.0, 1.0, 0.0], list(ids)), expected)
+
+
 def test_a_smallest_group_of_none_is_refused() -> None:
     with pytest.raises(ValueError, match="min_accepted 0 is below 1"):
         mp.group_advantages(REWARDS, SAME, min_accepted=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -323,6 +324,18 @@ def test_lengths_are_whole_numbers() -> None:
     for odd in (3.7, True, "3"):
         with pytest.raises(ValueError, match="pass whole numbers of tokens"):
             mp.PackedSequences.from_padded(loss_masks=mask, lengths=[2, odd])  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", ["turn_ids", "weight_versions", "positions"])
+def test_whole_numbers_are_not_cut_off(name: str) -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], **{name: [torch.tensor([0.0, 1.0])]})
+    assert getattr(packed, name).tolist() == [0, 1]
+    rows: tuple[Any, ...] = ([0, 1.5], [0, None], torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1e30]))
+    for row in rows:
+        with pytest.raises(ValueError, match=f"{name} of sequence 1 is .* at position 1: pass whole numbers"):
+            mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], **{name: [[0], row]})
+    with pytest.raises(ValueError, match=rf"{name} has dtype torch.float32: pass whole numbers"):
+        packed.replace(**{name: torch.tensor([0.0, math.nan])})
 
 
 def test_what_was_found_goes_with_the_values() -> None:

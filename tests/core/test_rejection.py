@@ -380,6 +380,11 @@ def test_a_trainer_version_is_a_whole_number_on_the_host(version: Any) -> None:
         versions(trainer_version=version)
 
 
+def test_a_trainer_version_fits_64_bits() -> None:
+    with pytest.raises(ValueError, match="trainer_version is 9223372036854775808: no number of versions is that large"):
+        versions(trainer_version=2**63)
+
+
 def test_the_trainer_version_goes_with_the_batch() -> None:
     packed = versions()
     assert packed.replace(advantages=None).trainer_version == 10

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.sections import GROWING, Level
+from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
+from mismatch_plugin.parallel.context import shard
 
 LOG_RATIO = torch.tensor([0.1, 0.0, 0.5, -0.4])  # the second token is masked, the third sequence is empty
 PACKED = mp.PackedSequences(loss_mask=torch.tensor([True, False, True, True]), lengths=(3, 1, 0))
@@ -216,6 +217,39 @@ def test_chunks_that_do_not_add_up_are_refused() -> None:
         of([[LN2, LN3]], [[1, 1]]).replace(chunk_lengths=((1, 0),))
     with pytest.raises(ValueError, match="turn_counts has 2 entries for 1 sequences"):
         of([[LN2, LN3]], [[1, 1]]).replace(turn_counts=(1, 1))
+
+
+def test_a_prefix_is_the_same_split_where_one_token_is_beyond_all_bounds() -> None:
+    """It counts as −1e4 in every split, so that three of +4899.5 outweigh it."""
+    seen: list[torch.Tensor] = []
+
+    class Rank:
+        cp_size = 2
+
+        def __init__(self, earlier: list[torch.Tensor]) -> None:
+            self.earlier, self.counts_sequences = earlier, not earlier
+
+        def sum(self, partials: torch.Tensor) -> torch.Tensor:
+            seen.append(partials.clone())
+            return partials + self.earlier.pop(0) if self.earlier else partials
+
+        max = sum
+
+    packed = mp.PackedSequences.from_lists(
+        old_log_probs=[[-2e4, -0.5, -0.5, -0.5]], rollout_log_probs=[[-0.5, *[-4900.0] * 3]], loss_masks=[[1] * 4]
+    )
+    config = mp.MismatchConfig(use_tis=True, tis=ImportanceSampling(level="prefix", mode="clip"))
+    whole = mp.correct(packed, config).weights.tolist()
+    assert whole == [0.5, 0.5, 0.5, 2.0]
+    first = mp.correct(shard(packed, "contiguous", 2, 0), config, Rank([])).weights.tolist()
+    assert first + mp.correct(shard(packed, "contiguous", 2, 1), config, Rank(seen.copy())).weights.tolist() == whole
+
+
+def test_a_turn_number_that_is_an_id_is_refused() -> None:
+    """Memory for 10^12 turns would be set aside."""
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], turn_ids=[[999], [0, 10**12]])
+    with pytest.raises(ValueError, match=r"turn_ids of sequence 1 is 10{12} at position 1: number its turns"):
+        packed.turn_numbers()
 
 
 def test_nothing_else_asks_which_level_it_is() -> None:
