@@ -65,8 +65,10 @@ METHODS = (
         "--use-rollout-log-probs --use-tis --tis-upper-bound inf --rs-criterion token:tv:0.2@away "
         "--mismatch-denominator original --mismatch-rollout-kl-coef 2e-3",
         "prime-rl loss.type default"),
-    Method("Unbiased KL", "DeepSeek-V3.2, arXiv 2512.02556", "w · KL(π_θ‖π_ref)",
-        "--use-tis --mismatch-kl-coef 1e-3 --mismatch-kl-importance-weighted", "slime --use-unbiased-kl"),
+    Method("Unbiased KL", "DeepSeek-V3.2, arXiv 2512.02556",
+        "sg(w) (log π_θ − log π_ref)²/2: in the mean the gradient of KL(π_θ‖π_ref)",
+        "--use-tis --mismatch-kl-coef 1e-3 --mismatch-kl-type k2 --mismatch-kl-importance-weighted",
+        "slime --use-unbiased-kl (r k3, with the gradient of r)"),
     Method("Group without the rejected", "GRPO with valid responses only",
         "A = (R − mean of accepted)/(deviation of accepted)",
         "--rs-criterion sequence_mean:k3:0.01 --rs-group exclude", "NeMo-RL valid_mask"),

@@ -1,15 +1,22 @@
-"""docs/methods.md: its flags are taken, and give what the page says."""
+"""docs/methods.md: its flags are taken, and give the formula that the page says."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import warnings
+from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import Tensor
 
 import mismatch_plugin as mp
 from ci.methods import EQUALITIES, METHODS, Equality, Method
+from mismatch_plugin.core.loss import token_loss
 
 
 def _config(flags: str) -> mp.MismatchConfig:
@@ -33,3 +40,247 @@ def test_no_two_methods_are_the_same_setting() -> None:
 def test_the_test_of_an_equality_is_there(equality: Equality) -> None:
     file, name = equality.test.split("::")
     assert f"\ndef {name}(" in (Path(__file__).parent / file).read_text(encoding="utf-8")
+
+
+# Every row's formula, written with nothing of ours. It sees the tokens that train, one after the other.
+
+
+class Batch(NamedTuple):
+    """theta: log π_θ, with gradient; old, mu, ref: log π_old, π_rollout, π_ref; a: advantages. [T] each.
+
+    sequences, turns: index of the tokens of each. age: weight versions before the trainer's."""
+
+    theta: Tensor
+    old: Tensor
+    mu: Tensor
+    ref: Tensor
+    a: Tensor
+    age: Tensor
+    sequences: Sequence[Tensor]
+    turns: Sequence[Tensor]
+
+
+def _each(values: Tensor, parts: Sequence[Tensor], what: Callable[[Tensor], Tensor]) -> Tensor:
+    """`what` of the values of each part, at each of its tokens."""
+    out = torch.zeros_like(values)
+    for part in parts:
+        out = out.index_put((part,), what(values[part]).expand(len(part)))
+    return out
+
+
+def _sum(values: Tensor) -> Tensor:
+    return values.sum()
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.sum() / len(values)
+
+
+def _clip(r: Tensor, a: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
+    return -torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+
+
+def _ppo(b: Batch) -> Tensor:
+    return _clip((b.theta - b.old).exp(), b.a)
+
+
+def _l(b: Batch) -> Tensor:
+    return b.old - b.mu
+
+
+def _k3(l_T: Tensor) -> Tensor:
+    return l_T.exp() - 1 - l_T
+
+
+def _bernoulli(log_p: Tensor, log_q: Tensor) -> Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+
+
+def _inside(l_T: Tensor, low: float, high: float) -> Tensor:
+    return (l_T >= math.log(low)) & (l_T <= math.log(high))
+
+
+def _all(b: Batch) -> Tensor:
+    return torch.ones_like(b.a, dtype=torch.bool)
+
+
+def _mis(b: Batch) -> tuple[Tensor, Tensor]:
+    product = _each(_l(b), b.sequences, _sum)
+    return product.exp() * _ppo(b), _inside(product, 0.5, 2)
+
+
+def _icepop(b: Batch) -> Tensor:
+    return torch.where(_inside(_l(b), 0.5, 5), _l(b).exp(), 0) * _ppo(b)
+
+
+def _self_normalised(b: Batch) -> Tensor:
+    w = _l(b).exp().clamp(max=2)
+    return w / w.mean() * _ppo(b)
+
+
+def _pg_is(b: Batch) -> Tensor:
+    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp().clamp(max=2)
+    return -w * b.a * b.theta
+
+
+def _prefix(b: Batch) -> Tensor:
+    n = _each(torch.ones_like(b.a), b.sequences, lambda ones: ones.cumsum(0))
+    w = _each(_l(b), b.sequences, lambda part: part.cumsum(0)).exp()
+    low, high = math.exp(-0.025) ** n.sqrt(), math.exp(0.05) ** n.sqrt()
+    return torch.minimum(torch.maximum(w, low), high) * _ppo(b)
+
+
+def _trm(b: Batch) -> tuple[Tensor, Tensor]:
+    worst, mean = _each(_l(b) ** 2 / 2, b.sequences, torch.amax), _each(_k3(_l(b)), b.sequences, _mean)
+    return _ppo(b), (worst <= 0.5) & (mean <= 0.01)
+
+
+def _back(b: Batch) -> Tensor:
+    """The step does not lead further away."""
+    return torch.where(b.a > 0, b.theta <= b.mu, b.theta >= b.mu)
+
+
+def _dppo(b: Batch, near: Tensor, c: float = 20) -> Tensor:
+    return -(b.theta - b.mu).exp().clamp(max=c).detach() * b.a * b.theta * (near | _back(b))
+
+
+def _tv(b: Batch) -> Tensor:
+    return (b.theta.exp() - b.mu.exp()).abs()
+
+
+def _opsm(b: Batch) -> Tensor:
+    far = _each((b.mu - b.theta).detach(), b.sequences, _mean) > -math.log(0.905)
+    return torch.where((b.a < 0) & far, 0, _ppo(b))
+
+
+def _gspo(b: Batch) -> Tensor:
+    s = _each(b.theta - b.old, b.sequences, _mean).exp()
+    each = _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean)
+    return each * _each(torch.ones_like(b.a), b.sequences, lambda ones: 1 / ones.sum()) * len(b.a) / len(b.sequences)
+
+
+def _prime(b: Batch) -> Tensor:
+    r = (b.theta - b.mu).exp()
+    # As prime-rl writes it: r A has the gradient of sg(r) A log π.
+    return -r * b.a * ((_tv(b) <= 0.2) | _back(b)).detach() + 1e-3 * (b.theta - b.mu) ** 2
+
+
+def _unbiased_kl(b: Batch) -> Tensor:
+    return _ppo(b) * _l(b).exp().clamp(max=2) + 1e-3 * _l(b).exp().clamp(max=2) * (b.theta - b.ref) ** 2 / 2
+
+
+Formula = Callable[[Batch], "Tensor | tuple[Tensor, Tensor]"]
+_FORMULAS: dict[str, Formula] = {
+    "PPO": _ppo,
+    "Dual clip": lambda b: torch.where(b.a < 0, torch.minimum(_ppo(b), -3 * b.a), _ppo(b)),
+    "Decoupled PPO, TIS": lambda b: _l(b).exp().clamp(max=2) * _ppo(b),
+    "Sequence weights, MIS": _mis,
+    "Geometric rejection": lambda b: (_ppo(b), _inside(_each(_l(b), b.sequences, _mean), 1 / 1.001, 1.001)),
+    "IcePop": _icepop,
+    "Self-normalised weights": _self_normalised,
+    "REINFORCE + IS": _pg_is,
+    "Per-decision weights": _prefix,
+    "Turn weights": lambda b: _each(_l(b), b.turns, _sum).exp().clamp(max=2) * _ppo(b),
+    "KPop": lambda b: (_ppo(b), (_bernoulli(b.old, b.mu) <= 0.1) & (_bernoulli(b.mu, b.old) <= 0.1)),
+    "TRM": _trm,
+    "DPPO-TV": lambda b: _dppo(b, _tv(b) <= 0.15),
+    "DPPO-KL": lambda b: _dppo(b, _bernoulli(b.mu, b.theta) <= 0.05),
+    "OPSM": _opsm,
+    "GSPO": _gspo,
+    "CISPO": lambda b: -(b.theta - b.old).exp().clamp(max=1.2).detach() * b.a * b.theta,
+    "REINFORCE without a ratio": lambda b: -_l(b).exp().clamp(max=2) * b.a * b.theta,
+    "prime-rl's default": _prime,
+    "Unbiased KL": _unbiased_kl,
+    "Group without the rejected": lambda b: (_ppo(b), _each(_k3(_l(b)), b.sequences, _mean) <= 0.01),
+    "Limit on staleness": lambda b: (_ppo(b), b.age <= 2),
+}
+_OTHER_VALUE = {"prime-rl's default"}
+"""Its loss has another value and the same gradient."""
+
+_MASKS = ([1, 1, 1], [0, 1, 1, 0, 0, 1, 1, 1], [1, 0, 1, 1, 1], [1, 1, 0, 1, 0, 1], [1] * 6, [1, 1, 1, 0, 1])
+_SPREADS = (3e-4, 0.03, 0.15, 0.5, 1.0, 0.08)
+"""Of log π_old − log π_rollout, a sequence."""
+
+
+def _draw(seed: int) -> tuple[mp.PackedSequences, Tensor, Batch]:
+    """(what ours takes, log π_θ of it, what a formula sees)."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = [len(mask) for mask in _MASKS]
+    mask = torch.tensor([*chain(*_MASKS)]) > 0
+    index = torch.repeat_interleave(torch.tensor(lengths))
+
+    def normal() -> Tensor:
+        return torch.randn(len(mask), generator=random, dtype=torch.float64)
+
+    mu = torch.rand(len(mask), generator=random, dtype=torch.float64).clamp(0.05, 0.8).log()
+    old = (mu + torch.tensor(_SPREADS, dtype=torch.float64)[index] * normal()).clamp(max=-0.02)
+    theta = (old + 0.3 * normal()).clamp(max=-0.01)
+    mu[-1], old[-1], theta[-1] = math.log(0.15), math.log(0.16), math.log(0.7)  # A < 0: far enough for the dual clip
+    ref, a = mu + 0.3 * normal(), torch.tensor([1.0, -0.5, 2.0, -1.5, 0.7, -1.0], dtype=torch.float64)[index]
+    age = torch.randint(0, 5, (len(mask),), generator=random)
+    fields: dict[str, Any] = {"rollout_log_probs": mu, "old_log_probs": old, "ref_log_probs": ref, "advantages": a}
+    packed = mp.PackedSequences(
+        loss_mask=mask, lengths=tuple(lengths), weight_versions=7 - age, trainer_version=7, **fields
+    )
+    theta.requires_grad_()
+    trained, turn = index[mask], ((mask & ~torch.cat([mask.new_zeros(1), mask[:-1]])).cumsum(0) + 100 * index)[mask]
+    parts = [[torch.nonzero(of == number).flatten() for number in of.unique()] for of in (trained, turn)]
+    batch = Batch(theta[mask], old[mask], mu[mask], ref[mask], a[mask], age[mask], *parts)
+    return packed, theta, batch
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_formula_of_a_method(method: Method) -> None:
+    """Loss and gradient of a row's flags are those of its formula; but for PPO they differ from those of PPO."""
+    if method.name == "Sampling mask":
+        assert method.name not in _FORMULAS  # tests/hooks/megatron_core/test_sampling_mask.py
+        return
+    acts = method.name == "PPO"
+    for seed in range(4):
+        packed, theta, batch = _draw(seed)
+        ours = mp.policy_loss(theta, packed, _config(method.flags)).loss
+        formula = _FORMULAS[method.name](batch)
+        loss, keep = formula if isinstance(formula, tuple) else (formula, _all(batch))
+        assert keep.any()
+        theirs = torch.where(keep, loss, 0).sum() / keep.sum()
+        (gradient,) = torch.autograd.grad(ours, theta)
+        (expected,) = torch.autograd.grad(theirs, theta, retain_graph=True)
+        if method.name not in _OTHER_VALUE:
+            assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=1e-12)
+        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+        (uncorrected,) = torch.autograd.grad(_ppo(batch).mean(), theta)
+        acts = acts or not torch.allclose(gradient, uncorrected, rtol=1e-6)
+    assert acts
+
+
+def test_the_advantages_of_a_group_without_the_rejected() -> None:
+    """The row's other half: A = (R − mean of accepted)/(deviation of accepted), 0 for the rejected."""
+    config = _config(next(m.flags for m in METHODS if m.name == "Group without the rejected"))
+    packed, _, batch = _draw(0)
+    rewards = [1.0, 0.0, 3.0, 0.5, 0.0, 1.0]
+    accepted = [bool(_k3(_l(batch)[part]).mean() <= 0.01) for part in batch.sequences]
+    assert 2 <= sum(accepted) < len(accepted)
+    found = mp.group_advantages(torch.tensor(rewards), [0] * 6, mp.correct(packed, config).kept_N)
+    values = torch.tensor([r for r, kept in zip(rewards, accepted, strict=True) if kept])
+    expected = [
+        (r - float(values.mean())) / (float(values.std()) + 1e-6) * a for r, a in zip(rewards, accepted, strict=True)
+    ]
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("kind", "forward"), [("k2", True), ("k3", False)])
+def test_whose_gradient_a_weighted_kl_has(kind: str, forward: bool) -> None:
+    """All outcomes of one token, by their probability under π_rollout: Σ μ w ∇k(d), w = π_θ/μ."""
+    logits = torch.tensor([0.3, -0.5, 1.1], dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(0)
+    mu, ref = (torch.tensor(p, dtype=torch.float64).log() for p in ([0.5, 0.2, 0.3], [0.2, 0.2, 0.6]))
+    fields: dict[str, Any] = {"rollout_log_probs": mu, "ref_log_probs": ref, "advantages": torch.zeros_like(mu)}
+    packed = mp.PackedSequences(loss_mask=mu < 0, lengths=(1, 1, 1), **fields)
+    flags = f"--mismatch-kl-coef 1 --mismatch-kl-type {kind} --mismatch-kl-importance-weighted --use-tis"
+    config = _config(f"{flags} --use-rollout-log-probs --tis-upper-bound inf")
+    (term,) = token_loss(log_p, packed, config).terms()
+    (found,) = torch.autograd.grad((mu.exp() * term.added).sum(), logits, retain_graph=True)
+    left, right = (log_p, ref) if forward else (ref, log_p)
+    (expected,) = torch.autograd.grad((left.exp() * (left - right)).sum(), logits)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

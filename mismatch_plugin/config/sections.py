@@ -205,7 +205,8 @@ class Terms(Section):
     )
     kl_importance_weighted: bool = described(
         False,
-        "multiply the KL penalty by the importance weight (unbiased under the rollout policy)",
+        "multiply the KL penalty by the importance weight, detached: the value is unbiased under the rollout policy; "
+        "the gradient is that of KL(π_θ‖π_ref) with kl_type k2, of KL(π_ref‖π_θ) with k3",
         flag="--mismatch-kl-importance-weighted",
         source="DeepSeek-V3.2, arXiv 2512.02556",
     )

@@ -134,6 +134,17 @@ def test_a_clip_of_gspo_as_wide_as_ppo_s_warns(high: float | None, notes: list[s
     assert [str(warning.message)[:42] for warning in caught] == notes
 
 
+@pytest.mark.parametrize("objective", ["gspo", "ppo"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
+def test_an_aggregation_that_is_not_gspo_s_warns(objective: str, aggregation: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mp.MismatchConfig.model_validate({"objective": objective, "aggregation": aggregation})
+    said = [f"objective gspo with aggregation {aggregation}: the paper's loss is seq-mean-token-mean" in str(w.message)
+            for w in caught]  # fmt: skip
+    assert said == [True] * (objective == "gspo" and aggregation != "seq-mean-token-mean")
+
+
 def test_reinforce_at_token_level_warns() -> None:
     with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: sequence level is what"):
         mp.MismatchConfig(use_rollout_log_probs=True, use_tis=True)

@@ -241,13 +241,14 @@ def test_log_probs_of_the_current_policy_may_be_padded() -> None:
     assert kept(packed, config, log_probs=theta) == [1, 0, 1]
 
 
-def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss() -> None:
+@pytest.mark.parametrize("bad", [NAN, 3.0])
+def test_an_invalid_current_log_prob_is_not_judged_and_shows_in_the_loss(bad: float) -> None:
     config = rejecting("token:k2:0.1", "sequence_sum:k2:0.5", rs={"policy": "current"})
     theta = THETA.clone()
-    theta[0] = NAN
+    theta[0] = bad
     result = mp.policy_loss(theta, CURRENT, config)
     assert result.correction.keep.tolist() == [1, 1, 0, 0]
-    assert result.loss.isnan()
+    assert bool(result.loss.isnan()) == math.isnan(bad)
 
 
 # Forms of a batch -----------------------------------------------------------------------------------------------------

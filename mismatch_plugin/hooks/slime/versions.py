@@ -114,9 +114,9 @@ def needs_init(host: str) -> str:
 
 
 def _number(version: Any) -> int:
-    """The hosts name their versions by the number of the update; SGLang's own name is that before the first."""
+    """The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first."""
     if str(version) == INITIAL_VERSION:
-        return -1
+        return 0
     if not str(version).isdigit():
         raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
     return int(version)

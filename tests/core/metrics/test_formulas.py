@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics as stats
-from itertools import product
+from itertools import accumulate, groupby, pairwise, product
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ HI = 1.5
 LO = 1 / HI
 VETO = 0.5
 PREFIX = "rollout_corr/"
-LEVELS, MODES = ("token", "sequence", "geometric"), ("truncate", "clip", "mask")
+LEVELS, MODES = ("token", "turn", "sequence", "geometric", "prefix"), ("truncate", "clip", "mask")
 CRITERIA = ("token:ratio:0.6:1.7", "sequence_mean:k2:0.12", "sequence_max:tv:0.15", "sequence_sum:ratio:0.2:4")
 Rows = list[list[float]]
 
@@ -49,6 +49,7 @@ class Raw:
             return [row for row in chosen if row]
 
         self.train, self.rollout = response(all_train), response(all_rollout)
+        self.turns = [[len(list(run)) for trains, run in groupby(mask) if trains] for mask in self.masks if any(mask)]
         self.log_ratio = [
             [t - r for t, r in zip(*pair, strict=True)] for pair in zip(self.train, self.rollout, strict=True)
         ]
@@ -83,13 +84,19 @@ def effective(values: list[float]) -> float:
 
 def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
     """The metrics of `correct`, each by its formula."""
+    starts = [[*accumulate(lengths, initial=0)] for lengths in raw.turns]
+    turns = [[row[a:b] for a, b in pairwise(at)] for row, at in zip(raw.log_ratio, starts, strict=True)]
     by_level = {
         "token": [[math.exp(x) for x in row] for row in raw.log_ratio],
+        "turn": [[math.exp(sum(turn)) for turn in row for _ in turn] for row in turns],
+        "prefix": [[math.exp(x) for x in accumulate(row)] for row in raw.log_ratio],
         "sequence": [[math.exp(sum(row))] * len(row) for row in raw.log_ratio],
         "geometric": [[math.exp(sum(row) / len(row))] * len(row) for row in raw.log_ratio],
     }
     ratio = by_level[level]
-    units = flat(ratio) if level == "token" else [row[0] for row in ratio]
+    units = flat(ratio) if level in ("token", "prefix") else [row[0] for row in ratio]
+    if level == "turn":
+        units = [math.exp(sum(turn)) for row in turns for turn in row]
     tokens = flat(ratio)
     clamped = [min(max(value, 1 / HI), HI) for value in tokens]
     per_sequence = [stats.fmean(row) for row in ratio]
@@ -185,6 +192,9 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
             "rollout_is_ratio_unit_std": stats.pstdev(units),
             "rollout_is_ratio_unit_eff_sample_size": effective(units),
         }
+    if level == "turn":
+        parts = [row[a:b] for row, at in zip(used, starts, strict=True) for a, b in pairwise(at)]
+        values["rollout_is_weight_after_turn_eff_sample_size"] = effective([stats.fmean(part) for part in parts])
     for name in ("masked_fraction", "seq_masked_fraction"):
         values[f"rollout_rs_{name}"] = values[f"rollout_is_{name}"]
     return values
@@ -277,7 +287,8 @@ def test_vanishing_ratios_have_a_sample_size(log_ratio: float, lower: float | No
 def test_extremes_are_unclamped_below_and_e_to_the_20_above(level: str) -> None:
     """Extremes are reported as exp(min(·, 20)): what lies below e^-20 is told as it is."""
     metrics = mp.correct(tokens([-30.0], [25.0], [0.5]), config(level, rs={})).statistics.metrics()
-    for head in ("rollout_is_", "rollout_is_seq_") if level != "token" else ("rollout_is_",):
+    whole = level in ("sequence", "geometric")  # else a sequence's is a mean, of ρ within e^±20
+    for head in ("rollout_is_", "rollout_is_seq_") if whole else ("rollout_is_",):
         assert metrics[f"{PREFIX}{head}min"] == pytest.approx(math.exp(-30), rel=1e-9), head
         assert metrics[f"{PREFIX}{head}max"] == pytest.approx(math.exp(20), rel=1e-9), head
     assert metrics[f"{PREFIX}log_ppl_diff_max"] == 30.0 and metrics[f"{PREFIX}log_ppl_diff_min"] == -25.0

@@ -121,6 +121,18 @@ def test_tokens_that_are_too_old_leave_the_host_s_loss(host: str) -> None:
 
 
 @hosts
+@pytest.mark.parametrize(("trainer", "stays"), [(0, True), (1, False)])
+def test_an_engine_before_its_first_update_has_the_trainer_s_first_weights(
+    host: str, trainer: int, stays: bool
+) -> None:
+    """SGLang calls them "default"; both hosts count updates from 1."""
+    adapter, actor = prepared(host)
+    data = rollout([["default"]] * 4)
+    found = actor(trainer, weighed(adapter, arguments(host, 2, 0))).train_actor(0, data)
+    assert [bool(value) for loss in found for value in loss] == [False, False, stays, False, *[stays] * 4]
+
+
+@hosts
 @pytest.mark.parametrize("algorithm", [0, 1, 2, 3])
 def test_tokens_that_are_too_old_leave_our_loss_and_stay_in_the_ratios(host: str, algorithm: int) -> None:
     adapter, actor = prepared(host)
