@@ -59,7 +59,6 @@ _OWNED: dict[str, dict[str, str]] = {
     },
     "nemo_rl": {
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
-        "objective": "loss_fn.use_cispo, sequence_level_importance_ratios and disable_ppo_ratio",
         "rs.max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
         "terms.entropy_coef": "nothing",
         "terms.kl": "loss_fn.reference_policy_kl_penalty and reference_policy_kl_type",

@@ -156,7 +156,6 @@ def test_the_patch_is_asked_for_where_it_is_needed(name: str, tmp_path: Path) ->
         ("condition", "verl", "criterion token_tv_away cannot be had on verl without use_rollout_log_probs"),
         ("opsm", "verl", "rs.policy current, criterion sequence_mean_ratio_negative cannot be had on verl"),
         ("penalty", "verl", "terms.rollout_kl_coef cannot be had on verl"),
-        ("objective", "nemo_rl", "objective cispo is nemo_rl's own: set it by loss_fn.use_cispo"),
         ("normalised", "nemo_rl", "batch normalisation runs over the micro-batch on nemo_rl"),
         ("normalised over the step", "verl", "batch normalisation runs over the rollout-batch on verl"),
     ],

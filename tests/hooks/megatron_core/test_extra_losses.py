@@ -88,6 +88,7 @@ def even_samples() -> tuple[Sample, ...]:
             response_ids=[*sample.response_ids, *range(12)][:12],
             loss_mask=[1] * 12,
             weight_versions=None,
+            kept_ids=None,
             **{name: [-2.0 - 0.1 * i for i in range(12)] for name in ("rollout_log_probs", "old_log_probs")},
             ref_log_probs=None,
         )
