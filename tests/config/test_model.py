@@ -135,7 +135,7 @@ def test_a_clip_of_gspo_as_wide_as_ppo_s_warns(high: float | None, notes: list[s
 
 
 def test_reinforce_at_token_level_warns() -> None:
-    with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: sequence level is what"):
+    with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: the rollout-correction guide"):
         mp.MismatchConfig(use_rollout_log_probs=True, use_tis=True)
 
 
