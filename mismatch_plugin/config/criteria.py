@@ -73,6 +73,13 @@ class Criterion(Frozen):
             return lower, upper
         return (lower or None), (None if upper == math.inf else upper)
 
+    @property
+    def rejects_nothing(self) -> bool:
+        """True where no value can be outside the bounds; tv of a token is at most 1."""
+        lower, upper = self.log_bounds
+        free = self.statistic == "tv" and self.aggregate != "sequence_sum" and upper is not None and upper >= 1.0
+        return lower is None and (upper is None or free)
+
     def resolved(self, inherited_upper: float | None) -> Criterion:
         """This criterion with absent bounds filled in. Raises ValueError where there is nothing to inherit."""
         upper = self.upper_bound
@@ -87,6 +94,12 @@ class Criterion(Frozen):
             upper = inherited_upper
         lower = self.lower_bound
         if lower is None and self.in_log_space:
+            if upper < 1.0:
+                raise ValueError(
+                    f"rs criterion {self.name} has upper bound {upper:g} alone, and its reciprocal, the lower bound, "
+                    f"is above it: write both, LOWER:UPPER. Bounds of ratio and k1 are on ρ: e^−δ where the mean "
+                    f"log-ratio is to stay above −δ."
+                )
             lower = 1.0 / upper
         return self.model_copy(update={"lower_bound": lower, "upper_bound": upper}).in_order()
 

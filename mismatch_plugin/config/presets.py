@@ -152,7 +152,10 @@ def _criteria(*specs: tuple[str, str, str], condition: str = "any") -> Callable[
 
 
 def _opsm(given: Parameters) -> Settings:
-    lower = math.exp(-number(given["delta"], "delta"))  # mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ
+    delta = number(given["delta"], "delta")
+    if delta < 0:
+        raise ValueError(f"delta of preset opsm is {delta:g}: it should be greater than or equal to 0.")
+    lower = math.exp(-delta)  # mean(log μ − log p) > δ: the geometric mean of ρ below e^−δ
     criterion = {"aggregate": "sequence_mean", "statistic": "k1", "lower_bound": lower, "upper_bound": math.inf}
     criteria = ({**criterion, "condition": "negative"},)
     return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}

@@ -134,8 +134,11 @@ def outside_known_range(config: Settings) -> list[str]:
             notes.append(
                 f"rs criterion {criterion.name} with upper bound {upper:g} rejects hardly anything: {geometric}."
             )
-    if config.algorithm == 3 and config.tis.level == "token":
-        notes.append("algorithm 3 at token level is biased: sequence level is what the method's page recommends.")
+        if criterion.rejects_nothing:
+            notes.append(f"rs criterion {criterion.name} rejects nothing: no value is outside its bounds.")
+    trusted = any(criterion.condition == "away" for criterion in config.criteria)  # DPPO, whose weights are a token's
+    if config.algorithm == 3 and config.tis.level == "token" and not trusted:
+        notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
     if config.policy_objective == "gspo" and config.aggregation != "seq-mean-token-mean":
         notes.append(
             f"objective gspo with aggregation {config.aggregation}: the paper's loss is seq-mean-token-mean, in which "

@@ -86,10 +86,10 @@ class Account(_Model):
 
 
 def account(numbers: Numbers, config: MismatchConfig) -> Account:
-    """Every token under the settings. Raises as `policy_loss`."""
+    """Every token under the settings; the gate stops nothing here. Raises as `policy_loss`."""
     packed, log_probs = _with_advantages(numbers, config), numbers.log_probs
     numbers = numbers._replace(packed=packed)
-    result = policy_loss(log_probs, packed, config)
+    result = policy_loss(log_probs, packed, config.model_copy(update={"gate_kl": None}))  # it would stop here
     metrics = result.statistics.metrics()  # raises where a log-prob that is used is invalid
     (gradient,) = torch.autograd.grad(result.loss, log_probs)
     loss = token_loss(log_probs, packed, config)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection
 from enum import Enum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config import MismatchConfig
 
 _OWN, _EXAMPLE, _OUTPUT = "Numbers of your own", "Worked example", "Output"
 SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -122,7 +125,9 @@ def _own_numbers(
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
         config = config_of_words(flags)
-    found = account(read_numbers(given, trainer_version=trainer_version), config)
+    numbers = read_numbers(given, trainer_version=trainer_version)
+    _refuse_unread(given, trainer_version, config)
+    found = account(numbers, config)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
         return
@@ -132,6 +137,27 @@ def _own_numbers(
     for table in tables(found, config):
         typer.echo()
         show(table, markdown)
+    if config.gate_kl is not None:
+        k3_kl = found.metrics["rollout_corr/k3_kl"]
+        verdict = "goes on" if k3_kl <= config.gate_kl else "stops here, before the optimizer's step"
+        typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nat a token, the bar is {config.gate_kl:g}: training {verdict}.")
+
+
+def _refuse_unread(given: dict[str, Numbers], trainer_version: int | None, config: MismatchConfig) -> None:
+    """Raise ValueError for numbers that no setting reads."""
+    unread = {
+        "ref": (given["ref"] and not config.terms.kl_coef, "--mismatch-kl-coef"),
+        "entropy": (given["entropy"] and not config.terms.entropy_coef, "--mismatch-entropy-coef"),
+        "versions": (given["versions"] and config.rs.max_staleness is None, "--rs-max-staleness"),
+        "trainer-version": (trainer_version is not None and config.rs.max_staleness is None, "--rs-max-staleness"),
+    }
+    for name, (idle, flag) in unread.items():
+        if idle:
+            raise ValueError(f"--{name} is for {flag}: give it, or leave --{name} out.")
+    if config.rs.max_staleness is not None:
+        for name, missing in (("versions", not given["versions"]), ("trainer-version", trainer_version is None)):
+            if missing:
+                raise ValueError(f"--rs-max-staleness compares --versions with --trainer-version: give --{name}.")
 
 
 def _example(modes: Collection[Mode], levels: Collection[Level], markdown: bool) -> None:

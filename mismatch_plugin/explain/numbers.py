@@ -63,6 +63,8 @@ def read_numbers(given: Mapping[str, Sequence[str] | None], trainer_version: int
         raise ValueError("--groups is for --rewards: give them, or leave the groups out.")
     for name in dict.fromkeys((*rows, *_FILLED)):
         rows[name] = _fitted(name, rows.get(name, [[_FILLED.get(name, 0.0)]]), lengths)
+    if not any(map(any, rows["mask"])):
+        raise ValueError("--mask has no 1, so that no token trains: set one.")
     for name in LOG_PROBS:
         _refuse_impossible(name, rows.get(name, []), rows["mask"])
     rows.setdefault("old", rows["train"])

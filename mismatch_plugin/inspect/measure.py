@@ -44,7 +44,9 @@ def measure(
     with no_notes():
         config = config.replace(metrics="full")
     # In pieces of whole responses, whose statistics merge exactly: memory hardly grows with the batch.
-    statistics = reduce(Statistics.merge, (correct(piece, config).statistics for _, piece in pieces(packed)))
+    # π_θ is π_old in the first step, which is judged here.
+    corrections = (correct(piece, config, log_probs=piece.old_log_probs) for _, piece in pieces(packed))
+    statistics = reduce(Statistics.merge, (correction.statistics for correction in corrections))
     shares = np.array(QUANTILES) / 100
     named = dict(zip(QUANTILES, np.quantile(_gap(packed), shares, overwrite_input=True).tolist(), strict=True))
     # The middle 99.8 % and a quarter more; the outer bins hold the tails.

@@ -8,7 +8,7 @@ from typing import Any
 
 from mismatch_plugin.config import ALGORITHM_NAMES, Criterion, MismatchConfig, MismatchWarning, preset
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
-from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, find_preset
+from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, Preset, find_preset
 from mismatch_plugin.report.kept import SHARE, keeps
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -28,10 +28,8 @@ def presets_table() -> Table:
     for entry in PRESETS:
         config = quiet_preset(entry.name)
         names = ", ".join((entry.name, *entry.aliases))
-        given = [f"{name}={_short(value)}" for name, value in entry.parameters.items()]
-        parameters = ", ".join(given + [f"{name}={value} (required)" for name, value in entry.required.items()])
         flags = " ".join(as_flags(config))
-        about = (entry.summary, entry.when, keeps(config), parameters or NOTHING, flags or NOTHING)
+        about = (entry.summary, entry.when, keeps(config), _parameters(entry) or NOTHING, flags or NOTHING)
         rows.append((names, str(config.algorithm), *about))
     headers = (PRESET_NAMES, "#", "what it does", "when to use it", KEEPS, "parameters", "the same as flags")
     code = frozenset({PRESET_NAMES, "parameters", "the same as flags"})
@@ -53,9 +51,19 @@ def preset_table(name: str) -> Table:
     algorithm = f"algorithm {config.algorithm}, {ALGORITHM_NAMES[config.algorithm]}"
     policies = (THREE_POLICIES,) if config.three_policies else ()
     flags = f"As flags: {' '.join(as_flags(config)) or 'none'}"
-    notes = ("An asterisk marks what is not at its default.", *policies, flags)
+    entry = find_preset(name)
+    in_python = f"Parameters, for mismatch_plugin.preset: {_parameters(entry) or 'none'}"
+    if entry.required:
+        in_python += " as an example; --mismatch-preset takes none: paste the flags, and change their bounds"
+    notes = ("An asterisk marks what is not at its default.", *policies, in_python, flags)
     headers = ("field", "value", "flag")
     return Table(f"{name}: {algorithm}", headers, tuple(rows), frozenset({"field", "flag"}), notes)
+
+
+def _parameters(entry: Preset) -> str:
+    """A preset's parameters with their defaults, or an example each where there is none."""
+    given = [f"{name}={_short(value)}" for name, value in entry.parameters.items()]
+    return ", ".join(given + [f"{name}={value} (required)" for name, value in entry.required.items()])
 
 
 def as_flags(config: MismatchConfig) -> list[str]:

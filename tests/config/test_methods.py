@@ -159,3 +159,19 @@ def test_which_policy_is_judged() -> None:
     assert _properties(f"{_CRITERION} --rs-policy current") == current
     bypass = {"judges_current": False, "keep_known_before_step": False, "three_policies": False}
     assert _properties(f"{_CRITERION} --use-rollout-log-probs") == bypass
+
+
+def test_what_rejects_nothing_and_what_bounds_a_ratio_is_said():
+    for flags in ("token:tv:1", "sequence_mean:k1:inf", "token:k2:inf"):
+        with pytest.warns(mp.MismatchWarning, match="rejects nothing"):
+            mp.MismatchConfig(rs={"criteria": [flags]})
+    with pytest.raises(ValueError, match=re.escape("has upper bound 0.1 alone, and its reciprocal")):
+        _config("--rs-criterion sequence_mean:k1:0.1@negative")
+
+
+def test_the_weights_of_dppo_are_not_called_biased():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mp.MismatchWarning)
+        mp.preset("dppo_tv")
+    with pytest.warns(mp.MismatchWarning, match="biased"):
+        mp.preset("bypass_pg_geo_rs_token_tis")

@@ -146,7 +146,7 @@ def test_an_aggregation_that_is_not_gspo_s_warns(objective: str, aggregation: st
 
 
 def test_reinforce_at_token_level_warns() -> None:
-    with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: sequence level is what"):
+    with pytest.warns(mp.MismatchWarning, match="algorithm 3 at token level is biased: the rollout-correction guide"):
         mp.MismatchConfig(use_rollout_log_probs=True, use_tis=True)
 
 

@@ -105,7 +105,7 @@ def test_every_preset_under_every_name(names: str, expected: tuple[Any, ...]) ->
         config, notes = _noted(mp.preset, name, **_REQUIRED.get(name, {}))
         assert config.rs.policy == ("current" if name == "opsm" else "auto")
         assert (config.algorithm, _changed(config), _criteria(config), config.rs.veto_threshold) == expected
-        token_reinforce = config.algorithm == 3 and config.tis.level == "token"
+        token_reinforce = config.algorithm == 3 and config.tis.level == "token" and not name.startswith("dppo")
         assert len(notes) == token_reinforce  # nothing else about a preset at its defaults is worth a warning
 
 
@@ -204,6 +204,7 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
         ("seq_is_rs", {"rs_threshold": 2.0, "rs_threshold_lower": 3}, "lower bound 3 above upper bound 2: swap them."),
         ("trm", {"max_k2": 1}, 'preset trm needs mean_k3: preset("trm", max_k2=0.5, mean_k3=0.01) is an example'),
         ("opsm", {}, "preset opsm needs delta:"),
+        ("opsm", {"delta": -0.1}, "delta of preset opsm is -0.1: it should be greater than or equal to 0."),
         ("opsm", {"delta": 0.1, "beta": 1}, "parameter of preset opsm 'beta' is unknown: did you mean delta?"),
         ("prefix_is", {"threshold_lower": 1.01}, "tis.bound_growth 0.5 needs bounds around 1"),
         ("geo_rs", {"veto_threshold": 2}, "rs.veto_threshold is 2.0: it should be less than 1."),

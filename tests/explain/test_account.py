@@ -226,7 +226,13 @@ def test_what_cannot_be_is_one_clear_sentence(given: dict[str, str], said: str):
         ([*words(), "--rewards", "1,0"], "--rewards and --advantages"),
         ([*words(), "--groups", "1,0"], "--groups is for --rewards"),
         ([*words(), "--rs-group", "exclude", "--rs-veto-threshold", "0.1"], "give --rewards"),
-        ([*words(), "--rs-max-staleness", "1"], "weight_versions is missing"),
+        ([*words(), "--rs-max-staleness", "1"], "--versions with --trainer-version: give --versions"),
+        ([*words(versions="1,1;1,1,1"), "--rs-max-staleness", "1"], "give --trainer-version"),
+        ([*words(), "--trainer-version", "1"], "--trainer-version is for --rs-max-staleness: give it, or leave"),
+        ([*words(), "--versions", "1,1;1,1,1"], "--versions is for --rs-max-staleness"),
+        ([*words(), "--ref", "-1,-1;-1,-1,-1"], "--ref is for --mismatch-kl-coef"),
+        ([*words(), "--entropy", "1,1;1,1,1"], "--entropy is for --mismatch-entropy-coef"),
+        (words(mask="0"), "--mask has no 1"),
         (["--train", "-1;-1", "--rollout", "-1;-1", "--rewards", "1"], "--rewards has 1 number for 2 sequences"),
         (["--use-tis"], "--use-tis is for numbers of your own: give --train and --rollout"),
         (["--json"], "--json is for numbers of your own"),
@@ -235,6 +241,12 @@ def test_what_cannot_be_is_one_clear_sentence(given: dict[str, str], said: str):
 def test_what_does_not_fit_is_refused(line: list[str], said: str):
     result = run(*line)
     assert result.exit_code == 2 and said in result.stderr and "Traceback" not in result.stderr
+
+
+def test_the_gate_is_told_behind_the_tables():
+    for bar, said in (("1e-6", "training stops here"), ("100", "training goes on")):
+        result = run(*words(), "--mismatch-gate-kl", bar)
+        assert result.exit_code == 0 and "Sums" in result.stdout and said in result.stdout.splitlines()[-1]
 
 
 def test_the_command_shows_tables_that_fit_and_json_that_is_the_account():

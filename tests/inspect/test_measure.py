@@ -35,6 +35,14 @@ def test_metrics_are_those_that_training_reports():
     assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
 
 
+def test_what_judges_the_current_policy_is_that_of_the_first_step():
+    batch, current = drawn(), CONFIG.replace(rs={"criteria": ["token:k3:1e-5"], "policy": "current"})
+    metrics, _ = measure(batch, current)
+    other, _ = measure(batch, current.replace(rs={"policy": "auto"}))
+    share = "rollout_corr/accepted_token_fraction"
+    assert metrics[share] == pytest.approx(other[share]) and other[share] < 1
+
+
 def test_metrics_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch):
     batch = drawn()
     whole, size = measure(batch, CONFIG)
