@@ -150,6 +150,17 @@ def test_shares_outside_are_of_bounds_that_have_grown() -> None:
         assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == high
 
 
+@pytest.mark.parametrize("level", ["turn", "sequence", "prefix"])
+def test_what_has_no_lower_bound_has_none_however_far_bounds_grow(level: str) -> None:
+    """l is −30: a missing bound is no bound of e^−20."""
+    tis = {"level": level, "upper_bound": 2.0, "lower_bound": 0.0, "mode": "mask", "bound_growth": 1.0}
+    correction = mp.correct(
+        of([[-30.0, -1.0]], [[1, 1]]), mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
+    )
+    assert correction.keep.tolist() == [1.0, 1.0]
+    assert correction.statistics.metrics()["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
+
+
 def test_a_mean_over_turns_is_not_one_over_sequences() -> None:
     """Turns of ρ = 2, 4 and 1, weights 2, 3 and 1: means 2 (factor) and 7/3, effective size 49/63."""
     packed = of([[LN2, 9.0, LN2, LN2], [0.0, 0.0]], [[1, 0, 1, 1], [1, 1]])
