@@ -77,6 +77,12 @@ def test_a_turn_is_a_run_of_tokens_that_train() -> None:
     assert weighted("turn", packed, upper_bound=2.5, mode="mask") == pytest.approx([0] * 7 + [2, 2, 2, 0])
 
 
+def test_a_sequence_without_turns_behind_one_with_two() -> None:
+    packed = of([[LN2, 9.0, LN3], [LN3], [1.0, 1.0]], [[1, 0, 1], [1], [0, 0]])
+    assert weighted("turn", packed) == pytest.approx([2, 0, 3, 3, 0, 0])
+    assert packed.turn_numbers()[1] == (2, 1, 1)
+
+
 def test_turns_that_are_given_are_those() -> None:
     """One turn over both runs, then one that begins inside a run."""
     packed = of([[LN2, 9.0, LN3, LN3]], [[1, 0, 1, 1]], turn_ids=[[0, 0, 0, 1]])
@@ -136,6 +142,10 @@ def test_bounds_grow_to_e20_at_most() -> None:
     assert weighted("sequence", packed, upper_bound=2.0, bound_growth=1.0)[0] == pytest.approx(math.exp(20))
     few = of([[25.0 / 3] * 3], [[1] * 3])
     assert weighted("sequence", few, upper_bound=math.exp(10), bound_growth=1.0)[0] == pytest.approx(math.exp(20))
+    for log_ratio, stays in ((25.0, False), (19.0, True), (-25.0, False)):
+        three = of([[log_ratio / 3] * 3], [[1] * 3])
+        masked = weighted("sequence", three, upper_bound=math.exp(10), mode="mask", bound_growth=1.0)
+        assert [weight > 0 for weight in masked] == [stays] * 3
 
 
 def test_shares_outside_are_of_bounds_that_have_grown() -> None:
