@@ -12,6 +12,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
+from mismatch_plugin.core.cells import chunk_cells
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 from mismatch_plugin.parallel.context import shard
 
@@ -66,6 +67,19 @@ def test_a_prefix_is_the_product_of_the_tokens_that_train_up_to_each() -> None:
 def test_one_value_beyond_all_digits_leaves_the_other_sequences_theirs() -> None:
     packed = of([[-1e30, LN2], [LN2, LN3]], [[1, 1], [1, 1]])
     assert weighted("prefix", packed) == pytest.approx([math.exp(-20), math.exp(-20), 2.0, 6.0])
+
+
+def test_a_rank_adds_the_chunks_before_its_own() -> None:
+    """Rank 0 of two under zigzag has chunks 0 and 3 of A, of B none but the last; all sums are of both ranks."""
+    parts = chunk_cells([[2, 0, 0, 1], [0, 0, 0, 1]], torch.device("cpu"))
+    sums = {
+        "log_ratio": torch.tensor([3.0, 10.0, 100.0, 7.0, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64),
+        "tokens": torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+    }
+    values, mask = torch.tensor([1.0, 2.0, 7.0, 9.0]), torch.ones(4)
+    assert UNITS["prefix"].aggregate(values, sums, parts).tolist() == [1, 3, 120, 16]
+    assert UNITS["prefix"].count(mask, sums, parts).tolist() == [1, 2, 6, 3]
+    assert parts.sequence.tolist() == [0] * 4 + [1] * 4
 
 
 def test_a_turn_is_a_run_of_tokens_that_train() -> None:
