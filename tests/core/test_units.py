@@ -151,6 +151,15 @@ def test_bounds_grow_with_the_root_of_the_length(
     )
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "prefix"])
+def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
+    """ρ is exactly lo, hi, and just beyond either."""
+    for train, stays in ((-2 * LN2, True), (0.0, True), (-2 * LN2 - 1e-9, False), (1e-9, False)):
+        values = torch.tensor([-LN2, train], dtype=torch.float64)
+        packed = of([[0.0]], [[1]]).replace(rollout_log_probs=values[:1], old_log_probs=values[1:])
+        assert [weight > 0 for weight in weighted(level, packed, mode="mask", upper_bound=2.0)] == [stays]
+
+
 def test_bounds_grow_to_e20_at_most() -> None:
     packed = of([[1.0] * 100], [[1] * 100])
     assert weighted("sequence", packed, upper_bound=2.0, bound_growth=1.0)[0] == pytest.approx(math.exp(20))
