@@ -12,6 +12,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
+from mismatch_plugin.core.cells import chunk_cells
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 from mismatch_plugin.parallel.context import shard
 
@@ -68,6 +69,19 @@ def test_one_value_beyond_all_digits_leaves_the_other_sequences_theirs() -> None
     assert weighted("prefix", packed) == pytest.approx([math.exp(-20), math.exp(-20), 2.0, 6.0])
 
 
+def test_a_rank_adds_the_chunks_before_its_own() -> None:
+    """Rank 0 of two under zigzag has chunks 0 and 3 of A, of B none but the last; all sums are of both ranks."""
+    parts = chunk_cells([[2, 0, 0, 1], [0, 0, 0, 1]], torch.device("cpu"))
+    sums = {
+        "log_ratio": torch.tensor([3.0, 10.0, 100.0, 7.0, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64),
+        "tokens": torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
+    }
+    values, mask = torch.tensor([1.0, 2.0, 7.0, 9.0]), torch.ones(4)
+    assert UNITS["prefix"].aggregate(values, sums, parts).tolist() == [1, 3, 120, 16]
+    assert UNITS["prefix"].count(mask, sums, parts).tolist() == [1, 2, 6, 3]
+    assert parts.sequence.tolist() == [0] * 4 + [1] * 4
+
+
 def test_a_turn_is_a_run_of_tokens_that_train() -> None:
     """Three turns, tools before, between and behind them."""
     log_ratios, mask = [9.0, LN2, LN3, 9.0, 9.0, LN3, 9.0, -LN2, LN2, LN2, 9.0], [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
@@ -75,6 +89,12 @@ def test_a_turn_is_a_run_of_tokens_that_train() -> None:
     assert packed.turns.first.tolist() == [0, 3]
     assert weighted("turn", packed) == pytest.approx([0, 6, 6, 0, 0, 3, 0, 2, 2, 2, 0])
     assert weighted("turn", packed, upper_bound=2.5, mode="mask") == pytest.approx([0] * 7 + [2, 2, 2, 0])
+
+
+def test_a_sequence_without_turns_behind_one_with_two() -> None:
+    packed = of([[LN2, 9.0, LN3], [LN3], [1.0, 1.0]], [[1, 0, 1], [1], [0, 0]])
+    assert weighted("turn", packed) == pytest.approx([2, 0, 3, 3, 0, 0])
+    assert packed.turn_numbers()[1] == (2, 1, 1)
 
 
 def test_turns_that_are_given_are_those() -> None:
@@ -131,11 +151,24 @@ def test_bounds_grow_with_the_root_of_the_length(
     )
 
 
+@pytest.mark.parametrize("level", ["token", "turn", "prefix"])
+def test_a_ratio_at_its_bound_is_inside(level: str) -> None:
+    """ρ is exactly lo, hi, and just beyond either."""
+    for train, stays in ((-2 * LN2, True), (0.0, True), (-2 * LN2 - 1e-9, False), (1e-9, False)):
+        values = torch.tensor([-LN2, train], dtype=torch.float64)
+        packed = of([[0.0]], [[1]]).replace(rollout_log_probs=values[:1], old_log_probs=values[1:])
+        assert [weight > 0 for weight in weighted(level, packed, mode="mask", upper_bound=2.0)] == [stays]
+
+
 def test_bounds_grow_to_e20_at_most() -> None:
     packed = of([[1.0] * 100], [[1] * 100])
     assert weighted("sequence", packed, upper_bound=2.0, bound_growth=1.0)[0] == pytest.approx(math.exp(20))
     few = of([[25.0 / 3] * 3], [[1] * 3])
     assert weighted("sequence", few, upper_bound=math.exp(10), bound_growth=1.0)[0] == pytest.approx(math.exp(20))
+    for log_ratio, stays in ((25.0, False), (19.0, True), (-25.0, False)):
+        three = of([[log_ratio / 3] * 3], [[1] * 3])
+        masked = weighted("sequence", three, upper_bound=math.exp(10), mode="mask", bound_growth=1.0)
+        assert [weight > 0 for weight in masked] == [stays] * 3
 
 
 def test_shares_outside_are_of_bounds_that_have_grown() -> None:
@@ -148,6 +181,17 @@ def test_shares_outside_are_of_bounds_that_have_grown() -> None:
         )
         metrics = mp.correct(packed, config).statistics.metrics()
         assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == high
+
+
+@pytest.mark.parametrize("level", ["turn", "sequence", "prefix"])
+def test_what_has_no_lower_bound_has_none_however_far_bounds_grow(level: str) -> None:
+    """l is −30: a missing bound is no bound of e^−20."""
+    tis = {"level": level, "upper_bound": 2.0, "lower_bound": 0.0, "mode": "mask", "bound_growth": 1.0}
+    correction = mp.correct(
+        of([[-30.0, -1.0]], [[1, 1]]), mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})
+    )
+    assert correction.keep.tolist() == [1.0, 1.0]
+    assert correction.statistics.metrics()["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
 
 
 def test_a_mean_over_turns_is_not_one_over_sequences() -> None:

@@ -248,7 +248,8 @@ def test_old_log_probs_absent(batch: str):
 
 @pytest.mark.parametrize("algorithm", range(4))
 @pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
-def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: str):
+@pytest.mark.parametrize("dry", [False, True])
+def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: str, dry: bool):
     """It reads no log-prob: what is accepted is known under bypass, too, and what is invalid changes nothing of it."""
     config = mp.MismatchConfig.model_validate(
         {
@@ -256,6 +257,7 @@ def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: s
             "use_tis": algorithm in (2, 3),
             "aggregation": aggregation,
             "rs": {"max_staleness": 1},
+            "dry_run": dry,
         }
     )
     rollout = [[-1.0, -2.0, -1.0], [-1.0, math.nan if algorithm == 0 else -1.5]]
@@ -268,9 +270,10 @@ def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: s
     totals = step.prepare([packed])
     result = step.loss(torch.full((5,), -1.2), packed)
     assert totals.accepted is not None
-    assert int(totals.accepted) == int(result.denominator) == (2 if aggregation == "token-mean" else 1)
-    assert int(totals.original) == (5 if aggregation == "token-mean" else 2)
-    assert result.correction.keep.tolist() == [0, 1, 1, 0, 0]
+    original, accepted = (5, 2) if aggregation == "token-mean" else (2, 1)
+    assert int(totals.accepted) == int(result.denominator) == (original if dry else accepted)
+    assert int(totals.original) == original
+    assert result.correction.keep.tolist() == ([1] * 5 if dry else [0, 1, 1, 0, 0])
 
 
 def test_a_dry_run_changes_nothing():
