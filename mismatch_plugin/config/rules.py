@@ -141,13 +141,23 @@ def outside_known_range(config: Settings) -> list[str]:
         notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
     if config.policy_objective == "gspo" and config.aggregation != "seq-mean-token-mean":
         notes.append(
-            f"objective gspo with aggregation {config.aggregation}: the paper's loss is seq-mean-token-mean, in which "
-            f"every response counts the same."
+            f"objective gspo with aggregation {config.aggregation} (where the host does not decide that): the paper's "
+            f"loss is seq-mean-token-mean, in which every response counts the same."
         )
     if config.policy_objective == "gspo" and config.ppo.eps_clip_high > 0.01:
         notes.append(
             f"objective gspo with ε {config.ppo.eps_clip_low:g} and {config.ppo.eps_clip_high:g} clips hardly "
             f"anything: {geometric} (the paper has 3e-4 and 4e-4)."
+        )
+    if config.policy_objective == "cispo" and config.ppo.eps_clip_low < 1.0:
+        notes.append(
+            f"objective cispo with lower ε {config.ppo.eps_clip_low:g} also clips small ratios: the paper has no lower "
+            f"bound (ε 1)."
+        )
+    if config.algorithm == 1 and config.objective == "reinforce":
+        notes.append(
+            "objective reinforce in algorithm 1 has no ratio, so that nothing corrects the mismatch but rejection: add "
+            "use_tis (algorithm 3) for weights."
         )
     if config.algorithm == 3 and not config.weighted and not config.judges:
         notes.append(

@@ -91,6 +91,23 @@ def test_what_has_no_effect_or_contradicts_is_refused(
     assert re.search(re.escape(message), said), said
 
 
+@pytest.mark.parametrize(
+    ("flags", "noted"),
+    [
+        ("--mismatch-objective cispo", ""),
+        ("--mismatch-objective cispo --mismatch-eps-clip-low 0.2", "also clips small ratios"),
+        ("--use-tis --mismatch-objective reinforce", ""),
+        ("--use-rollout-log-probs --mismatch-objective reinforce", "nothing corrects the mismatch but rejection"),
+    ],
+)
+def test_objectives_outside_their_known_range_are_noted(flags: str, noted: str) -> None:
+    parser = mp.add_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        mp.MismatchConfig.from_args(parser.parse_args(flags.split()))
+    assert [noted in str(warning.message) for warning in caught] == [True] * bool(noted)
+
+
 _FITS = [
     "--use-tis --tis-level prefix --tis-bound-growth 0.5 --tis-upper-bound 1.05",
     "--use-tis --tis-level turn",

@@ -328,12 +328,14 @@ def test_lengths_are_whole_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["turn_ids", "weight_versions", "positions"])
 def test_whole_numbers_are_not_cut_off(name: str) -> None:
-    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], **{name: [torch.tensor([0.0, 1.0])]})
+    given: dict[str, Any] = {name: [torch.tensor([0.0, 1.0])]}
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], **given)
     assert getattr(packed, name).tolist() == [0, 1]
     rows: tuple[Any, ...] = ([0, 1.5], [0, None], torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1e30]))
     for row in rows:
         with pytest.raises(ValueError, match=f"{name} of sequence 1 is .* at position 1: pass whole numbers"):
-            mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], **{name: [[0], row]})
+            given = {name: [[0], row]}
+            mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], **given)
     with pytest.raises(ValueError, match=rf"{name} has dtype torch.float32: pass whole numbers"):
         packed.replace(**{name: torch.tensor([0.0, math.nan])})
 
