@@ -7,6 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from hypothesis import settings
+
+# Machines differ, and a test that shares its cores with others is slow now and then.
+settings.register_profile("without a clock", deadline=None)
+settings.load_profile("without a clock")
+
 # What a reason for skipping holds → what to do to run those tests. Each reason in the suite matches exactly one.
 HOW = {
     "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",

@@ -181,7 +181,7 @@ def test_which_policy_is_judged() -> None:
 def test_what_rejects_nothing_and_what_bounds_a_ratio_is_said():
     for flags in ("token:tv:1", "sequence_mean:k1:inf", "token:k2:inf"):
         with pytest.warns(mp.MismatchWarning, match="rejects nothing"):
-            mp.MismatchConfig(rs={"criteria": [flags]})
+            mp.MismatchConfig.build({"rs": {"criteria": [flags]}})
     with pytest.raises(ValueError, match=re.escape("has upper bound 0.1 alone, and its reciprocal")):
         _config("--rs-criterion sequence_mean:k1:0.1@negative")
 

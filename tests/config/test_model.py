@@ -140,7 +140,7 @@ def test_an_aggregation_that_is_not_gspo_s_warns(objective: str, aggregation: st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         mp.MismatchConfig.model_validate({"objective": objective, "aggregation": aggregation})
-    said = [f"objective gspo with aggregation {aggregation}: the paper's loss is seq-mean-token-mean" in str(w.message)
+    said = [f"objective gspo with aggregation {aggregation} " in str(w.message)
             for w in caught]  # fmt: skip
     assert said == [True] * (objective == "gspo" and aggregation != "seq-mean-token-mean")
 

@@ -333,8 +333,8 @@ def test_whole_numbers_are_not_cut_off(name: str) -> None:
     assert getattr(packed, name).tolist() == [0, 1]
     rows: tuple[Any, ...] = ([0, 1.5], [0, None], torch.tensor([0.0, math.nan]), torch.tensor([0.0, 1e30]))
     for row in rows:
+        given = {name: [[0], row]}
         with pytest.raises(ValueError, match=f"{name} of sequence 1 is .* at position 1: pass whole numbers"):
-            given = {name: [[0], row]}
             mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], **given)
     with pytest.raises(ValueError, match=rf"{name} has dtype torch.float32: pass whole numbers"):
         packed.replace(**{name: torch.tensor([0.0, math.nan])})
