@@ -12,7 +12,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
-from mismatch_plugin.core.cells import chunk_cells
+from mismatch_plugin.core.cells import chunk_cells, number_turns
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 from mismatch_plugin.parallel.context import shard
 
@@ -95,6 +95,13 @@ def test_a_sequence_without_turns_behind_one_with_two() -> None:
     packed = of([[LN2, 9.0, LN3], [LN3], [1.0, 1.0]], [[1, 0, 1], [1], [0, 0]])
     assert weighted("turn", packed) == pytest.approx([2, 0, 3, 3, 0, 0])
     assert packed.turn_numbers()[1] == (2, 1, 1)
+
+
+def test_a_mask_on_a_device_is_not_waited_for() -> None:
+    """Its sequences have as many turns as they could have: every second token of 3, 4 and 0."""
+    device = torch.device("meta")
+    mask, index = torch.ones(7, dtype=torch.bool, device=device), torch.zeros(7, dtype=torch.int64, device=device)
+    assert number_turns(mask, (3, 4, 0), index)[1] == (2, 2, 1)
 
 
 def test_turns_that_are_given_are_those() -> None:
@@ -192,6 +199,34 @@ def test_what_has_no_lower_bound_has_none_however_far_bounds_grow(level: str) ->
     )
     assert correction.keep.tolist() == [1.0, 1.0]
     assert correction.statistics.metrics()["rollout_corr/rollout_is_ratio_fraction_low"] == 0.0
+
+
+@pytest.mark.parametrize("level", ["token", "prefix"])
+def test_padding_is_outside_no_bound(level: str) -> None:
+    """Its ρ is 1, and hi is .9."""
+    tis = {"level": level, "upper_bound": 0.9}
+    packed = of([[-LN2, 7.0, -LN2]], [[1, 0, 1]])
+    metrics = mp.correct(packed, mp.MismatchConfig.model_validate({"use_tis": True, "tis": tis})).statistics.metrics()
+    assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] == 0.0
+
+
+def test_what_is_dropped_is_not_masked_with_its_turn() -> None:
+    """Of four tokens of one turn inside its bounds a criterion rejects one, and one is invalid."""
+    config = mp.MismatchConfig.model_validate(
+        {
+            "use_tis": True,
+            "tis": {"level": "turn", "mode": "mask", "upper_bound": 10.0},
+            "rs": {"criteria": ["token:ratio:0.5:2"]},
+            "rollout_log_prob_policy": "drop-token",
+        }
+    )
+    packed = of([[0.0] * 4], [[1] * 4]).replace(
+        rollout_log_probs=torch.tensor([-2.0, -2.0, math.nan, -2.0]),
+        old_log_probs=torch.tensor([-2.0, -2.0 + LN3, -2.0, -2.0]),
+    )
+    correction = mp.correct(packed, config)
+    assert correction.keep.tolist() == [1, 0, 0, 1]
+    assert correction.statistics.metrics()["rollout_corr/rollout_is_masked_fraction"] == 0.25
 
 
 def test_a_mean_over_turns_is_not_one_over_sequences() -> None:
