@@ -226,6 +226,11 @@ def test_advice_can_change_what_it_is_about(metric: str) -> None:
     assert metric not in warnings_of(PLANTED[metric][1], **FOLLOWED[metric])
 
 
+def test_a_turn_s_product_does_not_vanish_with_the_response() -> None:
+    assert "seq_log_ratio_mean" in warnings_of(PLANTED["seq_log_ratio_mean"][1], **weighted("prefix"))
+    assert "seq_log_ratio_mean" not in warnings_of(PLANTED["seq_log_ratio_mean"][1], **weighted("turn"))
+
+
 def test_where_most_is_rejected_the_sample_size_is_not_what_to_change() -> None:
     found = warnings_of([[0.9] * 8 + [0.0] * 2], **weighted("token", "mask"))
     assert "accepted_token_fraction" in found and "rollout_is_weight_after_eff_sample_size" not in found

@@ -276,6 +276,16 @@ def test_staleness_alone_is_known_before_the_step(algorithm: int, aggregation: s
     assert result.correction.keep.tolist() == ([1] * 5 if dry else [0, 1, 1, 0, 0])
 
 
+@pytest.mark.parametrize(("policy", "known"), [("auto", True), ("current", False)])
+def test_what_the_current_policy_judges_is_not_known_before_the_step(policy: str, known: bool):
+    config = mp.MismatchConfig.model_validate({"rs": {"criteria": ["token:k2:0.5"], "policy": policy}})
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0, -3.0]], old_log_probs=[[-1.0, -1.0]], loss_masks=[[1, 1]], advantages=[1.0]
+    )
+    totals = Step(config, ParallelGroups()).prepare([packed])
+    assert (None if totals.accepted is None else int(totals.accepted)) == (1 if known else None)
+
+
 def test_a_dry_run_changes_nothing():
     """Neither the denominators known before the step nor the gradients after it."""
     chosen = tuple(s for s in SOME if s.rejects or s.weighted)
