@@ -14,13 +14,15 @@ stamp="$directory/made-from"
 pins="$directory/requirements.txt"
 read -r -a pip_args <<< "${PIP_ARGS:-}"
 
-# verl without what it declares (vLLM's and wandb's company); below it what its loss, driver and configuration import.
+# verl without what it declares (vLLM's and wandb's company); below it what its loss, driver, configuration and
+# these tests import.
 requirements() {
     cat << 'END'
 verl==0.9.1
 codetiming==1.4.0
 datasets==5.2.0
 hydra-core==1.3.8
+hypothesis==6.170.15
 numpy==2.4.6
 omegaconf==2.3.1
 packaging==25.0
