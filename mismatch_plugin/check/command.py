@@ -132,10 +132,9 @@ def check(
     if as_json:
         typer.echo(result.model_dump_json(indent=2))
     else:
-        from rich.console import Console
-
         from mismatch_plugin.check.report import show
+        from mismatch_plugin.report.terminal import terminal
 
-        show(result, Console(highlight=False, markup=False, emoji=False))
+        show(result, terminal())
     if result.status != "clean":
         raise typer.Exit(FAULTS_FOUND if result.status == "faults" else NOT_DECIDED)

@@ -194,6 +194,11 @@ class Rejection(Frozen):
         ge=0,
     )
 
+    @property
+    def least_accepted(self) -> int:
+        """Accepted responses that a group needs for a gradient."""
+        return self.min_group or 1
+
     @field_validator("min_group", "max_staleness", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: ValidationInfo) -> Any:

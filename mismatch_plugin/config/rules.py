@@ -118,7 +118,7 @@ def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
         if config.judges_current:
             yield "rs.group", f"{first}, and <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto."
         if config.needs_advantages:
-            names = ", ".join(criterion.name for criterion in config.criteria if criterion.conditional)
+            names = ", ".join(config.conditional)
             yield "rs.group", f"{first}, and criterion {names} needs these: choose keep, or another criterion."
 
 

@@ -180,7 +180,12 @@ class Settings(Section):
     @property
     def needs_advantages(self) -> bool:
         """True where a criterion holds only under a condition on the advantage."""
-        return any(criterion.conditional for criterion in self.rs.criteria)
+        return bool(self.conditional)
+
+    @property
+    def conditional(self) -> tuple[str, ...]:
+        """The names of such criteria."""
+        return tuple(criterion.name for criterion in self.rs.criteria if criterion.conditional)
 
     @property
     def compares(self) -> bool:

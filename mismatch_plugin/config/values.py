@@ -64,6 +64,11 @@ def number(value: Any, name: str = "the value") -> float:
     raise ValueError(f"{name} is {shown(value)}, which is not a number: write one, for example 2.0.")
 
 
+def lower_epsilon(value: Any, name: str) -> float:
+    """ε of a clip bound 1 − ε, at most 1, which turns the bound off: no ratio is below 0. Raises as `number`."""
+    return min(number(value, name), 1.0)
+
+
 def whole(value: Any, name: str = "the value") -> int:
     """A whole number, or a string that spells one. Raises ValueError naming `name` and the value."""
     plain = isinstance(value, int) and not isinstance(value, bool)

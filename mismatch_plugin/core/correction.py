@@ -266,7 +266,7 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"the rollout engine returned (SGLang: return_logprob)."
         )
     if config.needs_advantages and packed.advantages is None:
-        conditional = ", ".join(c.name for c in config.criteria if c.conditional)
+        conditional = ", ".join(config.conditional)
         raise ValueError(
             f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
             f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."

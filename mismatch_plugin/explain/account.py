@@ -16,10 +16,11 @@ from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import policy_loss, token_loss
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
+from mismatch_plugin.core.segments import bounded_exp, spread
 from mismatch_plugin.core.units import ActingBounds, acting_bounds
 from mismatch_plugin.core.weights import grown
 from mismatch_plugin.explain.numbers import Numbers
+from mismatch_plugin.inspect.levels import units_in
 
 
 class _Model(BaseModel):
@@ -156,7 +157,7 @@ def _with_advantages(numbers: Numbers, config: MismatchConfig) -> PackedSequence
     groups = [0.0] * len(packed.lengths) if numbers.groups is None else numbers.groups
     accepted = None if rs.group == "keep" else correct(packed, config).kept_N
     rewards = torch.tensor(numbers.rewards, dtype=torch.float64)
-    advantages = group_advantages(rewards, groups, accepted, min_accepted=rs.min_group or 1)
+    advantages = group_advantages(rewards, groups, accepted, min_accepted=rs.least_accepted)
     return packed.replace(advantages=spread(advantages, packed.sequence_index))
 
 
@@ -183,15 +184,10 @@ def _unit_ratios(numbers: Numbers, config: MismatchConfig, level: str) -> Tensor
 
 def _grown(bounds: ActingBounds, log_bound: float, numbers: Numbers) -> Tensor:
     """The bound on the ratio of every token's unit, as `core.weights` lets it grow."""
-    packed, units = numbers.packed, bounds.units
     if not bounds.growth or math.isinf(log_bound):
         return torch.full_like(numbers.log_probs, math.exp(log_bound))
-    parts, mask = units.parts(packed), packed.loss_mask.double()
-    sums = {"tokens": segment_sum(mask, packed.offsets if parts is None else parts.offsets)}
-    count_U = units.count(mask, sums, parts)
-    index = packed.sequence_index if parts is None else parts.index
-    count_T = count_U if units.on_tokens else count_U.index_select(0, index)
-    return torch.as_tensor(grown(log_bound, count_T.pow(bounds.growth))).exp()
+    units = units_in(bounds.level, numbers.packed)
+    return torch.as_tensor(grown(log_bound, units.at_tokens(units.count_U).pow(bounds.growth))).exp()
 
 
 def _rules(config: MismatchConfig) -> Iterator[tuple[str, MismatchConfig]]:

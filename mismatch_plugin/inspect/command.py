@@ -264,11 +264,10 @@ def inspect(
     if as_json:
         typer.echo(diagnosis.model_dump_json(indent=2))
     else:
-        from rich.console import Console
-
         from mismatch_plugin.inspect.screen import show
+        from mismatch_plugin.report.terminal import terminal
 
-        show(diagnosis, Console(highlight=False, markup=False, emoji=False), host=host, report=written)
+        show(diagnosis, terminal(), host=host, report=written)
     if note:
         typer.echo(note, err=True)
     raise typer.Exit(diagnosis.exit_status)

@@ -166,7 +166,7 @@ def _preset(name: str) -> MismatchConfig:
 def _not_on_driver(config: MismatchConfig) -> str:
     """What needs π_θ or advantages where verl's driver rejects, or rollout log-probs in its own loss."""
     lost = ["rs.policy current"] if config.judges_current else []
-    lost += [f"criterion {each.name}" for each in config.criteria if each.condition != "any"]
+    lost += [f"criterion {name}" for name in config.conditional]
     return ", ".join(lost + (["terms.rollout_kl_coef"] if config.terms.rollout_kl_coef else []))
 
 

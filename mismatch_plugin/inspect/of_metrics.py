@@ -100,9 +100,9 @@ def inspect_metrics(
     else:
         for said in source.notes:
             typer.echo(f"note: {printable(said)}.")
-        from rich.console import Console
+        from mismatch_plugin.report.terminal import terminal
 
-        console = Console(highlight=False, markup=False, emoji=False)
+        console = terminal()
         console.print(result.verdict)
         if advice is not None and (where is None or not (result.sound or result.correction.startswith("holds"))):
             console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
@@ -132,15 +132,14 @@ def _gate_line(gate: Gate) -> str:
 
 def follow_metrics(path: Path, own: Own, interval: float, seconds: float | None) -> None:
     """Follow the report folder of a run that is being written, and end with the exit status of the last verdict."""
-    from rich.console import Console
-
     from mismatch_plugin.inspect.follow import follow
+    from mismatch_plugin.report.terminal import terminal
 
     def settings(file: Path) -> tuple[MismatchConfig, bool]:
         found, where = own.of(file)
         return found, where is not None
 
-    raise typer.Exit(follow(path, settings, Console(highlight=False, markup=False, emoji=False), interval, seconds))
+    raise typer.Exit(follow(path, settings, terminal(), interval, seconds))
 
 
 def _together(source: Source, config: MismatchConfig) -> dict[str, float] | None:

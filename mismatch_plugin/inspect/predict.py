@@ -125,7 +125,7 @@ class _Data:
         """These data with the advantages of the accepted responses, as `rs.group` has them."""
         assert self.groups is not None
         kept_N = correct(self.packed, config).kept_N
-        least = config.rs.min_group or 1
+        least = config.rs.least_accepted
         advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
         return _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
 
@@ -228,7 +228,7 @@ def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dic
             weights = weights * factor
         found |= _of_weights(weights, correction, data)
     if data.groups is not None and config.rejects and not config.needs_advantages:
-        changed = group_metrics(data.groups.rewards, data.groups.ids, correction.kept_N, config.rs.min_group or 1)
+        changed = group_metrics(data.groups.rewards, data.groups.ids, correction.kept_N, config.rs.least_accepted)
         names = {"groups_changed": "group_changed", "advantages_changed": "advantage_changed"}
         found |= {name: changed[f"{PREFIX}rollout_rs_{metric}_fraction"] for name, metric in names.items()}
     return found | _errors(weights, data, units.name)

@@ -152,7 +152,7 @@ def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfi
     """The settings without the criteria that need advantages, and the limit that needs versions, that are not there."""
     rs: dict[str, Any] = {}
     if _lacks_advantages(config, packed):
-        criteria = [each for each in config.rs.criteria if each.condition == "any"]
+        criteria = [each for each in config.rs.criteria if not each.conditional]
         rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
     if _lacks_versions(config, packed):
         rs["max_staleness"] = None

@@ -119,14 +119,13 @@ def compare(
         typer.echo(f"failed: {sentence}", err=True)
     lab.write_events(jobs)
     if any(job.steps_done for job in jobs):
-        from rich.console import Console
-
         from mismatch_plugin.report.data import read_run_folder
         from mismatch_plugin.report.page import build_report, final_table
         from mismatch_plugin.report.statistics import summarise
+        from mismatch_plugin.report.terminal import terminal
 
         final = final_table(summarise(read_run_folder(output)))
-        console = Console(highlight=False, markup=False, emoji=False)
+        console = terminal()
         console.print(final.to_rich())
         for note in final.notes:
             console.print(note)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.compat.reading import present
-from mismatch_plugin.config.values import number, unknown
+from mismatch_plugin.config.values import lower_epsilon, number, unknown
 
 CORRECTION_TYPE = "truncated_importance_sampling_type"
 OBJECTIVES = {"disable_ppo_ratio": "reinforce", "use_cispo": "cispo", "sequence_level_importance_ratios": "gspo"}
@@ -24,7 +24,7 @@ def nemo_rl_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     the ratio is 1, whatever its switches say.
     Raises: ValueError for two switches that make different losses, an unknown type, or a bound that is no number.
     """
-    low = min(number(section.get("ratio_clip_min", 0.2), "ratio_clip_min"), 1.0)  # no ratio is below 0
+    low = lower_epsilon(section.get("ratio_clip_min", 0.2), "ratio_clip_min")
     clip = present(
         eps_clip_low=low, eps_clip_high=section.get("ratio_clip_max", 0.2), dual_clip=section.get("ratio_clip_c")
     )

@@ -9,7 +9,7 @@ from typing import Any
 from mismatch_plugin.config.compat.reading import known_only, note, present, switch_of
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
-from mismatch_plugin.config.values import number, unknown
+from mismatch_plugin.config.values import lower_epsilon, number, unknown
 
 MIS_KEYS = (
     *("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),
@@ -57,7 +57,7 @@ def from_slime(mapping: Mapping[str, Any]) -> MismatchConfig:
                 note(f"{key} {given[key]} changes nothing {where}: slime reads it in its built-in TIS only.")
     low, high = given.get("eps_clip"), given.get("eps_clip_high")
     high = low if high is None else high
-    low = None if low is None else min(number(low, "eps_clip"), 1.0)  # no ratio is below 0
+    low = None if low is None else lower_epsilon(low, "eps_clip")
     data["ppo"] = present(eps_clip_low=low, eps_clip_high=high, dual_clip=given.get("eps_clip_c"))
     if (objective := host_objective(str(given.get("advantage_estimator")))) != "ppo":
         data["objective"] = objective

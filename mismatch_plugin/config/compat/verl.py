@@ -9,7 +9,7 @@ from typing import Any
 from mismatch_plugin.config.compat.reading import either, known_only, note, present, switch_of
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.model import MismatchConfig
-from mismatch_plugin.config.values import bounds, number, unknown
+from mismatch_plugin.config.values import bounds, lower_epsilon, number, unknown
 
 CORRECTION = {
     "rollout_is": None,
@@ -253,7 +253,7 @@ def verl_clip(given: Mapping[str, Any], objective: str) -> dict[str, Any]:
     clip, low, high = (given.get(f"clip_ratio{side}") for side in ("", "_low", "_high"))
     low = clip if low is None else low
     bounds_ = present(
-        eps_clip_low=None if low is None else min(number(low, "clip_ratio_low"), 1.0),  # no ratio is below 0
+        eps_clip_low=None if low is None else lower_epsilon(low, "clip_ratio_low"),
         eps_clip_high=clip if high is None else high,
     )
     dual = present(dual_clip=given.get("clip_ratio_c"))

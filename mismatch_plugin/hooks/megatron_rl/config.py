@@ -10,7 +10,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
-from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
 from mismatch_plugin.rollout.sampling import filter_bias
@@ -75,7 +75,7 @@ def settings(args: Namespace) -> MismatchConfig:
         if theirs is None or (path == "tis.upper_bound" and not config.weighted):
             continue
         if path == "ppo.eps_clip_low":
-            theirs = min(float(theirs), 1.0)  # no ratio is below 0
+            theirs = lower_epsilon(theirs, name)
         if path in asked and float(ours) != float(theirs):
             raise ValueError(f"{path} {ours:g} contradicts {flag} {theirs:g}: give {flag} alone, it holds for both.")
         section, field = path.split(".")

@@ -80,7 +80,7 @@ class GroupAdvantages:
             )
         kept, self._accepted = self._accepted.to(rewards.device), None
         _, group = prompt_ids.unique(dim=0, return_inverse=True)
-        least = self.config.rs.min_group or 1
+        least = self.config.rs.least_accepted
         if self.config.metrics != "off":
             self._logged |= group_metrics(rewards, group, kept, least)
         counts = torch.zeros_like(rewards).index_add_(0, group, kept.to(rewards))[group]

@@ -16,7 +16,7 @@ from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
-from mismatch_plugin.config.values import dotted_fields_set, merge, number, switch, unknown
+from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, switch, unknown
 from mismatch_plugin.hooks.base import refuse_log_prob_settings
 from mismatch_plugin.hooks.slime.groups import check_groups
 from mismatch_plugin.hooks.slime.sampling import FILTERS, filter_lines
@@ -175,7 +175,7 @@ def _owned_by_host(args: Namespace, ours: Mapping[str, Any], host: str) -> dict[
     found = {path: value(args, name) for path, (name, _) in _OWNED.items()}
     if found["ppo.eps_clip_high"] is None:
         found["ppo.eps_clip_high"] = found["ppo.eps_clip_low"]
-    found["ppo.eps_clip_low"] = min(found["ppo.eps_clip_low"], 1.0)  # no ratio is below 0: 1 turns the bound off
+    found["ppo.eps_clip_low"] = lower_epsilon(found["ppo.eps_clip_low"], "eps_clip")
     if not value(args, "use_kl_loss"):
         found["terms.kl_coef"] = 0.0
     if not found["terms.kl_coef"]:

@@ -114,7 +114,7 @@ def rollout_advantages(
             "slime's rewards are not its raw_reward, normalised within each group (does a sample's metadata set "
             "raw_reward?), and --rs-group works from raw rewards: leave it out."
         )
-    least = config.rs.min_group or 1
+    least = config.rs.least_accepted
     rewards = torch.tensor(raw, dtype=torch.float64)
     advantages = group_advantages(rewards, ids, accepted, args.grpo_std_normalization, min_accepted=least)
     metrics = {} if config.metrics == "off" else group_metrics(rewards, ids, accepted, least)

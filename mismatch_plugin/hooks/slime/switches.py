@@ -64,7 +64,7 @@ def _not_passed_on(config: MismatchConfig, host: str, theirs: str) -> Iterator[s
     if config.judges_current:
         yield f"--rs-policy current: {loss} does not pass π_θ on"
     for criterion in config.rs.criteria:
-        if criterion.condition != "any":
+        if criterion.conditional:
             yield f"--rs-criterion with @{criterion.condition}: {loss} does not pass advantages on"
     if config.terms.rollout_kl_coef:
         yield f"--mismatch-rollout-kl-coef: {loss} adds no such term"

@@ -215,7 +215,7 @@ def _refuse_on_driver(config: MismatchConfig) -> None:
             f"{BLOCK}.rs.policy current needs π_θ, which verl's driver, the judge {where}, lacks: choose auto."
         )
     if config.needs_advantages:
-        names = ", ".join(criterion.name for criterion in config.criteria if criterion.condition != "any")
+        names = ", ".join(config.conditional)
         raise ValueError(
             f"{BLOCK}.rs.criteria {names} needs advantages, which verl's driver, the judge {where}, computes later: "
             f"take the condition away, or set bypass_mode."

@@ -44,7 +44,7 @@ def mark_accepted(batch: Any, config: MismatchConfig, accepted_N: Tensor) -> dic
             f"the batch has no uid or no token_level_rewards, and rs.group {config.rs.group} needs the group and the "
             f"reward of every response: leave it out."
         )
-    least = config.rs.min_group or 1
+    least = config.rs.least_accepted
     batch.batch[_ACCEPTED], batch.meta_info[_LEAST] = accepted_N, least
     if config.metrics == "off":
         return {}
