@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.report.data import Array
@@ -24,7 +26,7 @@ class Part:
     """One axis of a panel: its label, the column it shows (or the `older` one, where no run recorded it), scale, lines.
 
     floor: the smallest range that the axis spans, so that rounding is not drawn as if it were a course.
-    span: what the axis shows at least.
+    span: what the axis shows at least. largest: the largest value of a window and the median run, in place of means.
     """
 
     column: str
@@ -35,6 +37,7 @@ class Part:
     span: tuple[float, float] | None = None
     shown: Callable[[Array], Array] = lambda values: values
     older: str = ""
+    largest: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,13 @@ def _rejected(accepted: Array) -> Array:
     return 1.0 - accepted
 
 
+def _seen(norms: Array) -> Array:
+    """A step without a gradient, as where everything is rejected, is at the lower end of the axis."""
+    return np.maximum(norms, 0.01)
+
+
+GRADIENT = Part("grad_norm", "norm", "log", largest=True, shown=_seen)
+IMPOSSIBLE = Part("impossible_tokens", "share of tokens", floor=0.001)
 CURVES = (
     Panel("kl", "KL(rollout‖train)", "How far apart the two policies are: mean of log π_rollout − log π_train over "
           "tokens. The guide warns beyond 0.1.", (Part(f"{PREFIX}kl", "nat a token", "symlog",
@@ -68,8 +78,10 @@ CURVES = (
           (Part(f"{PREFIX}rollout_is_weight_after_eff_sample_size", "share", lines=_ESS_LINES, span=(0, 1)),)),
     Panel("rejection", "Rejected tokens", "Share of response tokens that rejection, mask mode or the veto took out of "
           "the loss.", (Part(f"{PREFIX}accepted_token_fraction", "share of tokens", shown=_rejected),)),
-    Panel("grad_norm", "Gradient norm", "Before clipping; a single spike shows in its window's mean.",
-          (Part("grad_norm", "norm", "log"),)),
+    Panel("grad_norm", "Largest gradient norm", "Before clipping, the largest of neighbouring steps; median over "
+          "seeds. What is below 0.01 is drawn there.", (GRADIENT,)),
+    Panel("impossible_tokens", "All but impossible tokens", "Share of sampled tokens to which the trainer gives a "
+          "probability below 1e-4.", (IMPOSSIBLE,)),
 )  # fmt: skip
 GUIDE = (
     Panel("guide_mean_weight", "Mean IS weight", "Mean ratio π_train/π_rollout over tokens, before bounding.",

@@ -1,16 +1,18 @@
 """A run folder of `compare`, read into arrays. What is missing, empty or cut is skipped and said, never an error.
 
-RUN/run.json                                  settings, variants, number of seeds, the lab's settings, versions
+RUN/run.json                                  settings, variants, seeds, which variant is in which setting (`plan`), ...
 RUN/<setting>/<variant>/seed<k>/metrics.jsonl one JSON object an optimizer step
                                /config.json   the configuration; "variant" is the label
                                /done.json     there when the run has finished
+RUN/<folder>/<setting>/...                    the cross-check with another trainer, where `run.json` names one
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,9 @@ from numpy.typing import NDArray
 
 from mismatch_plugin.config import ALGORITHM_NAMES
 from mismatch_plugin.files import read_json_object, read_lines
+from mismatch_plugin.report.labels import preset_words
 from mismatch_plugin.report.log import record_in
+from mismatch_plugin.report.run_info import AboutSetting, Outcomes, mapping, names, seeds_of
 
 Array = NDArray[np.float64]
 
@@ -28,7 +32,11 @@ BASELINE = "0"
 """Label of the variant that the others are compared with."""
 TRAIN_COLUMNS = ("reward", "exact")
 HELD_OUT = "held_out_"
-MAX_SEEDS = 10_000
+_FOLDER = re.compile(r"\w[\w.-]{0,99}")
+"""The name of a folder right below the run's."""
+MAX_STEP = 1 << 53  # larger ones are damage
+_TAILS = {"geo_rs": "geometric rejection"}
+"""Words for the ends of labels that do not say it themselves."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +53,8 @@ class Run:
     columns: dict[str, Array] = field(repr=False)
     config: dict[str, Any] = field(repr=False)
     finished: bool = False
+    diverged: bool = False
+    """Its gradient stopped being finite: finished and collapsed, and its outcome is 0 from there on."""
 
     def column(self, name: str) -> Array:
         """A column, all NaN where the run does not have it."""
@@ -68,6 +78,40 @@ class RunFolder:
     seeds: tuple[int, ...]
     runs: dict[tuple[str, str, int], Run] = field(repr=False)
     missing: tuple[str, ...] = ()
+    plan: dict[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    cross_check: RunFolder | None = None
+
+    def variants_of(self, setting: str) -> tuple[str, ...]:
+        """The variants that a setting was planned with (all, where there is no plan), and any other that ran in it."""
+        planned = self.plan.get(setting, self.variants)
+        ran = {variant for s, variant, _ in self.runs if s == setting}
+        return tuple(variant for variant in self.variants if variant in planned or variant in ran)
+
+    def about(self, setting: str) -> AboutSetting:
+        """Title, sentence and changes of a setting; its name alone where `run.json` says nothing of it."""
+        entry = mapping(mapping(self.info.get("about_settings")).get(setting))
+        return AboutSetting(
+            str(entry.get("title") or setting),
+            str(entry.get("what") or ""),
+            str(entry.get("task") or ""),
+            mapping(entry.get("changes")),
+        )
+
+    @property
+    def outcomes(self) -> Outcomes | None:
+        """The outcomes as they were named before the run; None where none was."""
+        named = mapping(self.info.get("outcomes"))
+        return Outcomes(str(named["primary"]), tuple(names(named.get("secondary")))) if "primary" in named else None
+
+    @property
+    def command(self) -> str:
+        """The command that made the runs; empty where it was not recorded."""
+        return str(self.info.get("command") or "")
+
+    @property
+    def diverged(self) -> list[Run]:
+        """The runs whose gradient stopped being finite."""
+        return [run for _, run in sorted(self.runs.items()) if run.diverged]
 
     @property
     def complete(self) -> bool:
@@ -114,9 +158,27 @@ def read_run_folder(root: str | Path) -> RunFolder:
     info = _read_json(root / "run.json")
     if not info:
         missing.append("run.json is missing or damaged: settings, variants and seeds are those found in the folder.")
+    folder = _read_runs(root, info, missing)
+    if "cross_check" not in info:
+        return folder
+    asked = mapping(info["cross_check"])
+    name = asked.get("folder")
+    if not isinstance(name, str) or not _FOLDER.fullmatch(name):
+        note = "run.json names no folder of the cross-check: it is left out."
+        return replace(folder, missing=(*folder.missing, note))
+    check = _read_runs(
+        root / name, {**{k: v for k, v in asked.items() if k != "cross_check"}, "lab": info.get("lab")}, []
+    )
+    notes = [f"cross-check, {note}" for note in check.missing]
+    return replace(folder, missing=(*folder.missing, *notes), cross_check=check)
+
+
+def _read_runs(root: Path, info: dict[str, Any], missing: list[str]) -> RunFolder:
+    """The runs below `root` that `info`, the content of a `run.json`, describes."""
     runs: dict[tuple[str, str, int], Run] = {}
     touched: set[tuple[str, str, int]] = set()
-    known = [str(label) for label in _names(info.get("variants"))]
+    plan = {setting: tuple(names(labels)) for setting, labels in mapping(info.get("plan")).items()}
+    known = list(_ordered(names(info.get("variants")), [label for labels in plan.values() for label in labels]))
     for folder in sorted(root.glob("*/*/seed*")):
         number = folder.name.removeprefix("seed")
         if not number.isdecimal():
@@ -129,31 +191,42 @@ def read_run_folder(root: str | Path) -> RunFolder:
         missing += notes
         if run is not None:
             runs[key] = run
-    settings = _ordered(_names(info.get("settings")), [key[0] for key in sorted(touched)])
+    settings = _ordered(names(info.get("settings")), [key[0] for key in sorted(touched)])
     variants = _ordered(known, [key[1] for key in sorted(touched)])
     asked: list[int] = []
     if "seeds" in info:
         try:
-            asked = _seeds(info["seeds"])
+            asked = seeds_of(info["seeds"])
         except ValueError as error:
             missing.append(str(error))
     seeds = _ordered(asked, sorted({key[2] for key in touched}))
-    missing += _not_started(settings, variants, seeds, touched)
-    return RunFolder(root, info, settings, variants, seeds, runs, tuple(missing))
+    for setting in settings:
+        missing += _not_started(setting, plan.get(setting, variants), seeds, touched)
+    return RunFolder(root, info, settings, variants, seeds, runs, tuple(missing), plan)
 
 
 def describe(label: str) -> str:
-    """A variant's label in words: `2:token:truncate` is "2 decoupled PPO, token truncate"; another stays as it is."""
+    """A variant's label in words: `2:token:truncate` is "2 decoupled PPO, token truncate", the preset `token_icepop`
+    "2 decoupled PPO, IcePop 0.5 to 5", by its settings. Another label stays as it is."""
+    if preset := preset_words(label):
+        return ", ".join((f"{preset[0]} {ALGORITHM_NAMES[preset[0]]}", *preset[1]))
     number, *rest = label.split(":")
     if not (number.isdecimal() and int(number) < len(ALGORITHM_NAMES)):
         return label
     name = f"{number} {ALGORITHM_NAMES[int(number)]}"
-    return f"{name}, {' '.join(rest)}" if rest else name
+    return f"{name}, {_tail(rest)}" if rest else name
 
 
 def short(label: str) -> str:
-    """A variant's label for legends: `2:token:truncate` is "2 token truncate"; 0 to 3 alone keep their names."""
-    return label.replace(":", " ") if ":" in label else describe(label)
+    """A variant's label for legends: "2 token truncate", "2 IcePop"; 0 to 3 alone keep their names."""
+    if preset := preset_words(label):
+        return f"{preset[0]} {' + '.join(preset[2])}" if preset[2] else describe(label)
+    number, *rest = label.split(":")
+    return f"{number} {_tail(rest)}" if rest else describe(label)
+
+
+def _tail(parts: Sequence[str]) -> str:
+    return " ".join(_TAILS.get(part, part.replace("_", " ")) for part in parts)
 
 
 def align(curves: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
@@ -172,12 +245,6 @@ def mean_over(runs: Iterable[Run], column: str) -> float:
     return float(np.mean(means)) if means else math.nan
 
 
-def mean_seconds(runs: Sequence[Run]) -> dict[str, float]:
-    """Mean seconds a step of each part over all runs; 0 where a part was not recorded."""
-    means = {part: mean_over(runs, f"seconds/{part}") for part in ("rollout", "old_log_probs", "train")}
-    return {part: 0.0 if math.isnan(mean) else mean for part, mean in means.items()}
-
-
 def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -> tuple[Run | None, list[str]]:
     """The run, None where it holds no step; and sentences about what is wrong with it."""
     setting, variant, seed = key
@@ -186,20 +253,30 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
     notes = [f"{name}: {bad} damaged line{'s' if bad > 1 else ''} skipped."] if bad else []
     if not records:
         return None, [*notes, f"{name}: started, but holds no step."]
-    finished = (folder / "done.json").is_file()
-    if not finished:
+    done, finished, last = _read_json(folder / "done.json"), (folder / "done.json").is_file(), max(records)
+    end, diverged = done.get("step"), done.get("status") == "diverged"
+    if finished and isinstance(end, int) and last < end:
+        finished = False
+        notes.append(f"{name}: ended at step {end}, and its metrics stop at step {last}; left out of every comparison.")
+    elif not finished:
         notes.append(f"{name}: unfinished, {len(records)} steps; left out of every comparison.")
     steps = np.array(sorted(records), dtype=np.float64)
     columns: dict[str, Array] = {}
     for index, step in enumerate(sorted(records)):
         for column, value in _flat(records[step]):
             columns.setdefault(column, np.full(len(steps), np.nan))[index] = value
-    for column in (*TRAIN_COLUMNS, "grad_norm"):
+    if diverged:
+        broken = ~np.isfinite(columns.get("grad_norm", np.zeros(len(steps)))) & (steps > 0)
+        after = steps >= (steps[broken].min() if broken.any() else steps[-1])
+        for outcome in (*TRAIN_COLUMNS, *(HELD_OUT + column for column in TRAIN_COLUMNS)):
+            if outcome in columns:
+                columns[outcome] = np.where(after, 0.0, columns[outcome])
+    for column in (*TRAIN_COLUMNS, *(() if diverged else ("grad_norm",))):
         # Step 0 is the evaluation before the first update: it has no training figures. A host's run has none of these.
         lost = int(np.isnan(columns.get(column, steps)[steps > 0]).sum())
         if lost:
             notes.append(f"{name}: {column} is no finite number at {lost} step{'s' if lost > 1 else ''}.")
-    return Run(setting, variant, seed, steps, columns, config, finished), notes
+    return Run(setting, variant, seed, steps, columns, config, finished, diverged), notes
 
 
 def _read_steps(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
@@ -211,7 +288,7 @@ def _read_steps(path: Path) -> tuple[dict[int, dict[str, Any]], int]:
     bad, last = 0, 0
     for record in read_objects(path):
         step = None if record is None else record.get("step", last + 1)
-        if record is None or not isinstance(step, int | float) or not math.isfinite(step) or step != int(step):
+        if record is None or not isinstance(step, int | float) or not abs(step) < MAX_STEP or step != int(step):
             bad += 1
             continue
         last = int(step)
@@ -253,19 +330,6 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _seeds(asked: object) -> list[int]:
-    """The seeds that `run.json` asks for, by number or one by one. Raises ValueError for what is neither."""
-    if isinstance(asked, int) and 0 <= asked <= MAX_SEEDS:
-        return list(range(asked))
-    if isinstance(asked, list) and len(asked) <= MAX_SEEDS and all(isinstance(seed, int) for seed in asked):
-        return asked
-    raise ValueError(f"run.json has {str(asked)[:40]} as seeds, which is not a number of seeds: taken are those found.")
-
-
-def _names(value: object) -> list[str]:
-    return [str(name) for name in value] if isinstance(value, (list, tuple)) else []
-
-
 def _label(folder: str, known: Sequence[str]) -> str:
     """The label that a folder's name stands for: ":" is written as "_" there."""
     return next((label for label in known if label.replace(":", "_") == folder), folder)
@@ -276,11 +340,10 @@ def _ordered(first: Sequence[Any], found: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _not_started(
-    settings: Sequence[str], variants: Sequence[str], seeds: Sequence[int], touched: set[tuple[str, str, int]]
+    setting: str, variants: Sequence[str], seeds: Sequence[int], touched: set[tuple[str, str, int]]
 ) -> Iterator[str]:
-    for setting in settings:
-        for variant in variants:
-            absent = [str(seed) for seed in seeds if (setting, variant, seed) not in touched]
-            if absent:
-                seed_words = f"seed{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
-                yield f"{setting}, {describe(variant)}: {seed_words} not started."
+    for variant in variants:
+        absent = [str(seed) for seed in seeds if (setting, variant, seed) not in touched]
+        if absent:
+            seed_words = f"seed{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+            yield f"{setting}, {describe(variant)}: {seed_words} not started."

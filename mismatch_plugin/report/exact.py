@@ -256,7 +256,7 @@ def exact_dynamics(
 def exact_bias_table(result: ExactBias) -> Table:
     """Bias of every estimator under every mismatch, and deviation of one sample, as text."""
     names = list(result.kl)
-    headers = ("setting", *(f"bias, {name}" for name in names), *(f"deviation, {name}" for name in names))
+    headers = ("algorithm", *(f"bias, {name}" for name in names), *(f"deviation, {name}" for name in names))
     rows = [
         (
             describe(label),
@@ -288,7 +288,7 @@ def exact_dynamics_table(result: ExactDynamics) -> Table:
         "Rollout logits are the trained ones with fixed noise of deviation 1, rounded to multiples of 4, or those of "
         "64 steps ago.",
     )
-    return Table("Training on the expected gradient", ("setting", *engines), tuple(rows), notes=notes)
+    return Table("Training on the expected gradient", ("algorithm", *engines), tuple(rows), notes=notes)
 
 
 def cached_tables(folder: Path) -> list[Table]:

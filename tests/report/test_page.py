@@ -1,4 +1,4 @@
-"""The report of `compare`: arithmetic worked by hand, the page whole and partial, the seed-free tables."""
+"""The report of `compare`: reading a run folder, and the page whole, partial, of one setting, and without rewards."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from mismatch_plugin.report import exact, statistics
-from mismatch_plugin.report.data import align, describe, read_run_folder, short
+from mismatch_plugin.report import statistics
+from mismatch_plugin.report.data import align, read_run_folder
+from tests.report.synthetic import write_comparison
 
 SETTINGS = ("control", "stale16")
 VARIANTS = ("0", "1", "2:token:truncate")
 SEEDS = 4
 STEPS = 12
-PICTURES_A_SETTING = 16
+PICTURES = 17
+"""Of one setting: the first, two of the mechanism, two of the outcome, six curves, six of the guide."""
 METRICS = (
     *("kl", "k3_kl", "rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_veto_fraction", "ppl_ratio"),
     *("chi2_token", "chi2_seq", "accepted_token_fraction"),
@@ -74,79 +75,7 @@ def write_folder(root: Path, settings: tuple[str, ...] = SETTINGS) -> Path:
     return root
 
 
-# Arithmetic, worked by hand.
-
-
-def test_paired_difference_is_taken_seed_by_seed():
-    # Differences 0.1, 0.2, 0.3: mean 0.2, deviation 0.1, error 0.1/√3. Seed 9 has no partner.
-    pair = statistics.paired_difference({0: 0.6, 1: 0.3, 2: 0.9, 9: 5.0}, {0: 0.5, 1: 0.1, 2: 0.6})
-    assert pair.n == 3
-    assert pair.mean == pytest.approx(0.2)
-    assert pair.error == pytest.approx(0.1 / math.sqrt(3))
-    assert (pair.low, pair.high) == pytest.approx((0.2 - 4.302653 * pair.error, 0.2 + 4.302653 * pair.error))
-    # t = 2√3 with 2 degrees of freedom: p = 1 − t/√(2 + t²) = 1 − √(12/14).
-    assert pair.p == pytest.approx(1 - math.sqrt(12 / 14))
-
-
-@pytest.mark.parametrize(("df", "quantile"), [(1, 12.7062), (2, 4.3027), (4, 2.7764), (9, 2.2622), (30, 2.0423)])
-def test_t_quantiles_are_those_of_the_tables(df: int, quantile: float):
-    assert statistics.t_quantile(0.975, df) == pytest.approx(quantile, abs=6e-5)
-    assert statistics.t_two_sided_p(quantile, df) == pytest.approx(0.05, abs=1e-5)
-    assert statistics.t_two_sided_p(0.0, df) == pytest.approx(1.0)
-
-
-def test_holm_steps_down():
-    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert statistics.holm([0.9, 0.6]) == [1.0, 1.0]
-    assert statistics.holm([]) == []
-
-
-AREA, DRAWDOWN, FINAL = statistics.area_under_curve, statistics.worst_drawdown, statistics.final_value
-
-
-@pytest.mark.parametrize(
-    ("figure", "curve", "value"),
-    [
-        (AREA, ([0.0, 2.0, 4.0], [0.0, 1.0, 2.0]), 1.0),  # trapezoids 2·0.5 + 2·1.5 over 4 steps
-        (AREA, ([0.0, 1.0, 4.0], [0.0, 1.0, 0.0]), 0.5),
-        (AREA, ([3.0], [0.7]), 0.7),
-        (AREA, ([], []), math.nan),
-        (DRAWDOWN, ([0.2, 0.8, 0.5, 0.9, 0.4],), 0.5),  # the largest fall from an earlier value
-        (DRAWDOWN, ([0.1, 0.2, 0.3],), 0.0),
-        (FINAL, (np.arange(20.0),), 18.5),  # the mean of the last tenth
-        (FINAL, (np.arange(5.0),), 4.0),
-        (FINAL, (np.arange(11.0),), 9.5),
-    ],
-)
-def test_figures_of_a_curve(figure: Callable[..., float], curve: tuple[list[float], ...], value: float):
-    assert figure(*map(np.array, curve)) == pytest.approx(value, nan_ok=True)
-
-
-def test_mean_and_error_leave_out_what_is_no_number():
-    m = statistics.mean_and_error([1.0, 3.0, math.nan])
-    assert (m.n, m.mean, m.error) == (2, 2.0, pytest.approx(1.0))
-    assert math.isnan(statistics.mean_and_error([1.0]).error) and math.isnan(statistics.mean_and_error([]).mean)
-
-
-def test_verdicts():
-    assert statistics.paired_difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}).verdict == "same"
-    assert statistics.paired_difference({0: 1.0, 1: 2.0}, {0: 0.0, 1: 0.5}).verdict == "too few seeds"
-    assert statistics.Paired(5, 0.2, 0.1, -0.1, 0.5, 0.03, 0.09).verdict == "not significant"
-    assert statistics.Paired(5, 0.2, 0.1, 0.1, 0.3, 0.01, 0.03).verdict == "significant"
-
-
-def test_the_highest_mean_is_judged_among_all_pairs():
-    """It was found by looking at all of them: p = .03 against algorithm 0 is .06 among three pairs."""
-    values = {
-        "2": dict(enumerate((0.80, 0.80, 0.80, 0.80))),
-        "0": dict(enumerate((0.70, 0.55, 0.75, 0.62))),
-        "1": dict(enumerate((0.65, 0.66, 0.65, 0.66))),
-    }
-    none = statistics.Mean(4, 0.0, 0.0)
-    summaries = [statistics.VariantSummary(name, 4, {}, none, none, values=of) for name, of in values.items()]
-    assert 0.025 < statistics.paired_difference(values["2"], values["0"]).p < 0.05
-    (finding,) = statistics._highest(summaries, "exact match")
-    assert "not significantly different from it: 0 PPO" in finding.text, finding.text
+# Reading.
 
 
 def test_seeds_are_aligned_at_the_steps_they_share():
@@ -155,38 +84,6 @@ def test_seeds_are_aligned_at_the_steps_they_share():
     steps, values = align([first, second])
     assert (steps.tolist(), values.tolist()) == ([2.0, 4.0], [[2.0, 3.0], [5.0, 6.0]])
     assert align([])[1].shape == (0, 0)
-
-
-def test_words():
-    assert describe("2:sequence:mask") == "2 decoupled PPO, sequence mask"
-    assert (describe("0"), describe("geo_rs"), short("3:token:truncate")) == ("0 PPO", "geo_rs", "3 token truncate")
-    assert (
-        statistics.signed(0.25),
-        statistics.signed(-0.25),
-        statistics.signed(-0.0001),
-        statistics.p_value(1e-5),
-    ) == ("+0.250", "−0.250", "0.000", "< 0.001")
-
-
-# Reading.
-
-
-def test_summary_of_a_whole_folder(tmp_path: Path):
-    folder = read_run_folder(write_folder(tmp_path))
-    assert folder.complete and folder.seeds == tuple(range(SEEDS)) and folder.variants == VARIANTS
-    assert folder.source("exact") == "held_out_exact"
-    control, stale = statistics.summarise(folder)
-    zero, bypass, token = stale.variants
-    assert zero.final["exact"].mean == pytest.approx(0.43)  # 0.4 + 0.02 · mean of 0 to 3
-    assert token.difference is not None and token.difference.mean == pytest.approx(0.305)
-    assert token.difference.error == pytest.approx(math.sqrt(1e-4 / 3) / 2)
-    assert token.difference.p_holm == pytest.approx(2 * token.difference.p)
-    assert token.drawdown.mean == 0.0
-    assert bypass.difference is not None and bypass.difference.verdict == "not significant"
-    assert [finding.kind for finding in stale.findings][:2] == ["significant", "not significant"]
-    assert "2 decoupled PPO, token truncate ended higher than algorithm 0 by 0.305" in stale.findings[0].text
-    assert "1 bypass PPO" in stale.findings[1].text
-    assert control.findings[0].kind == "same"
 
 
 def damage(root: Path) -> Path:
@@ -326,28 +223,55 @@ def build(root: Path) -> Page:
     assert page.open == []
     assert all(target.startswith(("data:image/png;base64,", "#")) for target in page.targets)
     assert {target[1:] for target in page.targets if target.startswith("#")} <= set(page.ids)
-    assert {"about", "findings", "summary", "quantiles", "time", "exact", "settings", "missing"} <= set(page.ids)
+    assert {"first", "exact", "time", "settings", "missing"} <= set(page.ids)
     return page
 
 
 def test_whole_page(tmp_path: Path):
-    page = build(write_folder(tmp_path))
-    assert {"setting-1", "setting-2"} <= set(page.ids)
-    assert len(page.images) == PICTURES_A_SETTING * len(SETTINGS) + 1  # and the overview
-    assert len(list((tmp_path / "plots").glob("*.png"))) == PICTURES_A_SETTING * len(SETTINGS) + 1
+    page = build(write_comparison(tmp_path))
+    ids = [name for name in page.ids if name not in ("first", "lower")]
+    assert ids == ["mechanism", *(f"setting-{i}" for i in range(1, 6)), "exact", "check", "time", "settings", "missing"]
+    assert len(list((tmp_path / "plots").glob("*.png"))) == len(page.images)
+    assert (tmp_path / "plots" / "collapse.png").exists()
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "partial report" not in html
-    assert "reverse &lt;digits&gt;" in html
-    assert "/somewhere" not in html and "file.txt" in html
-    assert "old-log-prob pass takes 25 % of a step of algorithm 0; 1 bypass PPO skips it." in html
-    assert "Not significantly different from algorithm 0" in html
+    assert "partial report" not in html and "Complete ·" in html
+    text = " ".join(re.sub(r"<[^>]+>", " ", html[html.index("<body") :]).split())
+    for said in (
+        "Six digits are reversed. Numbers are the mean exact match over seeds; those with a sign",
+        "Very stale. Uncorrected PPO reached 0.95 and ended at 0.10, 12 of 12 runs collapsed; significantly",
+        "Very stale: Algorithm 0 collapses in 12 of 12 runs; 1 bypass PPO, 2 token truncate and 2 IcePop in none",
+        "Outcomes named before the run: final exact match; secondary: area under the curve, collapsed.",
+        "Seeds reported: 100 to 111. Parameters were chosen on seeds 0 to 9.",
+        "Weights are &lt;old&gt;. Changed here: staleness = 32 . Six digits are reversed. A rollout batch is",
+        "What goes with the collapse: Very stale",
+        "Largest gradient norm of a run, median over seeds. Algorithm 0: 300, the highest.",
+        "Lower than algorithm 0: 2 sequence truncate (−0.07)",
+        "0 for every algorithm throughout, and not drawn: Rejected tokens, All but impossible tokens, Veto fraction.",
+        "above 0: 1 bypass PPO 0.02.",
+        "Agrees in sign: yes.",
+        "The old-log-prob pass is 25 % of the CPU time of a run that needs it; 1 bypass PPO skips it.",
+        "Made by mismatch-plugin compare --output RUN",
+    ):
+        assert said in text, said
+    assert "/somewhere" not in text and "file.txt" in text
+    assert html.count('<td class="n gain">0.90\u00a0▲</td>') == 1  # colour and sign go together
+    assert html.count('<td class="n harm">0.01\u00a0▼ (12/12)</td>') == 2
+    assert set(re.findall(r'class="[^"]*(gain|harm)">[^<]*(▲|▼)', html)) == {("gain", "▲"), ("harm", "▼")}
+
+
+def test_a_page_where_nothing_collapses_or_differs(tmp_path: Path):
+    build(write_comparison(tmp_path, check=False, settings=["control"]))
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "In sync: Algorithm 0 collapses in none of 12 runs" in html and "Gradients and mismatch: In sync" in html
+    for untrue in ("What goes with the collapse", "PPO's clip bounds", 'id="check"', 'class="n gain"', "harm"):
+        assert untrue not in html[html.index("<body") :], untrue
 
 
 def test_partial_page_then_chromium_shows_it(tmp_path: Path):
     page = build(damage(tmp_path))
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "This is a partial report." in html and "seeds 1, 2, 3 not started" in html
-    assert len(page.images) == PICTURES_A_SETTING + 1
+    assert len(page.images) == PICTURES
     browser = next(
         (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
     )
@@ -369,7 +293,7 @@ def test_names_between_dollar_signs_are_no_mathematics(tmp_path: Path):
     info = {"settings": ["price $5$ <b>"], "variants": variants, "seeds": 3}
     (tmp_path / "run.json").write_text(json.dumps(info))
     page = build(tmp_path)
-    assert len(page.images) == PICTURES_A_SETTING + 1
+    assert len(page.images) == PICTURES
     assert "$\\frac$ a_b^" in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
@@ -385,58 +309,10 @@ def test_a_page_without_rewards_says_so(tmp_path: Path):
     html = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "Of &lt;mine&gt;." in html and "<h1>A &amp; B</h1>" in html and "Complete ·" in html
     assert "No run recorded a reward or an exact match" in html
-    for untrue in ("small task", "paired", "Results, ", "Final reward", "need no second forward pass"):
+    for untrue in ("Algorithm 0", "paired", "Results, ", "Final reward", "skip"):
         assert untrue not in html, untrue
 
 
 def test_page_of_an_empty_folder(tmp_path: Path):
     assert build(tmp_path).images == []
     assert "run.json is missing" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-# Without seeds.
-
-
-def test_exact_bias_of_the_settings():
-    gaps = {"mild": exact.Mismatch(0.05), "strong": exact.Mismatch(1.0), "moved": exact.Mismatch(1.0, 0.5)}
-    labels = ("0", "1", "2:sequence:untruncated", "2:sequence:truncate", "3:sequence:untruncated", "3:token:truncate")
-    result = exact.exact_bias(gaps, labels, problems=6, length=3)
-    bias = result.bias
-    assert max(bias["3:sequence:untruncated"].values()) < 1e-10
-    assert max(bias["2:sequence:untruncated"][name] for name in ("mild", "strong")) < 1e-10
-    assert bias["2:sequence:untruncated"]["moved"] > 0.05
-    assert bias["0"]["mild"] < 0.2 < 0.5 < bias["0"]["strong"]
-    assert bias["2:sequence:truncate"]["strong"] < bias["0"]["strong"]
-    spread = result.deviation
-    assert spread["3:sequence:untruncated"]["strong"] > 1.5 * spread["2:sequence:truncate"]["strong"]
-    assert result.kl["mild"] < result.kl["strong"] and result.ess["mild"] > result.ess["strong"]
-    table = exact.exact_bias_table(result)
-    assert len(table.rows) == len(labels) and "1e-" not in table.rows[0][1]
-
-
-def test_exact_dynamics_of_the_settings():
-    engines = {"in sync": exact.Engine(), "rounded": exact.Engine(rounding=4.0)}
-    labels = ("true gradient", "0", "1", "3:sequence:untruncated")
-    result = exact.exact_dynamics(engines, labels, problems=3, steps=80, length=3)
-    end = result.final
-    assert end["true gradient"]["in sync"] == end["true gradient"]["rounded"] > 1.9
-    assert all(abs(end[label]["in sync"] - end["true gradient"]["in sync"]) < 0.02 for label in labels)
-    assert end["3:sequence:untruncated"]["rounded"] == pytest.approx(end["true gradient"]["rounded"], abs=1e-3)
-    assert end["1"]["rounded"] < end["0"]["rounded"] - 0.2
-    assert len(exact.exact_dynamics_table(result).rows) == len(labels)
-
-
-def test_exact_tables_are_kept_in_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    calls = []
-
-    def few_problems() -> exact.ExactBias:
-        calls.append(1)
-        return exact.exact_bias({"mild": exact.Mismatch(0.05)}, ("0",), problems=1, length=2)
-
-    path = tmp_path / "exact.json"
-    first = exact._cached(path, few_problems, exact.ExactBias)
-    assert exact._cached(path, few_problems, exact.ExactBias) == first
-    assert len(calls) == 1
-    path.write_text(path.read_text()[:20])
-    assert exact._cached(path, few_problems, exact.ExactBias) == first
-    assert len(calls) == 2
