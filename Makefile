@@ -48,7 +48,7 @@ test-sglang: sglang $(VENV)/.test  ## run the tests against a real SGLang server
 	$(BIN)/python -m pytest tests/sglang
 
 compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLang server; writes runs/compare-sglang/report.html
-	$(BIN)/mismatch-plugin compare --resume --engine sglang --start-server --seeds 1 --steps 80 \
+	$(BIN)/mismatch-plugin compare --resume --trainer megatron --engine sglang --start-server --seeds 1 --steps 80 \
 		--output runs/compare-sglang $(COMPARE_ARGS)
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)

@@ -116,9 +116,9 @@ class Run:
     def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float | None]]:
         """The trainer's log-probs with the weights that sampled; then one optimizer step on them."""
         from mismatch_plugin.hooks.megatron_core.batch import Sample
-        from mismatch_plugin.lab.trainer import group_advantages
 
-        advantages = group_advantages([record.reward or 0.0 for record in records], SAMPLES)
+        groups = [row // SAMPLES for row in range(len(records))]
+        advantages = mp.group_advantages([record.reward or 0.0 for record in records], groups).tolist()
         samples = [
             Sample(record.prompt_ids, record.response_ids, advantage, rollout_log_probs=record.rollout_log_probs)
             for record, advantage in zip(records, advantages, strict=True)

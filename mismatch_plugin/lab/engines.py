@@ -19,8 +19,10 @@ from torch import Tensor
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from mismatch_plugin.rollout.sampling import SamplingParameters
 
-EngineName = Literal["transformers", "sglang"]
-RolloutDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+EngineName = Literal["transformers", "sglang", "batched"]
+RolloutDtype = Literal["float32", "bfloat16", "float16", "int8", "int4", "int3", "int2"]
+BITS = {"int8": 8, "int4": 4, "int3": 3, "int2": 2}
+"""Of the forms that round the linear layers' weights to integers."""
 
 
 class RolloutEngine(Protocol):
@@ -91,7 +93,7 @@ class TransformersEngine:
 
     Args:
         config: fields of LlamaConfig (`export.llama_config`).
-        dtype: of weights, activations and cache. int8 and int4 round the linear layers' weights (not the embeddings)
+        dtype: of weights, activations and cache. int8 to int2 round the linear layers' weights (not the embeddings)
             and compute in float32.
         eos, pad: ids.
     """
@@ -100,7 +102,7 @@ class TransformersEngine:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         self.eos, self.pad, self.version = eos, pad, -1
-        self.bits = {"int8": 8, "int4": 4}.get(dtype)
+        self.bits = BITS.get(dtype)
         compute = torch.float32 if self.bits else getattr(torch, dtype)
         model: Any = LlamaForCausalLM(LlamaConfig(**config))
         self.model = model.to(compute).eval().requires_grad_(False)

@@ -125,6 +125,8 @@ def _transformer_config(settings: ModelSettings) -> TransformerConfig:
         ffn_hidden_size=settings.ffn,
         num_moe_experts=settings.experts or None,
         moe_router_topk=settings.experts_per_token,
+        # Else the softmax over one expert is 1, and the router never learns.
+        moe_router_pre_softmax=settings.experts_per_token == 1,
         moe_aux_loss_coeff=settings.moe_aux_loss,
         moe_z_loss_coeff=settings.moe_z_loss or None,
         moe_router_dtype="fp64" if settings.dtype == "float64" else "fp32",

@@ -15,6 +15,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
 from mismatch_plugin.lab import model as lab
+from mismatch_plugin.lab.batched.trainer import shape_of
 from mismatch_plugin.lab.export import llama_state_dict
 from mismatch_plugin.lab.parameters import gather_parameters, load_parameters
 from mismatch_plugin.lab.settings import LabSettings
@@ -25,7 +26,10 @@ from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
 
 def model_settings(settings: LabSettings) -> lab.ModelSettings:
     """The megatron model of a run."""
-    own = settings.model_dump(include={"layers", "hidden", "heads", "kv_groups", "ffn", "seed"})
+    own = settings.model_dump(include={"layers", "hidden", "heads", "kv_groups", "ffn", "experts", "position", "seed"})
+    if settings.position == "learned_absolute":
+        own["experts_per_token"] = 1
+        own["max_length"] = shape_of(settings).max_length
     return lab.ModelSettings.model_validate({**own, "vocab": get_task(settings.task).vocab})
 
 
@@ -80,7 +84,9 @@ class Policy:
         return gather_parameters(self.model)
 
     def export(self) -> dict[str, Tensor]:
-        """The same under Hugging Face's names."""
+        """The same under the names that the rollout engine takes: Hugging Face's, or megatron's for batched."""
+        if self.settings.engine == "batched":
+            return self.weights()
         return llama_state_dict(self.weights(), model_settings(self.settings))
 
     def batches(self, samples: Sequence[Sample], trainer_version: int | None = None) -> list[MegatronBatch]:

@@ -68,7 +68,7 @@ def run_one(
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DONE).unlink(missing_ok=True)
-        write_whole(folder / CONFIG, to_json({**description, "versions": _versions()}, indent=2) + "\n")
+        write_whole(folder / CONFIG, to_json({**description, "versions": versions()}, indent=2) + "\n")
     weights = warm_up(settings, cache)
     warm_seconds = time.perf_counter() - start
     last: dict[str, Any] = {}
@@ -97,6 +97,8 @@ def server_engine(settings: LabSettings, url: str | None) -> AbstractContextMana
     from mismatch_plugin.lab.sglang_engine import SGLangEngine
 
     task = get_task(settings.task)
+    if task.eos is None:
+        raise ValueError(f"task {task.name} has no end token, by which a server stops: choose another.")
     return SGLangEngine(url, eos=task.eos, vocab=task.vocab, dtype=settings.rollout_dtype)
 
 
@@ -115,7 +117,8 @@ def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | Non
         raise ValueError(f"{error} Delete {DONE} to run it again.") from None
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what a run's numbers depend on."""
     found = {"python": platform.python_version(), "mismatch-plugin": mismatch_plugin.__version__}
     return {**found, **{name: metadata.version(name) for name in _PACKAGES}}
 
@@ -139,7 +142,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 _DESCRIPTION = (
-    "One small RL run on CPU: a megatron-core policy, rollouts by transformers or SGLang, and the corrected loss."
+    "One small RL run on CPU: a megatron-core policy, rollouts by transformers, SGLang or the batched lab's engine, "
+    "and the corrected loss."
 )
 
 

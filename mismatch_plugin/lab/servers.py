@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, SGLangEngine, write_checkpoint
 from mismatch_plugin.lab.tasks import get_task
+from mismatch_plugin.rollout.address import shown
+from mismatch_plugin.rollout.outcomes import RequestError
 from mismatch_plugin.rollout.server import ServerDtype, start_cpu_server
 
 if TYPE_CHECKING:
@@ -47,3 +49,16 @@ def servers_for(jobs: Sequence[Job], url: str | None) -> Iterator[dict[str, str]
             started = start_cpu_server(folder, dtype=cast("ServerDtype", dtype), arguments=SERVER_ARGUMENTS)
             urls[dtype] = stack.enter_context(started).url
         yield urls
+
+
+def server_dtype_of(url: str) -> str:
+    """The precision of the server at `url`. Raises ValueError if it does not answer, or computes in another form."""
+    try:
+        dtype = server_dtype(url)
+    except RequestError as error:
+        raise ValueError(f"the server at {shown(url)} does not answer: {error}") from None
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ValueError(
+            f"the server at {shown(url)} computes in {dtype}: start it with --dtype float32, bfloat16 or float16."
+        )
+    return dtype

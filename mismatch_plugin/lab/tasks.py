@@ -1,6 +1,6 @@
 """Tasks of the lab: seeded prompts, a reward that can be verified, and the right answer for the supervised warm-up.
 
-Both tasks are about strings of digits, so that a model of 0.1 M parameters learns them in seconds, and neither is
+All are about strings of digits, so that a model of 0.1 M parameters learns them in seconds, and neither is
 solved at once: partial answers earn partial reward, and the exact match climbs over hundreds of optimizer steps.
 """
 
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 Split = Literal["train", "held_out"]
 
-BOS, SEP, EOS, PAD = 10, 11, 12, 13  # 0 to 9 are the digits
+BOS, SEP, EOS, PAD, FILL = 10, 11, 12, 13, 14  # 0 to 9 are the digits
 
 
 class Score(NamedTuple):
@@ -37,10 +37,12 @@ class Task:
     """Length of the longest right answer, `eos` included."""
     vocab: int = 14
     """Size of the vocabulary, special tokens included."""
-    eos: int = EOS
-    """The id that ends a response and counts as part of it."""
+    eos: int | None = EOS
+    """The id that ends a response and counts as part of it; None: every response has `max_response` tokens."""
     pad: int = PAD
     """An id that never occurs in prompts and answers."""
+    about: str = ""
+    """A sentence for people."""
 
     def prompts(self, count: int, seed: int, split: Split = "train") -> list[list[int]]:
         """`count` prompts [BOS, digits, SEP] drawn with `seed`.
@@ -57,7 +59,8 @@ class Task:
 
     def target(self, prompt: Sequence[int]) -> list[int]:
         """The right answer, `eos` included."""
-        return [*self.solve(list(prompt[1:-1])), self.eos]
+        answer = self.solve(list(prompt[1:-1]))
+        return answer if self.eos is None else [*answer, self.eos]
 
     def score(self, prompt: Sequence[int], response: Sequence[int]) -> Score:
         """dense = right positions / the longer of answer and response, so that running on costs as much as stopping."""
@@ -78,9 +81,53 @@ def _draw_four_to_seven(generator: random.Random) -> list[int]:
     return generator.choices(range(10), k=generator.randint(4, 7))
 
 
+def _draw_three_to_nine(generator: random.Random) -> list[int]:
+    length = generator.randint(3, 9)
+    return [*[FILL] * (9 - length), *generator.choices(range(10), k=length)]
+
+
+def _reversed_digits(filled: list[int]) -> list[int]:
+    return [digit for digit in filled if digit != FILL][::-1]
+
+
 _TASKS = {
-    "reverse": Task("reverse", _draw_six, lambda digits: digits[::-1], max_response=7),
-    "swap": Task("swap", _draw_four_to_seven, lambda x: [x[-1], *x[1:-1], x[0]], max_response=8),
+    task.name: task
+    for task in (
+        Task(
+            "reverse6",
+            _draw_six,
+            lambda digits: digits[::-1],
+            max_response=6,
+            about="The model is given six digits and answers with the same digits backwards, in six tokens; its reward "
+            "is the share of right positions.",
+            eos=None,
+        ),
+        Task(
+            "reverse",
+            _draw_six,
+            lambda digits: digits[::-1],
+            max_response=7,
+            about="The model is given six digits and answers with the same digits backwards and an end token; its "
+            "reward is the share of right positions.",
+        ),
+        Task(
+            "reverse3to9",
+            _draw_three_to_nine,
+            _reversed_digits,
+            max_response=10,
+            vocab=15,
+            about="The model is given three to nine digits, filled in front to nine, and answers with the same digits "
+            "backwards and an end token; its reward is the share of right positions.",
+        ),
+        Task(
+            "swap",
+            _draw_four_to_seven,
+            lambda x: [x[-1], *x[1:-1], x[0]],
+            max_response=8,
+            about="The model is given four to seven digits and answers with the first and the last exchanged, and an "
+            "end token; its reward is the share of right positions.",
+        ),
+    )
 }
 TASKS = tuple(_TASKS)
 
@@ -88,8 +135,10 @@ TASKS = tuple(_TASKS)
 def get_task(name: str) -> Task:
     """The task of that name. Raises ValueError if there is none.
 
-    reverse: six digits backwards. swap: four to seven digits, the first and the last exchanged; prompts and answers
-    differ in length, and a model has to learn when to stop.
+    reverse6: six digits backwards, in six tokens. reverse: the same, and a token that ends the response. reverse3to9:
+    three to nine digits backwards, filled in front: prompts are of one length, answers are not, and a model has to
+    learn when to stop. swap: four to seven digits, the first and the last exchanged; prompts and answers differ in
+    length.
     """
     if name not in _TASKS:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASKS)}.")

@@ -9,7 +9,6 @@ Every rank calls both; the rollout engine lives on rank 0, which broadcasts its 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,9 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample
 from mismatch_plugin.lab import model as lab
+from mismatch_plugin.lab.batched.model import map_weights
+from mismatch_plugin.lab.batched.rollout import BatchedEngine
+from mismatch_plugin.lab.batched.trainer import Questions, exact_match, shape_of
+from mismatch_plugin.lab.batched.warm import load_warm, save_warm, warm_weights
 from mismatch_plugin.lab.engines import RolloutDtype, RolloutEngine, TransformersEngine
 from mismatch_plugin.lab.export import llama_config
 from mismatch_plugin.lab.policy import Policy, broadcast, model_settings
@@ -39,6 +43,10 @@ OnStep = Callable[[dict[str, Any]], None]
 def make_engine(settings: LabSettings, dtype: RolloutDtype) -> RolloutEngine:
     """The embedded engine in `dtype`, without weights."""
     task = get_task(settings.task)
+    if settings.engine == "batched":
+        return BatchedEngine(shape_of(settings), dtype, eos=task.eos, pad=task.pad, flips=settings.expert_flips)
+    if task.eos is None:
+        raise ValueError(f"task {task.name} has no end token, and goes with the engine batched: choose another.")
     config = llama_config(model_settings(settings), eos=task.eos, pad=task.pad)
     return TransformersEngine(config, dtype, eos=task.eos, pad=task.pad)
 
@@ -56,8 +64,8 @@ class Evaluation:
         self.prompts = self.task.prompts(settings.eval_prompts, settings.seed_for("held-out"), "held_out")
         self.engine = make_engine(settings, "float32")
 
-    def __call__(self, weights: Weights, version: int) -> Score:
-        """Means over the prompts. The same seed each time, so that curves are smooth."""
+    def __call__(self, weights: Weights, version: int) -> dict[str, float]:
+        """held_out_reward and held_out_exact, means over the prompts. The same seed each time: curves are smooth."""
         self.engine.load_weights(weights, version)
         records = self.engine.generate(
             self.prompts,
@@ -65,7 +73,21 @@ class Evaluation:
             temperature=self.settings.eval_temperature,
             seed=self.settings.seed_for("evaluation"),
         )
-        return scored(self.task, records)[1]
+        score = scored(self.task, records)[1]
+        return {"held_out_reward": score.dense, "held_out_exact": score.exact}
+
+
+class ExactEvaluation:
+    """The expected exact match of the batched lab, held_out_exact alone: no sample, no noise."""
+
+    def __init__(self, settings: LabSettings) -> None:
+        self.shape, self.task = shape_of(settings), get_task(settings.task)
+        self.held_out = Questions.held_out(settings, [settings.seed])
+
+    def __call__(self, weights: Weights, version: int) -> dict[str, float]:
+        del version
+        one = map_weights(weights, lambda weight: weight[None])
+        return {"held_out_exact": exact_match(self.shape, self.task, one, self.held_out)[0].item()}
 
 
 def scored(task: Task, records: Sequence[RolloutRecord]) -> tuple[list[Score], Score]:
@@ -74,21 +96,19 @@ def scored(task: Task, records: Sequence[RolloutRecord]) -> tuple[list[Score], S
     return scores, Score(*map(statistics.fmean, zip(*scores, strict=True)))
 
 
-def group_advantages(rewards: Sequence[float], group: int) -> list[float]:
-    """GRPO: (r − mean) / (standard deviation + 1e-4) within each `group` of rewards that share a prompt."""
-    table = torch.tensor(rewards, dtype=torch.float64).view(-1, group)
-    centred = table - table.mean(dim=1, keepdim=True)
-    return (centred / (table.std(dim=1, keepdim=True) + 1e-4)).flatten().tolist()
-
-
 def warm_up(settings: LabSettings, cache: Path | None = None) -> Weights:
     """Supervised training until the held-out reward is `warm_up_target`: full weights by megatron's names.
 
+    With the engine batched it is that of the batched lab.
     cache: a folder in which they are kept; a run with the same `warm_up_key` finds them there. Collective.
     """
     lab.initialize_parallel(settings.tp, settings.pp, settings.cp)
-    file = None if cache is None else cache / settings.warm_up_key
-    found = torch.load(file, weights_only=True) if is_first_rank() and file is not None and file.exists() else None
+    found = None
+    if is_first_rank():
+        found = load_warm(settings, cache)
+        if found is None and settings.engine == "batched":
+            with torch._C.DisableTorchFunction():  # the megatron shim looks at every torch call
+                found = map_weights(warm_weights(settings, [settings.seed], cache), lambda weight: weight[0])
     if (found := broadcast(found)) is not None:
         return found
     # The optimizer step divides by all tokens of the batch, so micro-batches are of no use here.
@@ -97,18 +117,15 @@ def warm_up(settings: LabSettings, cache: Path | None = None) -> Weights:
     for step in range(settings.warm_up_steps):
         if step % 2 == 0:
             state = policy.export()
-            reached = evaluation is not None and evaluation(state, step).dense >= settings.warm_up_target
+            reached = evaluation is not None and evaluation(state, step)["held_out_reward"] >= settings.warm_up_target
             if broadcast(reached):
                 break
         prompts = policy.task.prompts(settings.warm_up_batch, settings.seed_for("warm-up", step))
         examples = [Sample(prompt, policy.task.target(prompt), 0.0) for prompt in prompts]
         policy.run(policy.supervised_step, policy.batches(examples))
     weights = policy.weights()
-    if file is not None and is_first_rank():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        part = file.with_name(f"{file.name}.{os.getpid()}")
-        torch.save(weights, part)
-        part.replace(file)  # so that nobody reads half a file
+    if is_first_rank():
+        save_warm(settings, cache, weights)
     return weights
 
 
@@ -124,17 +141,17 @@ def train(
 
     Its dict: step; reward, exact, response_length (means over the rollout batch), weight_version (that sampled it);
     loss, grad_norm (before clipping); seconds {rollout, old_log_probs, train}, the first two on a rollout batch's first
-    step, 0 on its others; metrics (the plugin's); and after an evaluation held_out_reward, held_out_exact. A first dict
-    with step 0 holds the evaluation of the warm weights, and only that.
+    step, 0 on its others; metrics (the plugin's); and after an evaluation held_out_reward, held_out_exact (with the
+    engine batched the latter alone, and exact). A first dict with step 0 holds the evaluation of the warm weights only.
 
-    engine: the rollout engine (rank 0 uses it; elsewhere None); None: transformers in `rollout_dtype`.
+    engine: the rollout engine (rank 0 uses it; elsewhere None); None: that of the settings, if it is embedded.
     Returns False if the run ended early because the gradient was no longer finite. Collective.
     Raises ValueError for a KL term, which needs a reference policy, and the lab keeps none; and if the settings name a
     server as the engine, and none was given.
     """
     if config.terms.kl_coef:
         raise ValueError("the lab keeps no reference policy: leave out --mismatch-kl-coef.")
-    if is_first_rank() and engine is None and settings.engine != "transformers":
+    if is_first_rank() and engine is None and settings.engine == "sglang":
         raise ValueError(f"the engine is {settings.engine}: give the one to roll out with.")
     return Run(settings, config, warm_weights, on_step, engine).all_steps()
 
@@ -149,10 +166,10 @@ class Run:
         self.policy = Policy(settings, weights, lr=settings.lr)
         self.hook = self.policy.hook(config)
         self.engine: RolloutEngine | None = None
-        self.evaluation: Evaluation | None = None
+        self.evaluation: Evaluation | ExactEvaluation | None = None
         if is_first_rank():
             self.engine = engine or make_engine(settings, settings.rollout_dtype)
-            self.evaluation = Evaluation(settings)
+            self.evaluation = (ExactEvaluation if settings.engine == "batched" else Evaluation)(settings)
         self.versions: dict[int, Weights] = {}
         self.seconds: dict[str, float] = {}
 
@@ -166,7 +183,7 @@ class Run:
             self.seconds = {"rollout": 0.0, "old_log_probs": 0.0, "train": 0.0}
             with self._timed("rollout"):
                 samples, facts = self._roll_out(first)
-            parts = enumerate(self._split(samples, first), first)
+            parts = enumerate(self._split(samples), first)
             mini_batches = [self.policy.batches(part, trainer_version=step) for step, part in parts]
             if not self.config.use_rollout_log_probs:
                 with self._timed("old_log_probs"):
@@ -201,8 +218,9 @@ class Run:
             scores, mean = scored(task, records)
             length = statistics.fmean(len(record.response_ids) for record in records)
             facts = {"reward": mean.dense, "exact": mean.exact, "response_length": length, "weight_version": version}
-            advantages = group_advantages([score.dense for score in scores], settings.samples_per_prompt)
-            drawn = self._samples(records, advantages), facts
+            groups = [row // settings.samples_per_prompt for row in range(len(records))]
+            advantages = mp.group_advantages([score.dense for score in scores], groups)
+            drawn = self._samples(records, advantages.tolist()), facts
         self.versions = {known: weights for known, weights in self.versions.items() if known >= version}
         return broadcast(drawn)
 
@@ -222,13 +240,11 @@ class Run:
             for record, advantage, versions in zip(records, advantages, rows, strict=True)
         ]
 
-    def _split(self, samples: list[Sample], step: int) -> list[list[Sample]]:
-        """Mini-batches of shuffled samples."""
-        generator = torch.Generator().manual_seed(self.settings.seed_for("order", step))
-        order = torch.randperm(len(samples), generator=generator).tolist()
-        count = self.settings.mini_batches
-        share = len(samples) // count
-        return [[samples[i] for i in order[part * share : (part + 1) * share]] for part in range(count)]
+    def _split(self, samples: list[Sample]) -> list[list[Sample]]:
+        """Mini-batches: each has its share of every prompt's samples, so that all have all prompts."""
+        group, count = self.settings.samples_per_prompt, self.settings.mini_batches
+        share = group // count
+        return [[sample for i, sample in enumerate(samples) if i % group // share == part] for part in range(count)]
 
     def _with_old_log_probs(self, mini_batches: list[list[MegatronBatch]]) -> list[list[MegatronBatch]]:
         """One forward pass over the rollout batch with the weights that are about to train on it."""
@@ -258,8 +274,7 @@ class Run:
         state = self.versions.get(step) or self.policy.export()
         if self.evaluation is None:
             return {}
-        score = self.evaluation(state, step)
-        return {"held_out_reward": score.dense, "held_out_exact": score.exact}
+        return self.evaluation(state, step)
 
     def _report(self, record: dict[str, Any]) -> None:
         if is_first_rank():

@@ -5,17 +5,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from mismatch_plugin.cli import app
-from tests.report.test_page import write_folder
+from mismatch_plugin.lab import command, workers
+from mismatch_plugin.lab.compare import hold
+from mismatch_plugin.report import exact
+from tests.report.synthetic import write_comparison
 
 needs_lab = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("megatron", "transformers", "matplotlib")), reason="needs [lab]"
@@ -54,6 +57,15 @@ def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int) -> 
         time.sleep(0.05)
 
 
+def wait_for_silence(folder: Path) -> None:
+    deadline, before = time.monotonic() + SECONDS, -1
+    while (now := sum(path.stat().st_size for path in folder.rglob("metrics.jsonl"))) != before:
+        assert time.monotonic() < deadline, "a worker goes on without its parent"
+        before = now
+        time.sleep(3.0)
+    assert not any(folder.rglob("done.json"))
+
+
 @needs_lab
 def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
     folder = tmp_path / "run"
@@ -68,8 +80,9 @@ def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
 
     process = start(folder)
     wait_for_steps(process, folder, 5)  # the unfinished run begins again
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait(timeout=SECONDS)
+    process.kill()
+    process.communicate(timeout=SECONDS)
+    wait_for_silence(folder)  # its workers end with it
 
     process = start(folder)
     said = process.communicate(timeout=SECONDS)[0]
@@ -81,21 +94,48 @@ def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
 
 
 @needs_lab
-def test_the_end_shows_the_final_values_on_80_columns(tmp_path: Path) -> None:
-    """The report's table of final values; every run of the folder has finished, so nothing is trained."""
-    folder = write_folder(tmp_path)
-    lab: dict[str, object] = {"engine": "transformers", "steps": 12, "task": "reverse", "tp": 1, "pp": 1, "cp": 1}
-    lab["of_setting"] = {"control": {}, "stale16": {"staleness": 16}}
-    (folder / "run.json").write_text(json.dumps({**json.loads((folder / "run.json").read_text()), "lab": lab}))
-    options = ["--algorithms", "0,1,2:token:truncate", "--settings", "control,stale16", "--steps", "12", "--no-exact"]
-    result = CliRunner().invoke(
-        app, ["compare", "--resume", "--output", str(folder), *options], env={"COLUMNS": "80", "TERM": "dumb"}
-    )
-    assert result.exit_code == 0, result.output
-    said = result.output[result.output.index("Final exact match") :].splitlines()
+def test_the_end_shows_the_final_values_on_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    command._report(write_comparison(tmp_path / "run", check=False, settings=["int2", "stale32"]), exact=False)
+    said = capsys.readouterr().out.splitlines()
     rows = {line.split("  ")[0].strip(): line.split() for line in said}
-    # Seeds end at 0.40, 0.42, 0.44, 0.46: mean 0.43, error √(0.002/3)/2 = 0.013.
-    assert rows["0 PPO"][-3:] == ["0.43", "±", "0.01"]
-    assert rows["2 decoupled PPO, token truncate"][-1] == "▲"
+    assert "▼" in rows["1 bypass PPO"] and "▲" in rows["1 bypass PPO"]  # lost at int2, better where 0 collapses
+    assert "(12/12)" in rows["0 PPO"]
     table = said[: next(index for index, line in enumerate(said) if line.startswith("report: "))]
-    assert max(map(len, table)) <= 80 and "one standard error over seeds" in " ".join(" ".join(table).split())
+    assert max(map(len, table)) <= 80 and "at the end over 12 seeds" in " ".join(" ".join(table).split())
+
+
+def test_what_it_took_is_said() -> None:
+    minutes, cpu, memory = map(float, re.findall(r"[\d.]+(?= )", command._cost(90.0)))
+    assert minutes == 1.5 and cpu >= 0 and memory > 0.01
+
+
+def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    first = hold(tmp_path)
+    with pytest.raises(ValueError, match="another compare is writing to"):
+        hold(tmp_path)
+    first.close()
+    hold(tmp_path).close()
+
+
+def test_a_lock_whose_holder_was_killed_is_not_waited_for_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_PATIENCE", 0.01)
+    lock = threading.Lock()
+    lock.acquire()
+    with workers._warming(lock):
+        assert lock.locked()
+    assert lock.locked()  # it is still the other one's
+    lock.release()
+    with workers._warming(lock):
+        assert lock.locked()
+    assert not lock.locked()
+
+
+def test_tables_that_cannot_be_computed_do_not_end_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(folder: Path) -> None:
+        raise OSError(f"no space left in {folder}")
+
+    monkeypatch.setattr(exact, "cached_tables", full)
+    assert workers._attempt(tmp_path, {}, {}) == f"tables without seeds: no space left in {tmp_path}"

@@ -15,7 +15,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.lab.engines import TransformersEngine, draw, quantised
 from mismatch_plugin.lab.settings import LabSettings
-from mismatch_plugin.lab.tasks import BOS, EOS, PAD, SEP, TASKS, get_task
+from mismatch_plugin.lab.tasks import BOS, EOS, FILL, PAD, SEP, TASKS, get_task
 from tests.distributed.lab_worker import TINY, LabCase, LabOutcome, run_case
 from tests.distributed.launch import launch
 
@@ -52,6 +52,21 @@ def test_swap_by_hand() -> None:
     assert task.score(prompt, [3, 1, 7, 4, EOS]) == (3 / 5, 0.0)
 
 
+def test_reverse3to9_by_hand() -> None:
+    task = get_task("reverse3to9")
+    prompt = [BOS, *[FILL] * 5, 0, 7, 7, 1, SEP]
+    assert task.target(prompt) == [1, 7, 7, 0, EOS]
+    assert task.score(prompt, [1, 7, 7, 0, 0, EOS]) == (4 / 6, 0.0)
+
+
+def test_reverse3to9_has_prompts_of_one_length_and_answers_of_seven() -> None:
+    task = get_task("reverse3to9")
+    prompts = task.prompts(200, 0)
+    assert {len(prompt) for prompt in prompts} == {11}
+    assert {len(task.target(prompt)) for prompt in prompts} == {4, 5, 6, 7, 8, 9, 10}
+    assert all(FILL not in prompt[prompt.index(next(i for i in prompt if i < 10)) :] for prompt in prompts)
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_prompts_are_seeded_split_and_in_bounds(name: str) -> None:
     task = get_task(name)
@@ -64,7 +79,7 @@ def test_prompts_are_seeded_split_and_in_bounds(name: str) -> None:
 
 
 def test_unknown_task_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="choose one of reverse, swap"):
+    with pytest.raises(ValueError, match="choose one of reverse6, reverse, reverse3to9, swap"):
         get_task("sort")
 
 
@@ -211,9 +226,9 @@ def test_first_step_is_the_same_in_every_layout(outcomes: dict[str, list[LabOutc
 
 
 def test_engines_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="rollout_dtype int4 is made by the engine transformers alone"):
+    with pytest.raises(ValueError, match="rollout_dtype int4 is not made by the engine sglang"):
         LabSettings.model_validate({"engine": "sglang", "rollout_dtype": "int4"})
-    with pytest.raises(ValueError, match="Input should be 'transformers' or 'sglang'"):
+    with pytest.raises(ValueError, match="Input should be 'transformers', 'sglang' or 'batched'"):
         LabSettings.model_validate({"engine": "vllm"})
 
 

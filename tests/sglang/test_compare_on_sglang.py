@@ -1,4 +1,4 @@
-"""`mismatch-plugin compare --engine sglang`, with a server that is there and with one that it starts itself."""
+"""`compare --trainer megatron --engine sglang`, with a server that is there and with one that it starts itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from mismatch_plugin.rollout.server import CpuServer
 
 def _compare(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     code = "import sys; sys.argv[0] = 'mismatch-plugin'; from mismatch_plugin.cli import main; main()"
-    command = [sys.executable, "-c", code, "compare", "--engine", "sglang", "--output", str(folder), "--seeds", "1"]
+    command = [sys.executable, "-c", code, "compare", "--trainer", "megatron", "--engine", "sglang", "--seeds", "1"]
+    command += ["--output", str(folder)]
     return subprocess.run([*command, *options], capture_output=True, text=True, check=False, timeout=500)
 
 

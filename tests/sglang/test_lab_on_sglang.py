@@ -26,7 +26,7 @@ VISIBLE = 1e-3
 
 
 def _engine(server: CpuServer) -> SGLangEngine:
-    return SGLangEngine(server.url, eos=TASK.eos, vocab=TASK.vocab)
+    return SGLangEngine(server.url, eos=EOS, vocab=TASK.vocab)
 
 
 def _roll_out(engine: SGLangEngine, seed: int, temperature: float = 1.0, top_p: float = 1.0) -> list[RolloutRecord]:
