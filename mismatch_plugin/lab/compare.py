@@ -150,7 +150,7 @@ def open_folder(folder: Path, description: dict[str, Any], resume: bool) -> None
         # What a setting means differs, too, where other settings were chosen.
         found = [entry for entry in found if not entry[0].startswith(("lab.of_setting", "plan"))] or found
         if found:
-            changed = [f"{_option(name)} {_show(old)}, now {_show(new)}" for name, old, new in found]
+            changed = [f"{_option(name)} {_show(old, name)}, now {_show(new, name)}" for name, old, new in found]
             raise ValueError(
                 f"{folder} holds a run with {'; '.join(changed)}: resume it with the same, or choose another --output."
             )
@@ -190,7 +190,9 @@ def _option(name: str) -> str:
     return "--" + {"variants": "algorithms"}.get(last, last).replace("_", "-")
 
 
-def _show(value: object) -> str:
+def _show(value: object, name: str) -> str:
+    if name == "seeds" and isinstance(value, list) and value:
+        return f"{len(value)} from {value[0]}"
     return ",".join(map(str, value)) if isinstance(value, (list, dict)) else str(value)
 
 

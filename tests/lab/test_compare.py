@@ -327,12 +327,14 @@ def test_a_run_whose_record_is_damaged_is_not_thrown_away(tmp_path: Path, name: 
         ({"lab": {"steps": 8, "rollout_dtype": "bfloat16"}}, r"--steps 6, now 8; --rollout-dtype None, now bfloat16: "),
         ({"variants": ["0"]}, "--algorithms 0,2:token:truncate, now 0: "),
         ({"trainer": "megatron"}, "--trainer batched, now megatron: "),
+        ({"seeds": [100, 101, 102]}, "--seeds 2 from 100, now 3 from 100: "),
         ({"settings": ["control"], "lab": {"steps": 6, "of_setting": {"control": {}}}}, "--settings .*, now control: "),
         ({"lab": {"steps": 6, "of_setting": {"control": {}, "4": {"staleness": 8}}}}, "--staleness 4, now 8: "),
     ],
 )
 def test_resuming_with_other_options_names_them(tmp_path: Path, now: dict[str, Any], said: str) -> None:
     before: dict[str, Any] = {"settings": ["control", "4"], "variants": ["0", "2:token:truncate"], "trainer": "batched"}
+    before["seeds"] = [100, 101]
     settings = {"control": {}, "4": {"staleness": 4}}
     before["lab"] = {"steps": 6, "of_setting": settings}
     open_folder(tmp_path / "run", before, resume=False)
