@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.report.data import short
+from mismatch_plugin.report.overview import MARKS
+from mismatch_plugin.report.statistics import number, p_value, signed
 from mismatch_plugin.report.table import NOTHING, Table
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples" / "compare"
@@ -30,7 +32,7 @@ def _cell(variants: dict[str, Any], label: str) -> str:
     found = variants.get(label)
     if found is None:
         return NOTHING
-    mark = {"better": " ▲", "worse": " ▼"}.get(found.get("verdict", ""), "")
+    mark = MARKS.get(found.get("verdict", ""), "")
     collapsed = f" ({found['collapsed']}/{found['runs']})" if found["collapsed"] else ""
     return f"{found['mean']:.2f}{mark}{collapsed}"
 
@@ -74,11 +76,10 @@ def collapse_table() -> Table:
     for label, found in entry["variants"].items():
         if "difference" in found:
             low, high = found["interval"]
-            p = "< 0.001" if found["p_holm"] < 0.001 else f"{found['p_holm']:.3f}"
             collapsed = f"{found['collapsed']}/{found['runs']}"
-            interval = f"{low:+.2f} to {high:+.2f}".replace("-", "−")
-            difference = f"{found['difference']:+.2f}".replace("-", "−")
-            rows.append((short(label), f"{found['mean']:.2f}", difference, interval, p, collapsed))
+            interval = f"{signed(low, 2)} to {signed(high, 2)}"
+            difference, p = signed(found["difference"], 2), p_value(found["p_holm"])
+            rows.append((short(label), number(found["mean"], 2), difference, interval, p, collapsed))
     headers = ("algorithm", "final exact match", "minus algorithm 0", "95 % interval", "p (Holm)", "collapsed")
     return Table(entry["title"], headers, tuple(rows))
 

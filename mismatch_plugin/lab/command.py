@@ -226,7 +226,7 @@ def _check_engine(trainer: str, engine: str, start_server: bool, url: str | None
 def _report(output: Path, exact: bool) -> None:
     """Show the final values, write the page and its numbers."""
     from mismatch_plugin.report.data import read_run_folder
-    from mismatch_plugin.report.page import build_report, final_table
+    from mismatch_plugin.report.page import final_table, write_page
     from mismatch_plugin.report.statistics import summarise
     from mismatch_plugin.report.summary import write_summary
     from mismatch_plugin.report.terminal import show
@@ -234,7 +234,7 @@ def _report(output: Path, exact: bool) -> None:
     folder = read_run_folder(output)
     summaries = summarise(folder)
     show(final_table(summaries))
-    page = build_report(output, exact=exact)
+    page = write_page(folder, summaries, exact=exact)
     write_summary(folder, summaries, output / "plots" / "collapse.png")
     typer.echo(f"report: {page}")
 

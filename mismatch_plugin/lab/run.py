@@ -56,11 +56,7 @@ def run_one(
     cache = folder.parent / "warm" if warm_up_cache is None else Path(warm_up_cache)
     lab.initialize_parallel(settings.tp, settings.pp, settings.cp)
     first = is_first_rank()
-    description: dict[str, Any] = {
-        "settings": settings.model_dump(mode="json"),
-        "mismatch": variant_config.model_dump(mode="json"),
-    }
-    description["world_size"] = lab.dist.get_world_size()
+    description = describe_run(settings, variant_config, lab.dist.get_world_size())
     if (outcome := broadcast(_finished(folder, description) if first else None)) is not None:
         return outcome
 
@@ -68,7 +64,7 @@ def run_one(
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / DONE).unlink(missing_ok=True)
-        write_whole(folder / CONFIG, to_json({**description, "versions": versions()}, indent=2) + "\n")
+        write_description(folder, description)
     weights = warm_up(settings, cache)
     warm_seconds = time.perf_counter() - start
     last: dict[str, Any] = {}
@@ -117,8 +113,18 @@ def _finished(folder: Path, description: dict[str, Any]) -> dict[str, Any] | Non
         raise ValueError(f"{error} Delete {DONE} to run it again.") from None
 
 
-def versions() -> dict[str, str]:
-    """Of what a run's numbers depend on."""
+def describe_run(settings: LabSettings, config: MismatchConfig, world_size: int = 1) -> dict[str, Any]:
+    """What tells a run from others."""
+    parts = {"settings": settings.model_dump(mode="json"), "mismatch": config.model_dump(mode="json")}
+    return {**parts, "world_size": world_size}
+
+
+def write_description(folder: Path, description: dict[str, Any]) -> None:
+    """`config.json`: it, and the versions of what the run's numbers depend on."""
+    write_whole(folder / CONFIG, to_json({**description, "versions": _versions()}, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "mismatch-plugin": mismatch_plugin.__version__}
     return {**found, **{name: metadata.version(name) for name in _PACKAGES}}
 

@@ -178,6 +178,18 @@ class LabSettings(BaseModel):
         """Responses of a rollout batch."""
         return self.prompts_per_batch * self.samples_per_prompt
 
+    def version_for(self, step: int) -> int:
+        """The optimizer step whose weights sample the rollout batch that is first trained on after `step`."""
+        return max(0, step - self.staleness)
+
+    def samples_later(self, step: int) -> bool:
+        """Whether a rollout batch samples from the weights after `step` optimizer steps."""
+        return step == 0 or (step + self.staleness) % self.mini_batches == 0
+
+    def evaluates(self, step: int) -> bool:
+        """Whether held-out prompts are asked after `step` optimizer steps."""
+        return step in (0, self.steps) or (self.eval_every > 0 and step % self.eval_every == 0)
+
     def seed_for(self, *purpose: object) -> int:
         """A seed for one purpose: independent of every other, and the same in every variant of the run."""
         return zlib.crc32(".".join(map(str, (self.seed, *purpose))).encode())

@@ -203,7 +203,7 @@ class Run:
     def _roll_out(self, step: int) -> tuple[list[Sample], dict[str, Any]]:
         """Samples with advantages on every rank, and the means that are reported."""
         settings, task = self.settings, self.policy.task
-        version = max(0, step - settings.staleness)
+        version = settings.version_for(step)
         drawn: Any = None
         if self.engine is not None:
             self.engine.load_weights(self.versions[version], version)
@@ -263,13 +263,11 @@ class Run:
 
     def _keep(self, step: int) -> None:
         """Export the weights after `step` optimizer steps, if a later rollout batch is going to sample from them."""
-        used = (step + self.settings.staleness) % self.settings.mini_batches == 0
-        if used or step == 0:
+        if self.settings.samples_later(step):
             self.versions[step] = self.policy.export()
 
     def _held_out(self, step: int) -> dict[str, float]:
-        every, last = self.settings.eval_every, self.settings.steps
-        if step not in (0, last) and (every == 0 or step % every):
+        if not self.settings.evaluates(step):
             return {}
         state = self.versions.get(step) or self.policy.export()
         if self.evaluation is None:

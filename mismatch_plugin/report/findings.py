@@ -17,6 +17,7 @@ from mismatch_plugin.report.significance import (
     PairedCollapse,
     corrected,
     mean_and_error,
+    out_of_reach,
     paired_difference,
     smallest_p,
 )
@@ -134,7 +135,7 @@ def findings(summaries: Sequence[VariantSummary], measure: str) -> list[Finding]
         found.append(Finding("not significant", text))
         if alone := [describe(s.variant) for s, d in open_ if d.p < LEVEL]:
             whose = f"the difference of {_list(alone)} would pass the 5 % level"
-            text = f"By itself {whose}; among {_count(of)} comparisons it does not."
+            text = f"By itself {whose}; among {len(_judged(of))} comparisons it does not."
             found.append(Finding("not significant", text))
         if floor := _floor(of):
             found.append(Finding("note", f"{floor[0].upper()}{floor[1:]}."))
@@ -146,7 +147,7 @@ def findings(summaries: Sequence[VariantSummary], measure: str) -> list[Finding]
             f"{describe(s.variant)} ({signed(d.mean)} on {d.n} seed{'s' if d.n > 1 else ''})" for s, d in few
         )
         found.append(Finding("too few seeds", f"Too few seeds to judge, fewer than {FEW_SEEDS}: {whose}."))
-    widths = [0.5 * (d.high - d.low) for kind in ("better", "worse", "not significant") for _, d in of[kind]]
+    widths = [0.5 * (d.high - d.low) for d in _judged(of)]
     if widths:
         best, worst = number(min(widths)), number(max(widths))
         span = f"±{best}" if best == worst else f"±{best} to ±{worst}"
@@ -211,7 +212,7 @@ def _highest(summaries: Sequence[VariantSummary], name: str) -> list[Finding]:
     judged = [pair.n for pair in every if not math.isnan(pair.p_holm)]
     if not equal:
         told = "it differs significantly from every other one."
-    elif judged and len(judged) * smallest_p(max(judged)) >= LEVEL:
+    elif judged and out_of_reach(judged):
         told = f"{max(judged)} seeds are too few to order them ({len(judged)} pair{'s' * (len(judged) > 1)})."
     elif len(equal) == len(ranked) - 1:
         told = "no other one differs significantly from it, so the order of the means says nothing."
@@ -232,17 +233,17 @@ def _by_verdict(
     return of
 
 
-def _count(of: Judged) -> int:
+def _judged(of: Judged) -> list[Paired]:
     """Comparisons that Holm's correction counts."""
-    return sum(len(of.get(kind, ())) for kind in ("better", "worse", "not significant"))
+    return [d for kind in ("better", "worse", "not significant") for _, d in of.get(kind, ())]
 
 
 def _floor(of: Judged) -> str:
     """Why no difference can be significant with so few seeds; empty where one can."""
-    judged = [d.n for kind in ("better", "worse", "not significant") for _, d in of.get(kind, ())]
-    least = smallest_p(max(judged, default=0))
-    if not judged or len(judged) * least < LEVEL:
+    judged = [d.n for d in _judged(of)]
+    if not judged or not out_of_reach(judged):
         return ""
+    least = smallest_p(max(judged))
     among = f", {p_value(min(1.0, len(judged) * least))} after Holm's correction for {len(judged)} comparisons"
     return (
         f"with {max(judged)} seeds the smallest possible p is {p_value(least)}{among if len(judged) > 1 else ''}: no "

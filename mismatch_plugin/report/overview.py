@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from mismatch_plugin.report.data import BASELINE, short
 from mismatch_plugin.report.findings import NAMES
-from mismatch_plugin.report.significance import LEVEL, smallest_p
+from mismatch_plugin.report.significance import out_of_reach
 from mismatch_plugin.report.statistics import SettingSummary, VariantSummary, number, signed
 from mismatch_plugin.report.table import NOTHING, Table
 
@@ -86,7 +86,7 @@ def _blind(summary: SettingSummary) -> bool:
     """Whether variants differ from algorithm 0, and none could do so significantly: there are too few seeds."""
     pairs = [s.difference for s in summary.variants if s.difference is not None and s.difference.n]
     judged = [pair.n for pair in pairs if not math.isnan(pair.p_holm)]
-    few = not judged or len(judged) * smallest_p(max(judged)) >= LEVEL
+    few = not judged or out_of_reach(judged)
     return few and any(not pair.same for pair in pairs)
 
 

@@ -56,11 +56,18 @@ class SettingPart:
 
 
 def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
-    """Write `RUN/report.html` and `RUN/plots/*.png` from whatever the run folder holds, and return the page's path.
+    """Read a run folder and write its page, whatever it holds (`write_page`). Raises also FileNotFoundError where there
+    is no such folder."""
+    folder = read_run_folder(run_folder)
+    return write_page(folder, summarise(folder), exact=exact)
+
+
+def write_page(folder: RunFolder, summaries: Sequence[SettingSummary], *, exact: bool = True) -> Path:
+    """Write `RUN/report.html` and `RUN/plots/*.png`, and return the page's path.
 
     exact: include the seed-free tables; computed the first time (some ten seconds), then kept in the folder.
-    The old page stays until the new one is whole. Raises: FileNotFoundError where there is no such folder;
-    ImportError where matplotlib or jinja2 is missing, naming the extra.
+    The old page stays until the new one is whole. Raises ImportError where matplotlib or jinja2 is missing, naming the
+    extra.
     """
     try:
         from mismatch_plugin.report import plots
@@ -68,8 +75,6 @@ def build_report(run_folder: str | Path, *, exact: bool = True) -> Path:
         from mismatch_plugin.report.templates import environment
     except ImportError as error:
         raise ImportError(f"{error}: a report needs the extra: pip install 'mismatch-plugin[lab]'") from error
-    folder = read_run_folder(run_folder)
-    summaries = summarise(folder)
     parts = [_setting_part(folder, summary) for summary in summaries]
     for part in parts[1:]:  # what holds for every setting is said once
         part.results, part.mismatch = replace(part.results, notes=()), replace(part.mismatch, notes=())

@@ -172,6 +172,14 @@ def mcnemar_p(one: int, other: int) -> float:
     return min(1.0, 2.0 * tail / 2 ** (one + other))
 
 
+def out_of_reach(seeds: Sequence[int]) -> bool:
+    """Whether no comparison can be significant. seeds: pairs of each that is judged, at least one.
+
+    Their number times the smallest p, which is that of the one with most seeds, is not below LEVEL.
+    """
+    return len(seeds) * smallest_p(max(seeds)) >= LEVEL
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Holm's step-down adjusted p-values, in the order given."""
     order, count = np.argsort(p_values, kind="stable"), len(p_values)

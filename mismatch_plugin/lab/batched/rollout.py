@@ -142,9 +142,8 @@ class BatchedEngine:
         if top_p != 1.0 or not temperature:
             raise ValueError(f"top_p {top_p}, temperature {temperature}: the batched engine samples unfiltered.")
         noise = exponential([seed], len(prompts) * samples_per_prompt, max_new_tokens, self.shape.vocab)
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # the megatron shim looks at every torch call; nothing in here needs it to
+        # The megatron shim looks at every torch call; nothing in here needs it to.
+        with torch._C.DisableTorchFunction():
             drawn = generate(
                 self.shape,
                 self.weights,

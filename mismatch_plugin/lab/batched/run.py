@@ -11,7 +11,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.files import write_whole
 from mismatch_plugin.lab.batched.trainer import Runs
 from mismatch_plugin.lab.batched.warm import warm_weights
-from mismatch_plugin.lab.run import CONFIG, DONE, METRICS, versions
+from mismatch_plugin.lab.run import DONE, METRICS, describe_run, write_description
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.report.log import to_json
 
@@ -38,13 +38,7 @@ def run_block(
             for seed, folder in zip(seeds, row, strict=True):
                 folder.mkdir(parents=True, exist_ok=True)
                 (folder / DONE).unlink(missing_ok=True)
-                description = {
-                    "settings": settings.model_copy(update={"seed": seed}).model_dump(mode="json"),
-                    "mismatch": config.model_dump(mode="json"),
-                    "world_size": 1,
-                    "versions": versions(),
-                }
-                write_whole(folder / CONFIG, to_json(description, indent=2) + "\n")
+                write_description(folder, describe_run(settings.model_copy(update={"seed": seed}), config))
                 files.append(stack.enter_context((folder / METRICS).open("w")))
         last = [{} for _ in files]
         for records in runs.steps():

@@ -195,7 +195,7 @@ class Runs:
                     self._keep(step)
                 for record, seconds in zip(records, self._seconds(), strict=True):
                     record["seconds"] = seconds
-                if self._evaluated(step):
+                if settings.evaluates(step):
                     for record, exact in zip(records, self._exact(), strict=True):
                         record["held_out_exact"] = exact
                 self.seconds = dict.fromkeys(self.seconds, 0.0)
@@ -204,7 +204,7 @@ class Runs:
     def _roll_out(self, step: int) -> tuple[Tensor, Responses, Tensor, list[dict[str, Any]]]:
         """Prompts [N, P, T], responses, their advantages [N, B], and what is reported of each run."""
         settings, task = self.settings, self.task
-        version = max(0, step - settings.staleness)
+        version = settings.version_for(step)
         K, S = len(self.configs), len(self.seeds)
         asked = Questions.drawn(task, settings.prompts_per_batch, for_seeds(settings, self.seeds, "prompts", step))
         asked = asked.times(K)
@@ -278,13 +278,9 @@ class Runs:
     def _exact(self) -> list[float]:
         return exact_match(self.shape, self.task, self.weights, self.held_out)[0].tolist()
 
-    def _evaluated(self, step: int) -> bool:
-        every, last = self.settings.eval_every, self.settings.steps
-        return step == last or (every > 0 and step % every == 0)
-
     def _keep(self, step: int) -> None:
         """Keep a copy of the weights after `step` optimizer steps, if a later rollout batch samples from them."""
-        if (step + self.settings.staleness) % self.settings.mini_batches == 0 or step == 0:
+        if self.settings.samples_later(step):
             self.versions[step] = map_weights(self.weights, lambda weight: weight.detach().clone())
 
     def _by_variant(self, records: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
