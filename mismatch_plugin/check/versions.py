@@ -57,17 +57,19 @@ def _by_version(sample: Sample) -> dict[str, Bools]:
 
 
 def _mixed(batch: Batch) -> list[Item]:
-    of_samples = [(sample, _by_version(sample)) for sample in batch]
+    """Versions that differ inside a response or between responses of one training step; steps may differ."""
+    of_samples = [(sample, versions) for sample in batch if (versions := _by_version(sample))]
+    seen: dict[tuple[int | None, str | None], set[str]] = defaultdict(set)
+    for sample, versions in of_samples:
+        seen[_step(sample)].update(versions)
+    of_samples = [(sample, versions) for sample, versions in of_samples if len(seen[_step(sample)]) > 1]
+    if not of_samples:
+        return []
     counts: Counter[str] = Counter()
     for _, versions in of_samples:
         counts.update({version: int(where.sum()) for version, where in versions.items()})
-    if len(counts) < 2:
-        return []
     most = counts.most_common(5)
     inside = [sample for sample, versions in of_samples if len(versions) > 1]
-    steps = {(sample.told.weight_version, *versions) for sample, versions in of_samples if versions}
-    if not inside and len({trainer for trainer, *_ in steps}) == len(steps):
-        return []  # batches of several steps, each with a training side of its own
     if inside:
         versions = inside[0].record.version_of_token
         position = next(at for at in range(1, len(versions)) if versions[at] != versions[at - 1])
@@ -85,12 +87,17 @@ def _mixed(batch: Batch) -> list[Item]:
             "rollout",
             f"Tokens come from {len(counts)} weight versions ({shown} tokens{gap_text}): {where}.",
             fix,
-            inside or batch.samples,
+            inside or [sample for sample, _ in of_samples],
             tokens=counts.total() - most[0][1],
             first=place,
             statistics={"versions": len(counts), "responses_mixed": len(inside)},
         )
     ]
+
+
+def _step(sample: Sample) -> tuple[int | None, str | None]:
+    """What the dump calls a step (a rollout), and the trainer's version, which is another one in each step."""
+    return sample.record.step, sample.told.weight_version
 
 
 def _gaps(of_samples: Sequence[tuple[Sample, dict[str, Bools]]], versions: Sequence[str]) -> list[tuple[str, float]]:

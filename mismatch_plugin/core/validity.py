@@ -42,7 +42,9 @@ _EXPLANATION = {
 
 
 class InvalidLogProbError(ValueError):
-    """A log-prob that is used is invalid, and the policy is `error`."""
+    """A log-prob that is used is invalid, and the policy is `error`. placed: the message says which."""
+
+    placed = False
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,9 @@ def invalid_error(
         checks.append("that the rollout engine returns a log-prob for every sampled token")
     if {*kinds} & {*TRAIN_DEFECTS}:
         checks.append("that the training side's log-probs are finite and not above 0 (a flipped sign?)")
-    return InvalidLogProbError(
+    error = InvalidLogProbError(
         f"{shown}{more}. Check {' and '.join(checks)}, or choose --rollout-log-prob-policy neutral, drop-token or "
         f"drop-sequence."
     )
+    error.placed = bool(found)
+    return error

@@ -160,7 +160,8 @@ def inspect_steps(
         and not grown
         and not about & ({"fault", "correction"} if corrected else {"fault", "correction", "data"})
     )
-    data = _data_verdict(window, warnings, shifted, trend if grown else None)
+    moves = config_known and config.use_rollout_log_probs
+    data = _data_verdict(window, warnings, shifted, trend if grown else None, moves)
     correction = _correction_verdict(window, warnings, config if config_known else None)
     tokens = sum(step.get(f"{PREFIX}tokens", math.nan) for step in recent)
     judged_by = window.mean("k3_kl"), window.mean("rollout_is_ratio_eff_sample_size")
@@ -207,10 +208,19 @@ def _named(warnings: Sequence[tuple[HealthWarning, int]], *about: str) -> str:
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
+_MOVES = (
+    "In bypass mode this is of the policy that trains, which moves in the steps of a rollout as well: the first step "
+    "of each rollout shows what lies between the engines alone."
+)
+
+
 def _data_verdict(
-    window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool, grown: Trend | None
+    window: _Window, warnings: Sequence[tuple[HealthWarning, int]], shifted: bool, grown: Trend | None, moves: bool
 ) -> str:
-    """How large the mismatch is, whatever is done about it. grown: the trend where k3 has grown too much."""
+    """How large the mismatch is, whatever is done about it.
+
+    grown: the trend where k3 has grown too much. moves: the trainer's side is π_θ, which changes within a rollout.
+    """
     kl = abs(window.mean("kl"))
     figure = "KL not recorded" if math.isnan(kl) else f"|mean kl| {kl:.2g} nat a token"
     figure += f" over the last {counted(len(window.steps))}"
@@ -223,7 +233,8 @@ def _data_verdict(
     if found or grown is not None:
         figure += f", {found}" if found else ""
         cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        return f"large mismatch: {figure}. {cause} the cause (mismatch-plugin check)."
+        said = f"large mismatch: {figure}. {cause} the cause (mismatch-plugin check)."
+        return f"{said} {_MOVES}" if moves else said
     if kl < QUIET_KL:
         return f"small mismatch, as of two engines in one precision: {figure}."
     if kl < CHECK_KL:

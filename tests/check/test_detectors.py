@@ -11,7 +11,7 @@ from mismatch_plugin.check.alignment import find_shift, find_swapped
 from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.distribution import find_temperature, find_unrelated
 from mismatch_plugin.check.eos import find_null_eos, find_zero_eos
-from mismatch_plugin.check.findings import Undecided
+from mismatch_plugin.check.findings import Finding, Undecided
 from mismatch_plugin.check.identity import find_ids
 from mismatch_plugin.check.lengths import find_lengths
 from mismatch_plugin.check.numbers import find_fills, find_numbers
@@ -19,9 +19,10 @@ from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.scale import find_scale
 from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.check.versions import version_number
+from mismatch_plugin.check.versions import find_versions, version_number
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
+from tests.inspect.dumps import batch_of as dump_of
 
 NAN, INF = float("nan"), float("inf")
 
@@ -316,3 +317,18 @@ def test_records_alone_are_checked_as_far_as_they_go():
 )
 def test_version_numbers_that_are_no_count_are_none(version: str | int, number: int | None):
     assert version_number(version) == number
+
+
+def test_steps_of_a_run_have_weights_of_their_own_and_samples_of_one_step_have_not():
+    def versions_found(versions: str, steps: list[int | None]) -> list[Finding]:
+        told = [
+            {"weight_versions": (WeightSpan(version=version, start=0, end=1),), "step": step}
+            for version, step in zip(versions, steps, strict=True)
+        ]
+        return found(find_versions(dump_of([[-1.0]] * len(told), [[-1.1]] * len(told), told))[0])
+
+    assert not versions_found("1122", [0, 0, 1, 1])
+    (mixed,) = versions_found("1222", [0, 0, 1, 1])
+    assert mixed.fault == "mixed_versions" and mixed.samples == 2
+    (mixed,) = versions_found("1122", [None] * 4)  # a dump that tells no steps
+    assert mixed.fault == "mixed_versions" and mixed.samples == 4

@@ -157,6 +157,14 @@ def test_the_loss_by_itself_is_described_as_what_verl_s_own_keys_make_of_it(more
     assert not any("invalid rollout log-probs" in line for line in decoupled.lines)  # verl looks at none
 
 
+@pytest.mark.parametrize(("use_v1", "counted"), [("", "before"), (" trainer.use_v1=false", "after")])
+def test_the_block_says_that_verl_s_v1_trainers_count_before_rejection(
+    use_v1: str, counted: str, tmp_path: Path
+) -> None:
+    plan = _verl(tmp_path, f"--use-tis --use-rs{use_v1}")
+    assert f"loss: token-mean, normaliser verl's, of the response mask {counted} rejection" in plan.lines
+
+
 def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) -> None:
     plan = _verl(tmp_path, f"+{_RC}.mismatch.use_tis=true {_LOSS_MODE}=gspo")
     assert plan.added == ()

@@ -119,6 +119,8 @@ def test_a_sound_run_and_an_unsound_one() -> None:
     assert {warning.metric: count for warning, count in unsound.warnings}["rollout_corr/kl"] == 10
     rows = {row[0]: row[1:] for row in unsound.table.rows}
     assert rows["kl"] == ("0.9", "0.9", "0", "0.9")
+    bypass = inspect_steps([metrics(-0.9)] * 12, CONFIG.replace(use_rollout_log_probs=True, use_tis=False))
+    assert "In bypass mode this is of the policy that trains" in bypass.data
     moderate = inspect_steps([metrics(0.05)] * 12, CONFIG)
     assert moderate.sound and moderate.data == (
         "noticeable mismatch: |mean kl| 0.05 nat a token over the last 10 steps. See whether precision alone explains "

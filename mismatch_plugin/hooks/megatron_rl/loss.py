@@ -77,6 +77,7 @@ def pack(
     """Rows or a bin as packed sequences of b·(s − 1) tokens: nothing is moved, prompts and padding are masked.
 
     old: [b, s − 1], or [1, bin − 1]; the others as `calculate_grpo_loss` gets them.
+    seq_starts: one a sequence, and Megatron's own end of the last one, which may be left out.
     A bin's exact 0.0 is a slot that the engine did not report (Megatron fills with 0.0; the rows' fill is π_old): it
     gets π_old too, ratio 1, unless the policy for invalid values is one that counts and treats them, or nothing of its
     sequence was reported.
@@ -88,6 +89,8 @@ def pack(
         mask = loss_mask.reshape(-1).to(device) != 0
     per_sequence, lengths = advantages.reshape(-1), (width,) * batch
     if seq_starts is not None and seq_lengths is not None:
+        if len(seq_starts) == len(seq_lengths) + 1:  # Megatron's bins end in the start of their padding
+            seq_starts = seq_starts[:-1]
         lengths = bin_lengths(seq_starts, seq_lengths, width)
         ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=True)]
         if not ends:

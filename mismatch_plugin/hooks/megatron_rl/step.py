@@ -47,8 +47,8 @@ class StepEnd(MegatronLoss):
         return 1.0 if self.config.normalizes_step else None
 
     def step_number(self) -> int:
-        """Megatron's own count."""
-        return int(getattr(self.args, "curr_iteration", 0))
+        """Megatron's own count, as of `lm loss` and its log line: `curr_iteration` is what was done before."""
+        return _step(self.args)
 
     def finalize_model_grads(self, model: list[Any], *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, then as in `MegatronLoss`; on the last stage the metrics are logged."""
@@ -74,7 +74,7 @@ def log_metrics(statistics: Statistics, config: MismatchConfig, args: Any, first
     """
     metrics = statistics.metrics()
     training = import_module("megatron.training")
-    step = int(getattr(args, "curr_iteration", 0))
+    step = _step(args)
     board, wandb = training.get_tensorboard_writer(), training.get_wandb_writer()
     if board is not None:
         for name, value in metrics.items():
@@ -83,6 +83,10 @@ def log_metrics(statistics: Statistics, config: MismatchConfig, args: Any, first
         wandb.log(metrics, step)
     if first:
         report_step(config, step, metrics, statistics)
+
+
+def _step(args: Any) -> int:
+    return int(getattr(args, "curr_iteration", 0)) + 1
 
 
 def _is_first(groups: ParallelGroups) -> bool:

@@ -150,9 +150,10 @@ class MismatchLoss:
         return value if value.dim() == 1 else value[:, 1:]
 
 
-def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]], say_it: bool = True) -> Callable[..., tuple[Any, ...]]:
     """NeMo-RL's `setup`, its loss replaced and the start-up block printed; unchanged without `loss_fn.mismatch`.
 
+    say_it: not under the launcher, which has printed the block.
     Raises: ValueError where what `setup` returns holds no loss, or the settings contradict NeMo-RL's.
     """
     if hasattr(setup, _WRAPPED):
@@ -169,7 +170,8 @@ def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]]) -> Callable[..., t
         if config.rs.group != "keep":
             GroupAdvantages(config, master_config).install()
         lines.append(version_line("nemo-rl"))
-        print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
+        if say_it:
+            print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
         made = replace_loss(setup(master_config, *args, **kwargs), master_config)
         if config.report_dir is not None:
             write_steps(made, config)

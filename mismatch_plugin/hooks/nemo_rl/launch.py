@@ -43,7 +43,9 @@ def plan(given: Given, script: Path | None) -> Plan:
 
 def _install() -> None:
     hooks, grpo = import_module("mismatch_plugin.hooks.nemo_rl"), import_module("nemo_rl.algorithms.grpo")
-    replace_function("nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup)))
+    replace_function(
+        "nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup, say_it=False))
+    )
 
 
 def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:

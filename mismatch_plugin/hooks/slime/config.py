@@ -338,7 +338,7 @@ def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
         return f"{where} unless {_BEFORE_STEP.format(host=host)}"
     if not config.use_rollout_log_probs and host == "slime" and runs(args, host, "rollout_data_postprocess"):
         return "the optimizer step (its mean weight is known before it)"
-    return "the optimizer step (gradients are divided by the mean weight at its end)"
+    return "the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)"
 
 
 def _old_pass(args: Namespace, config: MismatchConfig, custom: bool) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.hooks.slime.config import gate_needs_steps
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
@@ -162,7 +163,12 @@ class StepRun:
         if begun is None:
             return outcome
         args, config, groups, number = begun
-        finished = end_step(step, config, groups, model, number)
+        try:
+            finished = end_step(step, config, groups, model, number)
+        except InvalidLogProbError as error:
+            if error.placed:  # Ray ends the run with one rank's error, which may be another rank's
+                logger.error("step %d: %s", number, error)
+            raise
         self.metrics = {} if finished is None else {**finished.metrics(), **self.rollout_metrics}
         if self.metrics and groups.is_first_of_stage:
             self.log(args, {**{f"train/{k}": v for k, v in self.metrics.items()}, "train/step": number})

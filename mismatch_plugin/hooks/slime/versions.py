@@ -10,7 +10,7 @@ masks, which are the rollout's own tensors.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
@@ -24,7 +24,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.rollout.packing import INITIAL_VERSION
 
 _KEY = "weight_versions"
-_WRAPPED = "mismatch_plugin_wraps"
+_WATCHES = "mismatch_plugin_watches"
 _PATCH = "mismatch-plugin patch apply --host slime --file slime/ray/rollout.py --root DIR"
 
 
@@ -40,20 +40,33 @@ class Versions:
     trainer: int | None = None
     failure: str = ""
     _held: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    _told: bool = False
 
     def watch(self, actor: Any) -> None:
-        """Let `train_actor` of the host's training class tell this of every rollout. Idempotent."""
-        own = actor.train_actor
-        if hasattr(own, _WRAPPED):
-            return
+        """Let `train_actor` of the host's training class tell this of every rollout. Idempotent.
 
+        Ray's actors are of a subclass of it, which has each of its methods again, wrapped for tracing: the methods of
+        subclasses tell as well.
+        """
+        for kind in _with_subclasses(actor):
+            own = vars(kind).get("train_actor")
+            if own is not None and not hasattr(own, _WATCHES):
+                kind.train_actor = self._telling(own)
+
+    def _telling(self, own: Any) -> Any:
         @wraps(own)
         def train_actor(trainer: Any, rollout_id: int, rollout_data: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._told:  # a subclass's has told
+                return own(trainer, rollout_id, rollout_data, *args, **kwargs)
             self.read(rollout_data, getattr(getattr(trainer, "weight_updater", None), "weight_version", None))
-            return own(trainer, rollout_id, rollout_data, *args, **kwargs)
+            self._told = True
+            try:
+                return own(trainer, rollout_id, rollout_data, *args, **kwargs)
+            finally:
+                self._told = False
 
-        setattr(train_actor, _WRAPPED, own)
-        actor.train_actor = train_actor
+        setattr(train_actor, _WATCHES, True)
+        return train_actor
 
     def read(self, rollout_data: dict[str, Any], trainer: int | None) -> None:
         """A rollout's loss masks and versions, one a sample. slime's own logging cannot read them: they are taken out.
@@ -105,6 +118,12 @@ class Versions:
         versions = torch.tensor([version for _, version in filter(None, held)], dtype=torch.int64)
         tokens = torch.repeat_interleave(versions, torch.tensor(packed.lengths, dtype=torch.int64))
         return packed.replace(weight_versions=tokens.to(packed.loss_mask.device), trainer_version=self.trainer)
+
+
+def _with_subclasses(kind: Any) -> Iterator[Any]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _with_subclasses(below)
 
 
 def needs_init(host: str) -> str:

@@ -84,6 +84,11 @@ def check_tree(tree: Any) -> MismatchConfig | None:
         )
     if uses_loss and plain(policy_loss.get("rollout_correction")) != plain(block):
         raise ValueError(f"{ACTOR}.policy_loss.rollout_correction is not {RC}: add {REFERENCE_LINE}.")
+    if config.denominator == "accepted" and config.rejects and _counts_first(tree):
+        raise ValueError(
+            f"{BLOCK}.denominator accepted cannot hold in verl's v1 trainers, which count tokens before the driver "
+            f"rejects: choose auto or original, or set trainer.use_v1=false."
+        )
     needs = config.needs_rollout_log_probs
     if needs and (reference.get("rollout") or {}).get("calculate_log_probs", True) is False:
         raise ValueError(
@@ -123,14 +128,13 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         )
     lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
     lines += filter(None, [_sampling_filter((reference or {}).get("rollout") or {})])
-    normaliser = "verl's, of the response mask before rejection"
-    if bypass and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
+    kept = config.denominator == "original"
+    before = bypass or kept or reference is None or _counts_first(host_args)
+    normaliser = f"verl's, of the response mask {'before' if before else 'after'} rejection"
+    if before and not (kept and not bypass) and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
         normaliser += "; the mean inside a sequence is over what is left of it"
-    if not bypass:
-        kept = config.denominator == "original"
-        normaliser = f"verl's, of the response mask {'before' if kept else 'after'} rejection"
-        if not kept and config.rejects:
-            lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
+    if not (bypass or kept) and config.rejects:
+        lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
     lines.append(f"loss: {actor.get('loss_agg_mode', 'token-mean')}, normaliser {normaliser}")
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
@@ -144,6 +148,16 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
         lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
     return lines
+
+
+def _counts_first(tree: Any) -> bool:
+    """Whether verl's trainer divides by tokens that it counts before the driver rejects.
+
+    The v1 trainers do (`loss_mask` of the queue, which no rejection reaches); the others copy the mask afterwards.
+    Those under verl.experimental have a section `rollout`. A tree without `trainer` is that of the launcher: 0.9 is v1.
+    """
+    trainer = tree.get("trainer")
+    return tree.get("rollout") is None and (trainer is None or bool(trainer.get("use_v1", False)))
 
 
 def _sampling_filter(rollout: Any) -> str:

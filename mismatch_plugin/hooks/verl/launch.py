@@ -127,7 +127,7 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, A
     """The part of verl's tree that the settings depend on, with verl's defaults."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.")
+        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.", "trainer.use_v1.")
         if f"{name}.".startswith(heads):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})

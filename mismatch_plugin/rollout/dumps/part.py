@@ -45,7 +45,10 @@ def joined(files: Iterable[tuple[Path, Part]]) -> Part:
     with_scored = {part.scored is not None for _, part in parts}
     if len(with_responses) > 1 or len(with_scored) > 1:
         lacking = next(path for path, part in parts if not part.responses or part.scored is None)
-        raise ValueError(f"{lacking} lacks a side that other files of the folder have: give files of one sort.")
+        raise ValueError(
+            f"{lacking} lacks a side that other files of the folder have: give files of one sort. Where they are both "
+            f"sides of a run, put each into a folder of its own: mismatch-plugin inspect ROLLOUTS TRAINING."
+        )
     _refuse_repeats(parts)
     whole = Part(scored=[] if True in with_scored else None, missing=parts[0][1].missing)
     for path, part in parts:

@@ -49,7 +49,7 @@ def read_dump(
     """
     options = Options(log_probs_of, temperature)
     path = Path(path)
-    if training is None and (path / "rollout_data").is_dir():  # a folder of miles' --dump-details
+    if training is None and (path / "rollout_data").is_dir():  # a folder of slime's or miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
     files, own = _pair(path) if path.is_dir() and format is None else (path, None)

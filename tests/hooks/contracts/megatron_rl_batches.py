@@ -52,13 +52,16 @@ def rows(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[st
 
 
 def one_bin(dtype: torch.dtype = torch.float64) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Megatron masks the slots between sequences: they predict the first token of the next one."""
+    """Megatron masks the slots between sequences: they predict the first token of the next one.
+
+    Its starts end in the start of the padding (sequence_packing_utils.py, `seq_starts.append(current_pos)`).
+    """
     data = random_tensors((1, WIDTH), 3, dtype)
     for start, length in zip([*STARTS[1:], WIDTH + 1], LENGTHS, strict=True):
         data["mask"][0, start - 1 : start] = 0.0
         assert length > 1
     data["mask"][0, STARTS[-1] + LENGTHS[-1] - 1 :] = 0.0
-    return data, {"seq_starts": STARTS, "seq_lengths": LENGTHS}
+    return data, {"seq_starts": [*STARTS, STARTS[-1] + LENGTHS[-1]], "seq_lengths": LENGTHS}
 
 
 LAYOUTS = {"rows": rows, "bin": one_bin}
@@ -68,7 +71,7 @@ def whole_sequences(data: dict[str, Tensor], place: dict[str, Any]) -> list[tupl
     """Where each sequence lies: its row, and its log-probs in it."""
     if place["seq_starts"] is None:
         return [(row, slice(None)) for row in range(data["old"].shape[0])]
-    pairs = zip(place["seq_starts"], place["seq_lengths"], strict=True)
+    pairs = zip(place["seq_starts"], place["seq_lengths"], strict=False)
     return [(0, slice(start, start + length - 1)) for start, length in pairs]
 
 

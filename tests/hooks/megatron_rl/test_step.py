@@ -106,7 +106,7 @@ def _step_end(
     model_config = types.SimpleNamespace(
         calculate_per_token_loss=True, finalize_model_grads_func=lambda *_, **__: calls.append("megatron")
     )
-    end = megatron_rl_step.StepEnd(config, model_config, groups or ParallelGroups(), Namespace(curr_iteration=4))
+    end = megatron_rl_step.StepEnd(config, model_config, groups or ParallelGroups(), Namespace(curr_iteration=3))
     assert model_config.finalize_model_grads_func == end.finalize_model_grads
     return end
 
@@ -239,7 +239,7 @@ def test_the_drop_in_functions_work_together(written: dict[str, float], monkeypa
     )
     terms.loss.sum().backward()
     model.config.finalize_model_grads_func([model])
-    assert written["rollout_corr/tokens@1"] == float(data["mask"].sum())
+    assert written["rollout_corr/tokens@2"] == float(data["mask"].sum())
     with pytest.raises(ValueError, match=r"shapes \(1, 17\), \(1, 16\) and \(1, 17\)"):
         megatron_rl.calculate_grpo_loss(
             log_probs, data["old"][:, 1:], data["ref"], **given, **host, loss_mask=data["mask"]

@@ -384,7 +384,7 @@ def test_the_block_says_what_runs_and_who_divides(host: str):
     assert "algorithm 3: REINFORCE + IS" in text
     assert f"through: {module}.policy_loss" in text
     assert f"normaliser: {host}'s, each rollout's tokens of the original masks" in text
-    assert "gradients are divided by the mean weight at its end" in text
+    assert "gradients are divided by the mean weight at its end, the logged loss is not" in text
     assert "old log-probs pass: skipped" in text
     assert "step metrics: none" not in text
     text = described(host, **hooked(host), **ours(2, tis), **hooks)

@@ -193,7 +193,9 @@ def test_hooks_of_the_user_around_the_step_change_the_scope_and_the_block_says_s
     line = "--use-tis --tis-level sequence --tis-batch-normalize"
     assert "over: the optimizer step (its mean weight is known before it)" in "\n".join(_plan(tmp_path, line).lines)
     mine = "\n".join(_plan(tmp_path, f"{line} --rollout-data-postprocess-path mine.post").lines)
-    assert "over: the optimizer step (gradients are divided by the mean weight at its end)" in mine
+    assert (
+        "over: the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)" in mine
+    )
     hook = "--custom-megatron-before-train-step-hook-path"
     block = "\n".join(_plan(tmp_path, f"{line} {hook} mine.step").lines)
     assert f"over: each micro-batch, unless {hook} runs mismatch_plugin.hooks.slime.before_train_step" in block

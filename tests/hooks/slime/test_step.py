@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,10 @@ def run(case: Odd) -> dict[str, Any]:
         "more micro-batches": {"num_microbatches": [2], "micro_batch_indices": [[0], [0]]},
         "more steps": {"num_microbatches": [1, 1], "micro_batch_indices": [[0], [0]]},
     }.get(plant, {})
-    error = ""
+    error, logged = "", list[logging.LogRecord]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = logged.append
+    logging.getLogger("mismatch_plugin").addHandler(handler)
     try:
         if case.hooked:
             slime.rollout_data_postprocess(args, 0, data)
@@ -83,7 +87,10 @@ def run(case: Odd) -> dict[str, Any]:
         model.config.finalize_model_grads_func([model])
     except (ValueError, GateError) as fault:
         error = f"{type(fault).__name__}: {fault}"
-    return {"error": error, "scale": model.scale, "metrics": slime.ADAPTER.run.metrics}
+    finally:
+        logging.getLogger("mismatch_plugin").removeHandler(handler)
+    messages = [record.getMessage() for record in logged]
+    return {"error": error, "logged": messages, "scale": model.scale, "metrics": slime.ADAPTER.run.metrics}
 
 
 LAYOUTS = [(1, 1, 2), (1, 2, 2), (2, 1, 2), (2, 2, 4)]  # pipeline, context, processes
@@ -95,6 +102,11 @@ def test_a_bad_log_prob_anywhere_fails_the_step_everywhere(pp: int, cp: int, pro
     for result in results:
         assert "rollout-log-prob-policy" in result["error"]
     assert any("sequence 0, position" in result["error"] for result in results)
+    for result in results:  # Ray shows one rank's error: the rank that knows the place has it in its log
+        placed = "sequence 0, position" in result["error"]
+        assert [message.startswith("step 0: rollout log-prob of sequence 0") for message in result["logged"]] == [
+            True
+        ] * placed
 
 
 @pytest.mark.parametrize(("pp", "cp", "processes"), [(1, 1, 1), *LAYOUTS])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from argparse import Namespace
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,30 @@ def test_tokens_that_are_too_old_leave_our_loss_and_stay_in_the_ratios(host: str
     assert [value for row in old for value in row] == [0.0] * 5
     assert all(value != 0.0 for row in new for value in row)
     assert float(old_report["tis_rejected"]) == 2.0 and float(old_report["tis"]) > 0.0
+
+
+def as_ray_sends_it(actor: type[Training]) -> type[Training]:
+    """Ray's `_inject_tracing_into_class`: the actor is of a subclass with each method again, wrapped."""
+    own = actor.train_actor
+
+    @wraps(own)
+    def resume_span(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(self, *args, **kwargs)
+
+    return type(actor.__name__, (actor,), {"train_actor": resume_span})
+
+
+@hosts
+def test_ray_s_actors_tell_their_rollouts(host: str) -> None:
+    adapter = ADAPTERS[host]()
+    vars(adapter)["groups"] = ParallelGroups()
+    base = type("Training", (Training,), {"train_actor": Training.train_actor})
+    actor = as_ray_sends_it(base)
+    derived = type("Derived", (base,), {"train_actor": lambda self, *args: super(derived, self).train_actor(*args)})  # pyright: ignore
+    adapter.versions.watch(base)
+    for kind in (actor, derived, base):
+        found = kind(7, weighed(adapter, arguments(host, 2))).train_actor(3, rollout(VERSIONS))
+        assert [bool(value) for loss in found for value in loss] == [False] * 5 + [True] * 3
 
 
 @hosts

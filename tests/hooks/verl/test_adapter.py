@@ -200,6 +200,31 @@ def test_the_block_says_what_runs() -> None:
     assert any(line.startswith("weights, rejection and metrics are made by verl's own function") for line in lines)
 
 
+V1, V0, FULLY_ASYNC = (
+    {"trainer": {"use_v1": True}},
+    {"trainer": {"use_v1": False}},
+    {"trainer": {"use_v1": True}, "rollout": {}},
+)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "counted"), [({}, "before"), (V1, "before"), (V0, "after"), (FULLY_ASYNC, "after")]
+)
+def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], counted: str) -> None:
+    """verl's v1 trainers count tokens of a mask that the driver's rejection does not reach."""
+    ours = block({"denominator": "auto"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
+    host = {**tree(ours, "mismatch", ours), **trainer}
+    lines = describe(settings(ours), host)
+    assert f"loss: token-mean, normaliser verl's, of the response mask {counted} rejection" in lines
+    accepted = block({"denominator": "accepted"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
+    host = {**tree(accepted, "mismatch", accepted), **trainer}
+    if counted == "after":
+        assert check_tree(host) is not None
+    else:
+        with pytest.raises(ValueError, match=r"denominator accepted cannot hold in verl's v1 trainers"):
+            check_tree(host)
+
+
 @pytest.mark.parametrize(
     ("ours", "threshold", "said"),
     [

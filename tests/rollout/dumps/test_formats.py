@@ -486,3 +486,21 @@ def test_older_slime_is_called_slime(tmp_path: Path):
         dump = read_dump(tmp_path / "0_0.pt")
         _same(dump)
         assert dump.format == name
+
+
+def test_both_sides_of_a_slime_run_are_told_apart(tmp_path: Path):
+    def save(name: str, **more: Any):
+        sample = {"tokens": [1, 2, 3, 4], "response_length": 3, "rollout_log_probs": [-1.0, -2.0, -3.0]}
+        shards = {"dp_shards": []} if more else {}
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        torch.save({"rollout_id": 0, "samples": [sample | more], **shards}, tmp_path / name)
+
+    trained = {"log_probs": [-1.1, -2.0, -3.0], "rollout_position": 0, "total_lengths": 4}
+    save("one/rollout_0.pt")
+    save("one/train_0.pt", **trained)
+    with pytest.raises(ValueError, match=r"rollout_0.pt lacks a side.*a folder of its own.*inspect ROLLOUTS TRAINING"):
+        read_dump(tmp_path / "one")
+    save("rollout_data/0.pt")  # as --dump-details writes them
+    save("train_data/0.pt", **trained)
+    scored = read_dump(tmp_path).scored
+    assert scored is not None and [side.log_probs.tolist() for side in scored] == [[-1.1, -2.0, -3.0]]
