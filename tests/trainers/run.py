@@ -1,0 +1,108 @@
+"""Starts a trainer under a time limit and leaves none of its processes behind: `run`.
+
+A process of its own supervises it, which adopts what the trainer's processes orphan (Ray starts daemons). So it can add
+up the memory of all of them, and end them all, also when the one that asked is itself ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+OUT_OF_TIME = 124  # as `timeout` says it
+_ADOPT, _END_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
+
+
+@dataclass(frozen=True)
+class Finished:
+    """status: the exit status (negative: the signal; `OUT_OF_TIME`). peak_gib: of all its processes together."""
+
+    status: int
+    seconds: float
+    peak_gib: float
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """What it printed, both streams."""
+        return self.log.read_text(errors="replace")
+
+
+def run(command: Sequence[str], log: Path, *, limit: float, env: Mapping[str, str], cwd: Path) -> Finished:
+    """Run a command to its end, at most `limit` seconds."""
+    words = [sys.executable, __file__, str(log), str(limit), *command]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=cwd, check=True)
+    return Finished(log=log, **json.loads(done.stdout))
+
+
+def descendants(root: int) -> list[int]:
+    """All processes below one, as /proc has them now."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, left = [], [root]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
+
+
+def _memory(processes: Sequence[int]) -> int:
+    """Bytes; what processes share is counted once (PSS)."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+    return total
+
+
+def _end_all() -> None:
+    while below := descendants(os.getpid()):
+        for process in below:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(0.05)
+
+
+def _supervise(log: str, limit: float, command: Sequence[str]) -> dict[str, float]:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_ADOPT, 1, 0, 0, 0)
+    libc.prctl(_END_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    start, peak, looked = time.monotonic(), 0, 0.0
+    try:
+        with open(log, "wb") as file:
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+            )
+        while (status := child.poll()) is None and time.monotonic() - start < limit:
+            if time.monotonic() - looked > 2:
+                peak, looked = max(peak, _memory(descendants(os.getpid()))), time.monotonic()
+            time.sleep(0.1)
+        seconds = time.monotonic() - start
+    finally:
+        _end_all()
+    return {"status": OUT_OF_TIME if status is None else status, "seconds": seconds, "peak_gib": peak / 2**30}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_supervise(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))

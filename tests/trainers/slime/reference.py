@@ -1,0 +1,141 @@
+"""What slime should have logged: the same batches, as slime dumped them, through `mp.policy_loss` and torch's own Adam.
+
+The model is transformers' Qwen3 in float32, so log-probs, gradient norms and the weights of later steps come from
+neither slime nor Megatron-LM. At a rollout's second step θ is no longer the π_old whose log-probs the dump holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import mismatch_plugin as mp
+from tests.trainers.slime.trainer import Trained
+
+NORMALISER = {"aggregation": "seq-mean-token-mean", "denominator": "original"}
+LARGE_TERMS = 5e-5
+"""Agreement of algorithm 3's loss with sequence weights: A·log π·w is ten times as large as a PPO term. Weights that
+differ by 1e-7, relative, change it by 1e-5 after an Adam step or two."""
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A step's loss as slime logs it, norm of the gradient before clipping, and the plugin's metrics."""
+
+    loss: float
+    grad_norm: float
+    metrics: Mapping[str, float]
+
+
+def config_of(flags: Sequence[str], **more: Any) -> mp.MismatchConfig:
+    """The settings that flags of ours mean; more: settings by section."""
+    parser = argparse.ArgumentParser()
+    mp.add_arguments(parser)
+    given = mp.MismatchConfig.from_args(parser.parse_args(list(flags))).model_dump(exclude_unset=True)
+    return mp.MismatchConfig.build({**given, **NORMALISER, **more})
+
+
+def steps_of(dump: Mapping[str, Any]) -> list[list[Sample]]:
+    """The samples of each optimizer step of a rollout, of all ranks."""
+    samples = {sample["rollout_position"]: sample for sample in dump["samples"]}
+    sizes = dump["dp_shards"][0]["num_microbatches"]
+    steps: list[list[Sample]] = [[] for _ in sizes]
+    for shard in dump["dp_shards"]:
+        batches = iter(shard["micro_batch_indices"])
+        for step, count in zip(steps, shard["num_microbatches"], strict=True):
+            step += [samples[shard["partition"][i]] for _ in range(count) for i in next(batches)]
+    return steps
+
+
+def pack(samples: Sequence[Sample], config: mp.MismatchConfig) -> mp.PackedSequences:
+    """A step's samples as the plugin takes them; under bypass there are no old log-probs."""
+    names = {name: name for name in ("rollout_log_probs", "loss_masks", "advantages")}
+    if not config.use_rollout_log_probs:
+        names["train_log_probs"] = "log_probs"
+    if config.terms.kl_coef:
+        names["ref_log_probs"] = "ref_log_probs"
+    lists: dict[str, Any] = {mine: [s[theirs] for s in samples] for mine, theirs in names.items()}
+    return mp.PackedSequences.from_lists(**lists)
+
+
+class Reference:
+    """slime's trainer again, from its first weights. checkpoint: in HF's form.
+
+    always_defers: no mean weight is known before the step, under algorithm 2 neither.
+    """
+
+    always_defers = False
+
+    def __init__(self, checkpoint: Path, lr: float = 1e-3) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=lr)
+
+    def log_probs(self, sample: Sample) -> Tensor:
+        """[response] log π_θ, with gradient."""
+        tokens, response = sample["tokens"], sample["response_lengths"]
+        logits = self.model(tokens[None]).logits[0, -response - 1 : -1].log_softmax(-1)
+        return logits.gather(-1, tokens[-response:, None])[:, 0]
+
+    def step(self, samples: Sequence[Sample], config: mp.MismatchConfig) -> Expected:
+        """One optimizer step: its loss and gradient at θ, then θ moves as slime's does (gradient clipped to norm 1)."""
+        self.optimizer.zero_grad()
+        result = mp.policy_loss(torch.cat([self.log_probs(s) for s in samples]), pack(samples, config), config)
+        result.loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        logged, factor = result.loss, result.correction.factor
+        if config.normalizes_step and (self.always_defers or config.use_rollout_log_probs) and factor is not None:
+            logged = logged * factor  # the mean weight is known only when slime has added the loss up
+        return Expected(logged.item(), norm.item(), result.statistics.metrics())
+
+    def steps(self, dumps: Sequence[Mapping[str, Any]], config: mp.MismatchConfig) -> Iterator[Expected]:
+        """All steps of a run whose rollouts these dumps are."""
+        for dump in dumps:
+            for samples in steps_of(dump):
+                yield self.step(samples, config)
+
+
+@dataclass
+class Agreement:
+    """The largest differences between what slime logged and the reference, over the steps of a run.
+
+    loss: absolute. grad_norm, metrics: relative, of a metric below 0.05 to that. compared: metrics that were, a step.
+    """
+
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    compared: int = 0
+
+    def check(self, loss: float = 1e-5) -> None:
+        assert self.loss < loss, self
+        assert self.grad_norm < 1e-4, self
+        assert {name: difference for name, difference in self.metrics.items() if not difference < 5e-4} == {}
+        assert self.compared > 30
+
+
+def agreement(run: Trained, config: mp.MismatchConfig, checkpoint: Path) -> Agreement:
+    """Compare every step that a run from dumps logged, and the plugin's metrics in slime's tracker. It starts at 0."""
+    dumps, found = [run.dump(rollout) for rollout in range(run.job.rollouts)], Agreement()
+    for step, mine in enumerate(Reference(checkpoint).steps(dumps, config)):
+        theirs = run.steps[step]
+        found.loss = max(found.loss, abs(mine.loss - theirs["loss"]))
+        found.grad_norm = max(found.grad_norm, abs(theirs["grad_norm"] / mine.grad_norm - 1))
+        tracked = {name: run.tracked[f"train/{name}"][step] for name in mine.metrics if f"train/{name}" in run.tracked}
+        found.compared = len(tracked)
+        for name, value in tracked.items():
+            wanted = mine.metrics[name]
+            same = value == wanted or (math.isnan(value) and math.isnan(wanted))
+            difference = 0.0 if same else abs(value - wanted) / max(0.05, abs(wanted))
+            found.metrics[name] = max(found.metrics.get(name, 0.0), difference)
+    return found
