@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Make an environment in which verl's own verl.trainer.main_ppo runs whole on CPU: Ray, FSDP, TransferQueue, SGLang's server.
+#
+#   ci/verl_whole_cpu.sh [DIRECTORY]      (default: $VERL_WHOLE_VENV, else .venv-verl-whole)
+#
+# It is ci/sglang_cpu.sh's environment with verl from PyPI and what its trainer imports. One that is whole and made from
+# these same files is left as it is. PYTHON chooses the interpreter (3.11 or later), PIP_ARGS goes to pip. About 3.5 GB.
+set -euo pipefail
+directory=$(realpath --canonicalize-missing "${1:-${VERL_WHOLE_VENV:-.venv-verl-whole}}")
+cd "$(dirname "$0")/.."
+
+stamp="$directory/verl-made-from"
+made_from() { cat ci/verl_whole_cpu.sh ci/sglang_cpu.sh ci/sglang_cpu/requirements.txt ci/constraints-cpu.txt | sha256sum; }
+read -r -a pip_args <<< "${PIP_ARGS:-}"
+pip=("$directory/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}")
+
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(made_from)" ] && "$directory/bin/python" -c 'import mismatch_plugin' 2> /dev/null; then
+    echo "$directory is whole"
+    exit 0
+fi
+rm -rf "$directory"
+ci/sglang_cpu.sh "$directory"
+echo "installing verl, what its trainer imports, and this package"
+"${pip[@]}" --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.4.6 "ray[default]==2.60.0" \
+    accelerate==1.15.0 cachetools==6.2.1 codetiming==1.4.0 datasets==5.2.0 hydra-core==1.3.8 omegaconf==2.3.1 peft==0.19.1 \
+    pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 pytest==9.2.0 hypothesis==6.170.15 2> /dev/null
+# without what they declare: verl asks for wandb and an older transformers, TransferQueue for nothing that is not here
+"${pip[@]}" --no-deps verl==0.9.1 TransferQueue==0.1.11
+"${pip[@]}" --editable . 2> /dev/null
+made_from > "$stamp"
+echo "$directory is whole: $(du -sh "$directory" | cut -f 1)"

@@ -1,0 +1,91 @@
+"""Runs of `verl.trainer.main_ppo` on CPU, each started once; `make test-verl-whole` makes their environment.
+
+What the tests have shown goes to runs/trainers/verl.json when the session ends.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+from make_inputs import write_inputs
+from run import ROOT, Run, command, finished, run
+
+COLUMNS = (
+    "starts", "flags_arrive", "loss_equals_reference", "gradients_change", "metrics_arrive", "weight_versions_arrive",
+    "exit_status", "fault_named",
+)  # fmt: skip
+PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "TransferQueue", "tensordict", "numpy")
+Start = Callable[..., Run]
+Show = Callable[[str, str], None]
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    write_inputs(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def runs() -> dict[str, Run]:
+    """What has run in this session, by name."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def start(inputs: Path, runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Start a run by name, once. VERL_WHOLE_RUNS names a folder that keeps runs: what it holds is not started again."""
+    kept = Path(os.environ.get("VERL_WHOLE_RUNS") or tmp_path_factory.mktemp("runs"))
+
+    def by_name(name: str, *flags: str, **how: Any) -> Run:
+        folder = kept / name
+        if name not in runs and (folder / "result.json").exists():
+            runs[name] = finished(folder)
+        if name not in runs:
+            runs[name] = run(folder, inputs, *flags, "--mismatch-report-dir", str(folder / "report"), **how)
+        return runs[name]
+
+    return by_name
+
+
+@pytest.fixture(scope="session")
+def show(runs: dict[str, Run]) -> Iterator[Show]:
+    """Say what a passed test has shown, in a column of the table of hosts."""
+    shown: dict[str, str] = {}
+
+    def say(column: str, by: str) -> None:
+        assert column in COLUMNS
+        shown[column] = f"{shown[column]}; {by}" if column in shown else by
+
+    yield say
+    sys.path.insert(0, str(Path(__file__).parent / "shim"))
+    found = {
+        "host": "verl",
+        "commit": f"{version('verl')} from PyPI",
+        "versions": {name: version(name) for name in PACKAGES},
+        "command": " ".join(["python", *command(["FLAGS"], ["…"])[1:]]),
+        "seconds": round(sum(each.seconds for each in runs.values())),
+        "peak_gib": round(max((each.peak_gib for each in runs.values()), default=0), 1),
+        "shimmed": shimmed(),
+        "columns": {name: {"shown": name in shown, "by": shown.get(name, "")} for name in COLUMNS},
+    }
+    file = ROOT / "runs" / "trainers" / "verl.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
+def shimmed() -> list[list[str]]:
+    """SHIMMED of the shim, read without verl in this process."""
+    import ast
+
+    tree = ast.parse((Path(__file__).parent / "shim" / "verl_cpu.py").read_text())
+    (value,) = (n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "SHIMMED")
+    return [[*pair] for pair in ast.literal_eval(value)]
