@@ -8,8 +8,14 @@ COMPARE_ARGS ?=
 BENCH_ARGS ?=
 # The SGLang server lives in an environment of its own.
 SGLANG_VENV ?= .venv-sglang
-# So does verl, for the tests that compare with it.
+# So does verl, for the tests that compare with it, and once more next to SGLang's server, where its whole trainer runs.
 VERL_VENV ?= .venv-verl
+VERL_WHOLE_VENV ?= .venv-verl-whole
+# And the whole trainers of slime, miles and Megatron-LM RL, which are started from checkouts: docs/trainers.md.
+SLIME_VENV ?= .venv-slime
+SLIME_SRC ?=
+MILES_SRC ?=
+MEGATRON_SRC ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
@@ -23,11 +29,12 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench compare compare-sglang test test-sglang test-verl sglang lint format docs clean
+.PHONY: help bench compare compare-sglang test test-megatron-rl test-miles test-sglang test-slime test-verl test-verl-whole \
+	sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS=" \
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VERL_WHOLE_VENV=$(VERL_WHOLE_VENV) SLIME_VENV=$(SLIME_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS=" \
 		"PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
@@ -55,6 +62,28 @@ test-verl:  ## run the tests against verl itself, in an environment of its own (
 	ci/verl_cpu.sh $(VERL_VENV)
 	$(VERL_VENV)/bin/python -m pytest --import-mode=prepend tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
 
+test-verl-whole:  ## verl's own main_ppo as a whole on CPU (3.3 GB, made on first use)
+	ci/verl_whole_cpu.sh $(VERL_WHOLE_VENV)
+	$(VERL_WHOLE_VENV)/bin/python -m pytest --import-mode=prepend tests/trainers/verl
+
+# $(call whole,FOLDER,SOURCES): the tests of a trainer, in the environment that ci/slime_cpu.sh makes, if all sources are named.
+NEEDED = $(strip $(foreach source,$(1),$(if $($(source)),,$(source))))
+define whole
+	@$(if $(call NEEDED,$(2)),echo "not run: $(1) as a whole trainer; make $@ $(foreach source,$(2),$(source)=CHECKOUT) (docs/trainers.md)",\
+		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/slime_cpu.sh $(SLIME_VENV) && \
+		$(foreach source,$(2),$(source)="$(abspath $($(source)))") MISMATCH_HOST_PYTHON="$(abspath $(SLIME_VENV))/bin/python" \
+		$(BIN)/python -m pytest tests/trainers/$(1))
+endef
+
+test-slime: $(if $(call NEEDED,SLIME_SRC MEGATRON_SRC),,$(VENV)/.test)  ## slime's own train.py as a whole on CPU (3.5 GB, made on first use)
+	$(call whole,slime,SLIME_SRC MEGATRON_SRC)
+
+test-miles: $(if $(call NEEDED,MILES_SRC MEGATRON_SRC),,$(VENV)/.test)  ## the same for miles
+	$(call whole,miles,MILES_SRC MEGATRON_SRC)
+
+test-megatron-rl: $(if $(call NEEDED,MEGATRON_SRC),,$(VENV)/.test)  ## the same for Megatron-LM's train_rl.py
+	$(call whole,megatron_rl,MEGATRON_SRC)
+
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
 		echo "$$command"; $(BIN)/$$command || failed=1; \
@@ -68,7 +97,7 @@ docs: $(VENV)/.test  ## write the generated tables of docs/ again
 	$(BIN)/python -m ci.docs
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"

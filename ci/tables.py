@@ -209,7 +209,10 @@ def versions_table() -> Table:
     """The host versions that the tests ran with, from `patches/manifest.json`."""
     tested = {host: recorded_version(host) for host in HOSTS if host in manifest()["tested"]}
     rows = tuple((host, str(found.version), found.commit or "the release") for host, found in tested.items())
-    notes = ("The start-up block says where yours is another one. Tested are the hosts' own functions, not runs.",)
+    notes = (
+        "The start-up block says where yours is another one. Tested are the hosts' own functions; which trainers ran "
+        "as a whole is in [trainers](trainers.md).",
+    )
     return Table("Tested versions", ("host", "version", "commit"), rows, notes=notes)
 
 
