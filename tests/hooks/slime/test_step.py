@@ -35,6 +35,17 @@ class Odd:
     gate_kl: float | None = None
 
 
+class _Kept(logging.Handler):
+    """Errors that are logged, into a list."""
+
+    def __init__(self, records: list[logging.LogRecord]) -> None:
+        super().__init__(logging.ERROR)
+        self.records = records
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
 def run(case: Odd) -> dict[str, Any]:
     """A step of one sample on each data-parallel rank; with a pipeline the loss runs on the last stage alone.
 
@@ -74,8 +85,7 @@ def run(case: Odd) -> dict[str, Any]:
         "more steps": {"num_microbatches": [1, 1], "micro_batch_indices": [[0], [0]]},
     }.get(plant, {})
     error, logged = "", list[logging.LogRecord]()
-    handler = logging.Handler(logging.ERROR)
-    handler.emit = logged.append
+    handler = _Kept(logged)
     logging.getLogger("mismatch_plugin").addHandler(handler)
     try:
         if case.hooked:

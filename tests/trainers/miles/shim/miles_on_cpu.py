@@ -4,7 +4,7 @@
 import dataclasses
 import types
 
-import psutil
+import psutil  # pyright: ignore[reportMissingModuleSource]
 import torch
 from slime_on_cpu import _megatron_to_cpu, collectives_of_newer_torch, no_device_architecture
 

@@ -20,7 +20,7 @@ async def other_temperature(args, sample, sampling_params):
 
 async def killed_server(args, sample, sampling_params):
     """For the same: after a few updates the server's process is killed, as the kernel does where memory ends."""
-    import psutil
+    import psutil  # pyright: ignore[reportMissingModuleSource]
     from slime.rollout.sglang_rollout import generate
 
     sample = await generate(args, sample, sampling_params)
