@@ -171,10 +171,7 @@ def _not_on_driver(config: MismatchConfig) -> str:
 
 
 def _refuses_accepted(config: MismatchConfig, host: Host) -> bool:
-    if config.denominator != "accepted":
-        return False
-    bypass = config.use_rollout_log_probs
-    return host != "verl" or (bypass and config.rejects)
+    return config.denominator == "accepted" and (host != "verl" or config.rejects)
 
 
 def _scope(config: MismatchConfig, host: Host) -> Literal["micro_batch", "rollout_batch"] | None:

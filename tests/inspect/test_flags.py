@@ -144,6 +144,7 @@ def test_the_patch_is_asked_for_where_it_is_needed(name: str, tmp_path: Path) ->
     [
         ("accepted", "slime", "denominator accepted cannot be had on slime"),
         ("accepted", "nemo_rl", "denominator accepted cannot be had on nemo_rl"),
+        ("accepted", "verl", "denominator accepted cannot be had on verl"),
         ("accepted under bypass", "verl", "denominator accepted cannot be had on verl"),
         ("owned by the host", "miles", "ppo.eps_clip_high 0.28 is miles's own: set it by --eps-clip-high"),
         ("owned by the host", "verl", "set it by actor_rollout_ref.actor.loss_agg_mode"),
@@ -167,7 +168,6 @@ def test_what_a_host_has_not_is_said_and_would_be_refused(name: str, host: Host,
 
 
 _HAD: dict[str, tuple[Host, ...]] = {
-    "accepted": ("verl",),
     "normalised": ("verl", "slime"),
     "groups": ("verl", "slime"),
     "turns": ("nemo_rl",),
