@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
+from mismatch_plugin.rollout.dumps.registry import read_dump
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, LAUNCHER, MODEL, ROOT, SERVER, TRAINING
@@ -109,9 +111,23 @@ class Trained(slime.Trained):
         """The samples of each optimizer step of a rollout on rank 0, as `Reference.step` takes them."""
         data = self.dump(rollout)
         names = ("tokens", "response_lengths", "loss_masks", "rollout_log_probs", "advantages", "log_probs")
+        names = (*names, "sample_indices")
         batches = iter(data["micro_batch_indices"])
         at = [[i for _ in range(count) for i in next(batches)] for count in data["num_microbatches"]]
         return [[{name: data[name][i] for name in names if name in data} for i in step] for step in at]
+
+    def old_log_probs(self, rollout: int) -> dict[int, Tensor]:
+        """Sample → its old log-probs, as `inspect` puts them together from the dumps of all ranks."""
+        folder = self.folder / f"train_{rollout}"
+        folder.mkdir(exist_ok=True)
+        for file in self.folder.glob(f"train_{rollout}_*.pt"):
+            (folder / file.name).unlink(missing_ok=True)
+            (folder / file.name).symlink_to(file)
+        dump = read_dump(folder)
+        return {
+            int(response.sample_id or ""): torch.from_numpy(scored.log_probs).float()
+            for response, scored in zip(dump.responses, dump.scored or (), strict=True)
+        }
 
 
 def make_inputs(sources: Sources) -> None:

@@ -90,12 +90,17 @@ class Reference:
         """One optimizer step: its loss and gradient at θ, then θ moves as slime's does (gradient clipped to norm 1)."""
         self.optimizer.zero_grad()
         result = mp.policy_loss(torch.cat([self.log_probs(s) for s in samples]), pack(samples, config), config)
-        result.loss.backward()
+        logged, factor = result.loss, result.correction.factor
+        if not (config.normalizes_step and (self.always_defers or config.use_rollout_log_probs)):
+            factor = None
+        if factor is not None:  # the mean weight, known only when slime has added loss and gradient up
+            logged = logged * factor
+        logged.backward()
+        if factor is not None:
+            for parameter in self.model.parameters():
+                parameter.grad /= factor
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        logged, factor = result.loss, result.correction.factor
-        if config.normalizes_step and (self.always_defers or config.use_rollout_log_probs) and factor is not None:
-            logged = logged * factor  # the mean weight is known only when slime has added the loss up
         return Expected(logged.item(), norm.item(), result.statistics.metrics())
 
     def steps(self, dumps: Sequence[Mapping[str, Any]], config: mp.MismatchConfig) -> Iterator[Expected]:
