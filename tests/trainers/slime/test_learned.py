@@ -60,12 +60,17 @@ LAB = {
 
 @pytest.mark.parametrize("algorithm", [1, 2, 3])  # 0 has a trainer in bfloat16, which the lab has not
 def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Callable[[str], Trained]):
-    """In the first step of 20 rollouts: without the trainer's own log-probs the later ones compare π_θ."""
+    """In the first step of 20 rollouts: without the trainer's own log-probs the later ones compare π_θ.
+
+    In float32 KL is rounding errors that hardly cancel: two runs of one algorithm had 2.0e-8 and 3.8e-8.
+    """
     steps = reported(trained(f"algorithm {algorithm}"))[: 20 * STEPS : STEPS]
-    for name, ours in LAB[HOW[algorithm].get("dtype", "float32")].items():
+    dtype = HOW[algorithm].get("dtype", "float32")
+    for name, ours in LAB[dtype].items():
         theirs = mean(abs(step[f"rollout_corr/{name}"]) for step in steps)
         print(f"{name}: slime {theirs:.3g}, lab {ours:.3g}")
-        assert ours / 2 < theirs < ours * 2, name
+        factor = 3 if (dtype, name) == ("float32", "kl") else 2
+        assert ours / factor < theirs < ours * factor, name
 
 
 @pytest.mark.parametrize("algorithm", [0, 2])
