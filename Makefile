@@ -16,6 +16,8 @@ SLIME_VENV ?= .venv-slime
 SLIME_SRC ?=
 MILES_SRC ?=
 MEGATRON_SRC ?=
+# For their pytest: -k misspelt runs one case.
+TRAINER_ARGS ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
 
@@ -33,8 +35,8 @@ export OMP_NUM_THREADS ?= 1
 	sglang lint format docs clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 22
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VERL_WHOLE_VENV=$(VERL_WHOLE_VENV) SLIME_VENV=$(SLIME_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS=" \
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VERL_WHOLE_VENV=$(VERL_WHOLE_VENV) SLIME_VENV=$(SLIME_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS= TRAINER_ARGS=" \
 		"PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
@@ -63,25 +65,28 @@ test-verl:  ## run the tests against verl itself, in an environment of its own (
 	$(VERL_VENV)/bin/python -m pytest --import-mode=prepend tests/hooks/verl_live tests/hooks/verl/test_launch_live.py
 
 test-verl-whole:  ## verl's own main_ppo as a whole on CPU (3.3 GB, made on first use)
-	ci/verl_whole_cpu.sh $(VERL_WHOLE_VENV)
-	$(VERL_WHOLE_VENV)/bin/python -m pytest --import-mode=prepend tests/trainers/verl
+	ci/verl_whole_cpu.sh "$(VERL_WHOLE_VENV)"
+	$(VERL_WHOLE_VENV)/bin/python -m pytest --import-mode=prepend tests/trainers/verl $(TRAINER_ARGS)
 
 # $(call whole,FOLDER,SOURCES): the tests of a trainer, in the environment that ci/slime_cpu.sh makes, if all sources are named.
-NEEDED = $(strip $(foreach source,$(1),$(if $($(source)),,$(source))))
+UNSET = $(strip $(foreach source,$(1),$(if $($(source)),,$(source))))
+ABSENT = $(strip $(foreach source,$(1),$(if $($(source)),$(if $(wildcard $($(source))),,$(source)))))
+READY = $(if $(call UNSET,$(1))$(call ABSENT,$(1)),,$(VENV)/.test)
 define whole
-	@$(if $(call NEEDED,$(2)),echo "not run: $(1) as a whole trainer; make $@ $(foreach source,$(2),$(source)=CHECKOUT) (docs/trainers.md)",\
-		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/slime_cpu.sh $(SLIME_VENV) && \
+	@$(if $(call ABSENT,$(2)),echo "$@: $(foreach source,$(call ABSENT,$(2)),$(source)=$($(source))) is not there" >&2; exit 2,\
+		$(if $(call UNSET,$(2)),echo "not run: $(1) as a whole trainer; make $@ $(foreach source,$(2),$(source)=CHECKOUT) (docs/trainers.md)",\
+		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/slime_cpu.sh "$(SLIME_VENV)" && \
 		$(foreach source,$(2),$(source)="$(abspath $($(source)))") MISMATCH_HOST_PYTHON="$(abspath $(SLIME_VENV))/bin/python" \
-		$(BIN)/python -m pytest tests/trainers/$(1))
+		$(BIN)/python -m pytest tests/trainers/$(1) $(TRAINER_ARGS)))
 endef
 
-test-slime: $(if $(call NEEDED,SLIME_SRC MEGATRON_SRC),,$(VENV)/.test)  ## slime's own train.py as a whole on CPU (3.5 GB, made on first use)
+test-slime: $(call READY,SLIME_SRC MEGATRON_SRC)  ## slime's train.py as a whole on CPU; needs SLIME_SRC= MEGATRON_SRC= (docs/trainers.md)
 	$(call whole,slime,SLIME_SRC MEGATRON_SRC)
 
-test-miles: $(if $(call NEEDED,MILES_SRC MEGATRON_SRC),,$(VENV)/.test)  ## the same for miles
+test-miles: $(call READY,MILES_SRC MEGATRON_SRC)  ## miles's train.py; needs MILES_SRC= MEGATRON_SRC=
 	$(call whole,miles,MILES_SRC MEGATRON_SRC)
 
-test-megatron-rl: $(if $(call NEEDED,MEGATRON_SRC),,$(VENV)/.test)  ## the same for Megatron-LM's train_rl.py
+test-megatron-rl: $(call READY,MEGATRON_SRC)  ## Megatron-LM's train_rl.py; needs MEGATRON_SRC=
 	$(call whole,megatron_rl,MEGATRON_SRC)
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright

@@ -12,6 +12,7 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 parts=ci/sglang_cpu
 stamp="$directory/made-from"
+begun="$directory/half-made"
 read -r -a pip_args <<< "${PIP_ARGS:-}"
 
 made_from() {  # changes with everything that an environment is made from
@@ -31,8 +32,8 @@ why_not_whole() {  # nothing if the environment is whole
     fi
 }
 
-if [ -e "$directory" ] && [ ! -f "$directory/pyvenv.cfg" ] && [ -n "$(ls -A "$directory")" ]; then
-    echo "$directory holds something else than a virtual environment: name another directory" >&2
+if [ -e "$directory" ] && [ ! -f "$stamp" ] && [ ! -f "$begun" ] && [ -n "$(ls -A "$directory")" ]; then
+    echo "$directory holds something that was not made by this: name another directory" >&2
     exit 2
 fi
 reason=$(why_not_whole)
@@ -47,6 +48,8 @@ if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     exit 2
 fi
 rm -rf "$directory"
+mkdir -p "$directory"
+touch "$begun"
 "$python" -m venv "$directory"
 bin="$directory/bin"
 pip=("$bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}")
@@ -64,4 +67,5 @@ mv "$operators.new" "$operators"
 echo "importing the server there"
 SGLANG_USE_CPU_ENGINE=1 "$bin/python" -W ignore -c 'import sglang.srt.entrypoints.http_server'
 made_from > "$stamp"
+rm "$begun"
 echo "$directory is whole: $(du -sh "$directory" | cut -f 1), $("$bin/python" -m pip freeze | grep -c .) distributions"

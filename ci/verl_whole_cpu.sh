@@ -10,22 +10,31 @@ directory=$(realpath --canonicalize-missing "${1:-${VERL_WHOLE_VENV:-.venv-verl-
 cd "$(dirname "$0")/.."
 
 stamp="$directory/verl-made-from"
-made_from() { cat ci/verl_whole_cpu.sh ci/sglang_cpu.sh ci/sglang_cpu/requirements.txt ci/constraints-cpu.txt | sha256sum; }
+made_from() { cat ci/verl_whole_cpu.sh ci/sglang_cpu.sh ci/sglang_cpu/{requirements.txt,torchvision_operators.py} \
+    ci/sglang_cpu/sgl_kernel/*.py ci/constraints-cpu.txt | sha256sum; }
 read -r -a pip_args <<< "${PIP_ARGS:-}"
-pip=("$directory/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}")
+# pip names packages of which these are other versions on purpose: it is heard only where it fails.
+install() {
+    "$directory/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}" "$@" \
+        > "$directory/pip.log" 2>&1 || { cat "$directory/pip.log" >&2; exit 1; }
+}
 
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(made_from)" ] && "$directory/bin/python" -c 'import mismatch_plugin' 2> /dev/null; then
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(made_from)" ] &&
+    (cd / && "$directory/bin/python" -c 'import mismatch_plugin, ray, transformers, sglang' 2> /dev/null); then
     echo "$directory is whole"
     exit 0
 fi
-rm -rf "$directory"
+if [ -f "$directory/made-from" ]; then  # half made, as it lacks the rest: made again
+    rm -f "$stamp"
+    mv "$directory/made-from" "$directory/half-made"
+fi
 ci/sglang_cpu.sh "$directory"
 echo "installing verl, what its trainer imports, and this package"
-"${pip[@]}" --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.4.6 "ray[default]==2.60.0" \
+install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.4.6 "ray[default]==2.60.0" \
     accelerate==1.15.0 cachetools==6.2.1 codetiming==1.4.0 datasets==5.2.0 hydra-core==1.3.8 omegaconf==2.3.1 peft==0.19.1 \
-    pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 pytest==9.2.0 hypothesis==6.170.15 2> /dev/null
+    pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 pytest==9.2.0 hypothesis==6.170.15
 # without what they declare: verl asks for wandb and an older transformers, TransferQueue for nothing that is not here
-"${pip[@]}" --no-deps verl==0.9.1 TransferQueue==0.1.11
-"${pip[@]}" --editable . 2> /dev/null
+install --no-deps verl==0.9.1 TransferQueue==0.1.11
+install --editable .
 made_from > "$stamp"
 echo "$directory is whole: $(du -sh "$directory" | cut -f 1)"

@@ -1,4 +1,7 @@
-"""ci/sglang_cpu.sh judges what it finds before it installs anything. `make test-sglang` runs the installation."""
+"""ci/sglang_cpu.sh and those built on it judge what they find before they install anything.
+
+`make test-sglang` runs the installation.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,23 @@ import pytest
 
 from ci.sglang_cpu.check import faults
 
-SCRIPT = Path(__file__).resolve().parent.parent / "ci" / "sglang_cpu.sh"
+CI = Path(__file__).resolve().parent.parent / "ci"
+SCRIPT = CI / "sglang_cpu.sh"
+WHOLE = ("slime_cpu.sh", "verl_whole_cpu.sh")
 REQUIREMENTS = SCRIPT.parent / "sglang_cpu" / "requirements.txt"
 
 
-def _run(directory: Path, python: Path | str = "python3") -> subprocess.CompletedProcess[str]:
+def _run(
+    directory: Path, python: Path | str = "python3", script: str = SCRIPT.name
+) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHON": str(python)}
     return subprocess.run(
-        ["bash", str(SCRIPT), str(directory)], capture_output=True, text=True, check=False, env=environment, timeout=120
+        ["bash", str(CI / script), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=120,
     )
 
 
@@ -52,20 +64,22 @@ def test_faults_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert faults("probe==1.0") == ["probe has lost 1 of 2 files, probe.py among them"]
 
 
-def test_what_is_no_environment_is_never_removed(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("mine")
-    done = _run(tmp_path)
-    assert done.returncode == 2 and "holds something else" in done.stderr
-    assert (tmp_path / "notes.txt").read_text() == "mine"
+@pytest.mark.parametrize("script", [SCRIPT.name, *WHOLE])
+@pytest.mark.parametrize("name", ["notes.txt", "pyvenv.cfg"])
+def test_what_was_not_made_here_is_never_removed(tmp_path: Path, name: str, script: str) -> None:
+    (tmp_path / name).write_text("mine")
+    done = _run(tmp_path, script=script)
+    assert done.returncode == 2 and "was not made by this" in done.stderr
+    assert (tmp_path / name).read_text() == "mine"
 
 
 def test_too_old_a_python_is_refused_before_anything_is_removed(tmp_path: Path) -> None:
     (tmp_path / "venv").mkdir()
-    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    (tmp_path / "venv" / "half-made").touch()
     old = _stand_in(tmp_path / "old", '[ "$1" = --version ] && echo Python 3.9.2\n[ "$1" = --version ]')
     done = _run(tmp_path / "venv", old)
     assert done.returncode == 2 and "Python 3.9.2 is too old for sglang" in done.stderr
-    assert (tmp_path / "venv" / "pyvenv.cfg").exists()
+    assert (tmp_path / "venv" / "half-made").exists()
 
 
 @pytest.mark.parametrize(
@@ -74,7 +88,7 @@ def test_too_old_a_python_is_refused_before_anything_is_removed(tmp_path: Path) 
 def test_half_made_and_outdated_environments_are_made_again(tmp_path: Path, stamp: str | None, reason: str) -> None:
     venv = tmp_path / "venv"
     venv.mkdir()
-    for name in ("pyvenv.cfg", "rest"):
+    for name in ("pyvenv.cfg", "rest", "half-made" if stamp is None else "lib"):
         (venv / name).touch()
     if stamp is not None:
         (venv / "made-from").write_text(stamp)
@@ -82,4 +96,15 @@ def test_half_made_and_outdated_environments_are_made_again(tmp_path: Path, stam
     broken = _stand_in(tmp_path / "broken", '[ "$1" = -c ]')
     done = _run(venv, broken)
     assert done.returncode != 0 and reason in done.stdout
-    assert not venv.exists()
+    assert [file.name for file in venv.iterdir()] == ["half-made"]
+
+
+@pytest.mark.parametrize("script", WHOLE)
+def test_an_environment_that_lacks_the_rest_is_made_again(tmp_path: Path, script: str) -> None:
+    venv = tmp_path / "venv"
+    venv.mkdir()
+    for name in ("pyvenv.cfg", "rest", "made-from"):  # SGLang's part had ended
+        (venv / name).touch()
+    done = _run(venv, _stand_in(tmp_path / "broken", '[ "$1" = -c ]'), script)
+    assert done.returncode != 0 and "it is half made" in done.stdout
+    assert [file.name for file in venv.iterdir()] == ["half-made"]

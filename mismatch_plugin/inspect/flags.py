@@ -129,7 +129,8 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         notes.append(f"{lost} cannot be had on verl without use_rollout_log_probs: its driver rejects before the step")
     if _refuses_accepted(config, host):
         data.pop("denominator")
-        notes.append(f"denominator accepted cannot be had on {host}: what is rejected stays in its denominator")
+        unless = "" if host != "verl" or config.use_rollout_log_probs else " unless trainer.use_v1=false"
+        notes.append(f"denominator accepted cannot be had on {host}{unless}: what is rejected stays in its denominator")
     if config.normalizes:
         scope = _scope(config, host)
         if scope is not None:

@@ -157,7 +157,13 @@ def test_the_loss_by_itself_is_described_as_what_verl_s_own_keys_make_of_it(more
     assert not any("invalid rollout log-probs" in line for line in decoupled.lines)  # verl looks at none
 
 
-@pytest.mark.parametrize(("use_v1", "counted"), [("", "before"), (" trainer.use_v1=false", "after")])
+@pytest.mark.parametrize(
+    ("use_v1", "counted"),
+    [
+        ("", "before"), (" trainer.n_gpus_per_node=8", "before"), (" trainer.use_v1=false", "after"),
+        (" trainer={use_v1:false}", "after"), (" +rollout.nnodes=1", "after"),
+    ],
+)  # fmt: skip
 def test_the_block_says_that_verl_s_v1_trainers_count_before_rejection(
     use_v1: str, counted: str, tmp_path: Path
 ) -> None:

@@ -39,9 +39,15 @@ class Finished:
 
 def run(command: Sequence[str], log: Path, *, limit: float, env: Mapping[str, str], cwd: Path) -> Finished:
     """Run a command to its end, at most `limit` seconds."""
-    words = [sys.executable, __file__, str(log), str(limit), *command]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=cwd, check=True)
-    return Finished(log=log, **json.loads(done.stdout))
+    words = [sys.executable, __file__, str(os.getpid()), str(log), str(limit), *command]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=cwd) as supervisor:
+        try:
+            said, _ = supervisor.communicate()
+        except BaseException:  # it ends what runs, which SIGKILL would not let it
+            supervisor.terminate()
+            supervisor.wait()
+            raise
+    return Finished(log=log, **json.loads(said))
 
 
 def descendants(root: int) -> list[int]:
@@ -71,6 +77,8 @@ def _memory(processes: Sequence[int]) -> int:
 
 
 def _end_all() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):  # a parent with threads sends it more than once
+        signal.signal(number, signal.SIG_IGN)
     while below := descendants(os.getpid()):
         for process in below:
             with contextlib.suppress(ProcessLookupError):
@@ -83,11 +91,14 @@ def _end_all() -> None:
         time.sleep(0.05)
 
 
-def _supervise(log: str, limit: float, command: Sequence[str]) -> dict[str, float]:
+def _supervise(parent: int, log: str, limit: float, command: Sequence[str]) -> dict[str, float]:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_ADOPT, 1, 0, 0, 0)
     libc.prctl(_END_WITH_PARENT, signal.SIGTERM, 0, 0, 0)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(1))
+    if os.getppid() != parent:  # it ended before it could be asked about
+        sys.exit(1)
     start, peak, looked = time.monotonic(), 0, 0.0
     try:
         with open(log, "wb") as file:
@@ -105,4 +116,4 @@ def _supervise(log: str, limit: float, command: Sequence[str]) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    print(json.dumps(_supervise(sys.argv[1], float(sys.argv[2]), sys.argv[3:])))
+    print(json.dumps(_supervise(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4:])))

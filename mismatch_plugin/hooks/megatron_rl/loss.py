@@ -51,14 +51,24 @@ def bin_lengths(starts: Sequence[int], lengths: Sequence[int], width: int) -> tu
     """Slots of each sequence of a bin in log-prob coordinates, up to the start of the next one or the bin's end.
 
     A sequence of n tokens from `start` has its log-probs in [start, start + n − 1); what follows is masked padding.
-    Raises: ValueError where the starts do not ascend from 0, or a sequence reaches into the next.
+    starts: one a sequence, and Megatron's own start of the padding behind the last one, which may be left out.
+    Raises: ValueError where the starts do not ascend from 0, a sequence reaches into the next or past the bin, or they
+    are not as many as lengths.
     """
-    edges = [*(int(start) for start in starts), width]
-    if not starts:
+    given, sizes = [int(start) for start in starts], [int(length) for length in lengths]
+    if len(given) - len(sizes) not in (0, 1) or min(sizes, default=0) < 0:
+        raise ValueError(f"seq_starts {given} and seq_lengths {sizes}: pass one of each a sequence, lengths from 0.")
+    if len(given) > len(sizes) and sizes and not given[-2] + sizes[-1] <= given[-1] <= width + 1:
+        raise ValueError(
+            f"the padding of a bin of {width + 1} tokens starts at {given[-1]}, and its last sequence ends at "
+            f"{given[-2] + sizes[-1]}."
+        )
+    edges = [*given[: len(sizes)], width]
+    if not sizes:
         return (width,)
-    for index, length in enumerate(lengths):
-        if edges[index] + int(length) - 1 > max(edges[index + 1], edges[index]):
-            raise ValueError(f"sequence {index} of the bin has {int(length)} tokens from {edges[index]}, past its end.")
+    for index, length in enumerate(sizes):
+        if edges[index] + length - 1 > max(edges[index + 1], edges[index]):
+            raise ValueError(f"sequence {index} of the bin has {length} tokens from {edges[index]}, past its end.")
     if edges[0] != 0 or edges != sorted(edges):
         raise ValueError(f"seq_starts {edges[:-1]} of a bin of {width} log-probs must ascend from 0.")
     return tuple(after - before for before, after in pairwise(edges))
@@ -89,10 +99,8 @@ def pack(
         mask = loss_mask.reshape(-1).to(device) != 0
     per_sequence, lengths = advantages.reshape(-1), (width,) * batch
     if seq_starts is not None and seq_lengths is not None:
-        if len(seq_starts) == len(seq_lengths) + 1:  # Megatron's bins end in the start of their padding
-            seq_starts = seq_starts[:-1]
         lengths = bin_lengths(seq_starts, seq_lengths, width)
-        ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=True)]
+        ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=False)]
         if not ends:
             ends, per_sequence = [0], old.new_zeros(1)
         mask = mask & _before(ends, lengths, width).to(device)

@@ -11,7 +11,7 @@ Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; cli
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
 from typing import Any
@@ -150,10 +150,12 @@ class MismatchLoss:
         return value if value.dim() == 1 else value[:, 1:]
 
 
-def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]], say_it: bool = True) -> Callable[..., tuple[Any, ...]]:
+def with_mismatch_loss(
+    setup: Callable[..., tuple[Any, ...]], said: Sequence[str] = ()
+) -> Callable[..., tuple[Any, ...]]:
     """NeMo-RL's `setup`, its loss replaced and the start-up block printed; unchanged without `loss_fn.mismatch`.
 
-    say_it: not under the launcher, which has printed the block.
+    said: the block's lines that the launcher has printed; only what the whole configuration adds to them is.
     Raises: ValueError where what `setup` returns holds no loss, or the settings contradict NeMo-RL's.
     """
     if hasattr(setup, _WRAPPED):
@@ -169,8 +171,8 @@ def with_mismatch_loss(setup: Callable[..., tuple[Any, ...]], say_it: bool = Tru
             refuse_other_settings(config.report_dir, config)
         if config.rs.group != "keep":
             GroupAdvantages(config, master_config).install()
-        lines.append(version_line("nemo-rl"))
-        if say_it:
+        lines = [line for line in lines if line not in said] if said else [*lines, version_line("nemo-rl")]
+        if lines:
             print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
         made = replace_loss(setup(master_config, *args, **kwargs), master_config)
         if config.report_dir is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,14 +39,12 @@ def plan(given: Given, script: Path | None) -> Plan:
     section = {**section, "mismatch": given.settings} if given.flags else section
     hooks = import_module("mismatch_plugin.hooks.nemo_rl")
     lines = hooks.describe(hooks.settings({_SECTION: section}), {_SECTION: section})
-    return Plan((*given.host_argv, *added), added, tuple(lines), _install)
+    return Plan((*given.host_argv, *added), added, tuple(lines), partial(_install, tuple(lines)))
 
 
-def _install() -> None:
+def _install(said: tuple[str, ...]) -> None:
     hooks, grpo = import_module("mismatch_plugin.hooks.nemo_rl"), import_module("nemo_rl.algorithms.grpo")
-    replace_function(
-        "nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup, say_it=False))
-    )
+    replace_function("nemo_rl.algorithms.grpo", "setup", _after_check(hooks.with_mismatch_loss(grpo.setup, said)))
 
 
 def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:

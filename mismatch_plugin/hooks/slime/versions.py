@@ -83,7 +83,17 @@ class Versions:
             )
             return
         names = rollout_data.get("sample_indices") or range(len(masks))
-        for name, mask, versions in zip(names, masks, told or [()] * len(masks), strict=True):
+        told = told or [()] * len(masks)
+        if not len(names) == len(told) == len(masks):
+            self.failure = (
+                f"the rollout has {len(masks)} loss masks, {len(told)} {_KEY} and {len(names)} sample_indices: one of "
+                f"each is needed a sample."
+            )
+            return
+        for name, mask, versions in zip(names, masks, told, strict=True):
+            if not isinstance(versions, list | tuple):
+                self.failure = f"sample {name}: {_KEY} is {versions!r}, not the list of what its calls were made with."
+                return
             try:
                 oldest = min(map(_number, versions)) if versions else None
             except ValueError as error:
@@ -136,7 +146,7 @@ def _number(version: Any) -> int:
     """The hosts name their versions by the number of the update, from 1; SGLang's own name is that before the first."""
     if str(version) == INITIAL_VERSION:
         return 0
-    if not str(version).isdigit():
+    if not str(version).isdecimal():
         raise ValueError(f"weight version {version!r} is not the number of an update: leave --rs-max-staleness out.")
     return int(version)
 

@@ -154,10 +154,9 @@ def _counts_first(tree: Any) -> bool:
     """Whether verl's trainer divides by tokens that it counts before the driver rejects.
 
     The v1 trainers do (`loss_mask` of the queue, which no rejection reaches); the others copy the mask afterwards.
-    Those under verl.experimental have a section `rollout`. A tree without `trainer` is that of the launcher: 0.9 is v1.
+    Those under verl.experimental have a section `rollout`.
     """
-    trainer = tree.get("trainer")
-    return tree.get("rollout") is None and (trainer is None or bool(trainer.get("use_v1", False)))
+    return tree.get("rollout") is None and bool((tree.get("trainer") or {}).get("use_v1", False))
 
 
 def _sampling_filter(rollout: Any) -> str:

@@ -50,7 +50,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     Raises: ValueError where an override on the line says otherwise, or asks for what verl decides.
     """
     overrides = read_overrides(given.host_argv)
-    line = _tree(overrides, {})
+    line = _tree(overrides, {}, script)
     mode = line["actor_rollout_ref"]["actor"]["policy_loss"].get("loss_mode")
     if not given.flags and mode != LOSS_NAME and not has_block(line["algorithm"]["rollout_correction"]):
         return replace(Plan.untouched("verl", given), lines=_UNTOUCHED)
@@ -78,7 +78,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     added = [f"{name}={text(value)}" for name, value in wanted.items() if name not in overrides]
     if given.flags:
         added.append(f"+{RC}.{BLOCK}={text(block)}")
-    tree = _tree({**overrides, **wanted}, block)
+    tree = _tree({**overrides, **wanted}, block, script)
     policy_loss = tree["actor_rollout_ref"]["actor"]["policy_loss"]
     if policy_loss.get("loss_mode") == LOSS_NAME and not _names(overrides, f"{_POLICY_LOSS}.rollout_correction"):
         added.append(REFERENCE_LINE.replace("'", ""))
@@ -123,17 +123,22 @@ def _objective(given: Given, mode: str) -> dict[str, Any]:
     return {} if theirs == "ppo" or given.config.algorithm == 3 else {"objective": theirs}
 
 
-def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of verl's tree that the settings depend on, with verl's defaults."""
+def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any], script: Path | None) -> dict[str, Any]:
+    """The part of verl's tree that the settings depend on, with verl's defaults and what its script is for."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.", "trainer.use_v1.")
+        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.", "trainer.", "rollout.")
         if f"{name}.".startswith(heads):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})
     if block:
         correction[BLOCK] = dict(block)
     tree["actor_rollout_ref"]["actor"].setdefault("policy_loss", {})
+    experimental = script is not None and "experimental" in script.parts
+    if experimental:  # its trainers have a section `rollout`
+        tree.setdefault("rollout", {})
+    old = experimental or (script is not None and script.stem == "main_ppo_v0")
+    tree.setdefault("trainer", {}).setdefault("use_v1", not old)  # as main_ppo of 0.9
     return tree
 
 

@@ -176,11 +176,20 @@ def test_bin_lengths_reach_to_the_next_sequence() -> None:
     assert bin_lengths(STARTS, LENGTHS, WIDTH) == (6, 5, 6)
     assert bin_lengths([], [], 5) == (5,)
     assert bin_lengths([0, 5], [5, 4], 8) == (5, 3)
+    assert bin_lengths([0, 5, 9], [5, 4], 8) == (5, 3)  # with the start of its padding
 
 
 @pytest.mark.parametrize(
     ("starts", "lengths", "message"),
-    [([0, 4], [9, 2], "sequence 0 of the bin has 9 tokens"), ([3, 1], [1, 1], "must ascend from 0")],
+    [
+        ([0, 4], [9, 2], "sequence 0 of the bin has 9 tokens"),
+        ([3, 1], [1, 1], "must ascend from 0"),
+        ([0, 5, 8], [5, 10], "the padding of a bin of 13 tokens starts at 8, and its last sequence ends at 15"),
+        ([0, 5, 14], [5, 4], "the padding of a bin of 13 tokens starts at 14"),
+        ([0, 4, 8, 12], [4, 4], "pass one of each a sequence"),
+        ([0, 4], [4, 4, 4], "pass one of each a sequence"),
+        ([0, 5], [5, -5], "lengths from 0"),
+    ],
 )
 def test_bins_that_overlap_are_refused(starts: list[int], lengths: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -324,8 +324,12 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
     assert "algorithm 1: bypass PPO" in printed and "\n  host: nemo-rl " in printed
-    with_mismatch_loss(setup, say_it=False)(config, "t")  # the launcher has said it
+    said = [line[2:] for line in printed.splitlines()]
+    with_mismatch_loss(setup, said)(config, "t")  # the launcher has said it
     assert not capsys.readouterr().out
+    with_mismatch_loss(setup, said)({**config, "policy": {"generation": {"top_p": 0.9}}}, "t")  # and has not seen this
+    (_, added) = capsys.readouterr().out.splitlines()
+    assert "top_p" in added
     assert wrapped({"loss_fn": {}}, "t")[1] is own  # not asked for
     with pytest.raises(ValueError, match="returned 0 losses"):
         with_mismatch_loss(lambda master_config: ("policy",))(config)

@@ -169,8 +169,9 @@ def test_ray_s_actors_tell_their_rollouts(host: str) -> None:
     base = type("Training", (Training,), {"train_actor": Training.train_actor})
     actor = as_ray_sends_it(base)
     derived = type("Derived", (base,), {"train_actor": lambda self, *args: super(derived, self).train_actor(*args)})  # pyright: ignore
+    deeper = as_ray_sends_it(derived)
     adapter.versions.watch(base)
-    for kind in (actor, derived, base):
+    for kind in (actor, deeper, derived, base):
         found = kind(7, weighed(adapter, arguments(host, 2))).train_actor(3, rollout(VERSIONS))
         assert [bool(value) for loss in found for value in loss] == [False] * 5 + [True] * 3
 
@@ -197,6 +198,10 @@ def test_a_missing_version_names_the_sample_and_the_fix(host: str) -> None:
     adapter, actor = prepared(host)
     with pytest.raises(ValueError, match="sample 30: weight version 'f3' is not the number of an update"):
         actor(7, weighed(adapter, args)).train_actor(3, rollout([["f3"], *VERSIONS[1:]]))
+    with pytest.raises(ValueError, match=r"sample 30: weight_versions is '12', not the list"):
+        actor(7, weighed(adapter, args)).train_actor(3, rollout(["12", *VERSIONS[1:]]))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="4 loss masks, 3 weight_versions and 4 sample_indices"):
+        actor(7, weighed(adapter, args)).train_actor(3, rollout(VERSIONS[1:]))
     with pytest.raises(ValueError, match=f"{host}'s training process has none"):
         actor(None, weighed(adapter, args)).train_actor(3, rollout(VERSIONS))
 

@@ -207,9 +207,7 @@ V1, V0, FULLY_ASYNC = (
 )
 
 
-@pytest.mark.parametrize(
-    ("trainer", "counted"), [({}, "before"), (V1, "before"), (V0, "after"), (FULLY_ASYNC, "after")]
-)
+@pytest.mark.parametrize(("trainer", "counted"), [({}, "after"), (V1, "before"), (V0, "after"), (FULLY_ASYNC, "after")])
 def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], counted: str) -> None:
     """verl's v1 trainers count tokens of a mask that the driver's rejection does not reach."""
     ours = block({"denominator": "auto"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)

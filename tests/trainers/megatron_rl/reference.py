@@ -27,7 +27,8 @@ def config_of(flags: Sequence[str]) -> mp.MismatchConfig:
 
 def sequences(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     """The trained tokens of each sequence, of rows and of bins alike; those that train nothing are left out."""
-    found: dict[str, list[Any]] = {"current": [], "old": [], "ref": [], "rollout": [], "advantages": []}
+    keys = ("current", "old", "ref", "rollout", "gradient", "advantages")
+    found: dict[str, list[Any]] = {key: [] for key in keys}
     for record in records:
         width, advantages = record["current_logprobs"].shape[1], record["advantages"].tolist()
         spans = [(row, 0, width, value) for row, value in enumerate(advantages)]
@@ -38,14 +39,24 @@ def sequences(records: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
             trained = record["loss_mask"][row, start:end] != 0
             if trained.any():
                 names = {"current": "current_logprobs", "old": "old_logprobs", "ref": "ref_logprobs"}
-                for key, name in {**names, "rollout": "inference_logprobs"}.items():
+                for key, name in {**names, "rollout": "inference_logprobs", "gradient": "gradient"}.items():
                     values = record[name]
                     found[key].append(values[row, start:end][trained].float() if values is not None else None)
                 found["advantages"].append(torch.full((int(trained.sum()),), advantage))
     return found
 
 
-def loss_of(records: Sequence[dict[str, Any]], flags: Sequence[str]) -> mp.PolicyLoss:
+def gradients_of(records: Sequence[dict[str, Any]], flags: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """∂ loss/∂ log π_θ of the step's trained tokens: (the trainer's, that of `mp.policy_loss`)."""
+    theirs = torch.cat(sequences(records)["gradient"])
+    theta = torch.cat(sequences(records)["current"]).requires_grad_()
+    (mine,) = torch.autograd.grad(loss_of(records, flags, theta).loss, theta)
+    return theirs / len(theirs), mine  # Megatron-LM divides by the step's tokens
+
+
+def loss_of(
+    records: Sequence[dict[str, Any]], flags: Sequence[str], theta: torch.Tensor | None = None
+) -> mp.PolicyLoss:
     """The step's loss by `mp.policy_loss`; only one context-parallel rank's records, as each has all tokens."""
     data = sequences(records)
     packed = mp.PackedSequences.from_lists(
@@ -55,4 +66,5 @@ def loss_of(records: Sequence[dict[str, Any]], flags: Sequence[str]) -> mp.Polic
         ref_log_probs=data["ref"],
         advantages=data["advantages"],
     )
-    return mp.policy_loss(torch.cat(data["current"]).requires_grad_(), packed, config_of(flags))
+    theta = torch.cat(data["current"]).requires_grad_() if theta is None else theta
+    return mp.policy_loss(theta, packed, config_of(flags))

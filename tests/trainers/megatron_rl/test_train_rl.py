@@ -15,10 +15,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainers.columns import Shown
+from tests.trainers.columns import Shown, largest
 from tests.trainers.megatron_rl.conftest import Start
-from tests.trainers.megatron_rl.reference import loss_of
+from tests.trainers.megatron_rl.reference import gradients_of, loss_of
 from tests.trainers.megatron_rl.trainer import Job, Sources, Trained
+from tests.trainers.run import OUT_OF_TIME
 
 STEPS = (1, 2, 3, 4)
 SEQUENCE = ("--use-tis", "--tis-level", "sequence")
@@ -56,7 +57,7 @@ def _difference(run: Trained, flags: Sequence[str]) -> float:
     # Under tensor and context parallelism both ranks have all tokens; else each saw its own, or nothing (pipeline).
     copies = {"--tensor-model-parallel-size", "--context-parallel-size"} & set(run.job.flags)
     parts = {step: [part for part in run.seen[step - 1] if not copies or part["rank"] == 0] for step in STEPS}
-    return max(abs(loss_of(parts[step], flags).loss.item() - run.losses[step]) for step in STEPS)
+    return largest(abs(loss_of(parts[step], flags).loss.item() - run.losses[step]) for step in STEPS)
 
 
 @pytest.mark.shows("starts", "exit_status", "flags_arrive", "loss_equals_reference")
@@ -67,10 +68,10 @@ def test_the_logged_loss_is_ours_on_what_forward_step_had(name: str, start: Star
     found = _difference(run, flags)
     assert found < 1e-5
     assert run.said("^mismatch_plugin on megatron-lm:")
-    shows("starts", "four optimizer steps")
-    shows("flags_arrive", f"{name}: its loss, which is no other algorithm's")
-    shows("loss_equals_reference", f"{name} {found:.0e}")
-    shows("exit_status", "0 in all")
+    shows("starts", "train_rl.py, from recorded rollouts; one run sampled by an engine of our own")
+    shows("flags_arrive", "each algorithm's loss is its own, in one and two processes")
+    shows("loss_equals_reference", "algorithms 0 to 3, sequence weights", found)
+    shows("exit_status", "0 at the end of training")
 
 
 @pytest.mark.shows("loss_equals_reference")
@@ -80,15 +81,28 @@ def test_every_layout_has_our_loss(layout: str, start: Start, shows: Shown) -> N
     run = start(layout, Job((*SEQUENCE, *LAYOUTS[layout]), ranks=2))
     found = _difference(run, SEQUENCE)
     assert found < 1e-5
-    shows("loss_equals_reference", f"{layout} {found:.0e}")
+    shows("loss_equals_reference", "tp2, pp2, dp2, cp2", found)
     if layout in ("tp2", "pp2"):  # dp2 has other rollouts in a step
-        apart = max(abs(run.losses[step] - one.losses[step]) for step in STEPS)
+        apart = largest(abs(run.losses[step] - one.losses[step]) for step in STEPS)
         assert apart < 2e-5
-        shows("loss_equals_reference", f"{layout} as one rank to {apart:.0e}")
+        shows("loss_equals_reference", "tp2, pp2 and one rank, apart", apart)
 
 
-@pytest.mark.shows("gradients_change", "flags_arrive")
-def test_the_algorithms_gradients_are_as_the_formulas_say(start: Start, shows: Shown) -> None:
+@pytest.mark.shows("gradients_change")
+@pytest.mark.parametrize("name", CASES)
+def test_the_gradient_is_ours(name: str, start: Start, shows: Shown) -> None:
+    flags, job = CASES[name]
+    run, found = start(name, _with(flags, job)), list[float]()
+    for step in STEPS:
+        theirs, mine = gradients_of(run.seen[step - 1], flags)
+        assert mine.abs().max() > 0
+        found.append(float((theirs - mine).abs().max() / mine.abs().max()))
+    assert largest(found) < 1e-5
+    shows("gradients_change", "∂ loss/∂ log π, of its largest", largest(found))
+
+
+@pytest.mark.shows("flags_arrive")
+def test_the_algorithms_gradients_are_as_the_formulas_say(start: Start) -> None:
     """At θ = π_old algorithms 2 and 3 have one gradient, w·A·∇log π; 0 has no w; later the clip makes them differ."""
     runs = {name: start(name, _with(*CASES[name])) for name in CASES}
     norms = {name: run.tracked["grad-norm"] for name, run in runs.items()}
@@ -97,7 +111,6 @@ def test_the_algorithms_gradients_are_as_the_formulas_say(start: Start, shows: S
     assert abs(norms["algorithm 3"][2] - norms["algorithm 2"][2]) > 1e-3
     losses = [round(run.losses[2], 5) for name, run in runs.items()]
     assert len(set(losses)) == len(losses)
-    shows("gradients_change", f"norm {norms['algorithm 2'][1]:.4f} in 2 and 3, {norms['algorithm 0'][1]:.4f} in 0")
 
 
 @pytest.mark.shows("metrics_arrive")
@@ -110,11 +123,10 @@ def test_metrics_reach_tensorboard_and_the_report_folder(start: Start, shows: Sh
     for line in lines:
         for name in ours:
             assert run.tracked[name][line["step"]] == pytest.approx(line[name], rel=1e-5, abs=1e-7, nan_ok=True)
-    shows("metrics_arrive", f"{len(ours)} in TensorBoard and the report folder, equal, at the steps of lm loss")
+    shows("metrics_arrive", "TensorBoard and our report folder, equal, at the steps of lm loss")
 
 
-@pytest.mark.shows("weight_versions_arrive")
-def test_the_engine_samples_with_the_weights_of_the_last_step(start: Start, shows: Shown) -> None:
+def test_the_engine_samples_with_the_weights_of_the_last_step(start: Start) -> None:
     """The engine here is a forward pass of the trainer's own model: it agrees after every update."""
     run = start("sampled", Job(("--use-tis", *PACKING, *REPORT), rollouts=None))
     assert _difference(run, ("--use-tis",)) < 1e-5
@@ -124,15 +136,14 @@ def test_the_engine_samples_with_the_weights_of_the_last_step(start: Start, show
         for records in first
         for record in records
     ]
-    assert max(apart) < 1e-5
-    shows("weight_versions_arrive", f"sampled after each update, |log-ratio| at most {max(apart):.0e}")
+    assert largest(apart) < 1e-5
 
 
 @pytest.mark.shows("fault_named")
 @pytest.mark.parametrize(
     ("flags", "patched", "message"),
     [
-        (("--use-tis", "--tis-levle", "sequence"), True, "--tis-levle"),
+        (("--use-tis", "--tis-levle", "sequence"), True, "--tis-levle.*--tis-level"),
         (SEQUENCE, False, "Megatron-LM RL passes no loss mask to its loss"),
         (
             ("--use-tis", "--no-rl-inference-logprobs-is-correction"),
@@ -145,9 +156,9 @@ def test_a_wrong_command_line_is_named(
     flags: Sequence[str], patched: bool, message: str, start: Start, shows: Shown
 ) -> None:
     run = start(f"wrong {flags[-1]} {patched}", Job(flags, patched=patched))
-    assert run.finished.status != 0
+    assert run.finished.status not in (0, OUT_OF_TIME)
     assert run.said(message)
-    shows("fault_named", f"{' '.join(flags)}{'' if patched else ' unpatched'}")
+    shows("fault_named", "a misspelt flag, an unpatched checkout, no correction flag")
 
 
 @pytest.mark.shows("fault_named")
@@ -158,15 +169,15 @@ def test_a_log_prob_that_the_engine_did_not_return_is_named(start: Start, source
     broken = Path("missing.jsonl")
     (sources.inputs / broken).write_text("\n".join(json.dumps(line) for line in lines) + "\n")
     run = start("missing", Job(("--use-tis", *PACKING), rollouts=broken))
-    assert run.finished.status != 0
+    assert run.finished.status not in (0, OUT_OF_TIME)
     assert run.said("missing or NaN") and 1 not in run.tracked.get("lm loss", {})
-    shows("fault_named", "a log-prob of NaN, before the optimizer steps")
+    shows("fault_named", "a NaN log-prob, before the optimizer steps")
 
 
 @pytest.mark.shows("fault_named")
 def test_an_unpatched_checkout_does_not_know_our_flags(start: Start) -> None:
     run = start("no patch", Job(("--use-tis",), launch=False, patched=False))
-    assert run.finished.status != 0
+    assert run.finished.status not in (0, OUT_OF_TIME)
     assert run.said("unrecognized arguments: --use-tis")
 
 

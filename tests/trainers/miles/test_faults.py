@@ -31,4 +31,4 @@ def test_a_fault_ends_the_run_and_is_named(name: str, trained: Callable[[str], T
     assert run.finished.status not in (0, 124), run.text[-2000:]
     said = run.said(SAID[name])
     assert said, run.text[-4000:]
-    shows("fault_named", f"{name}: exit status {run.finished.status}")
+    shows("fault_named", "misspelt and contradictory flags, log-probs that are missing or NaN")

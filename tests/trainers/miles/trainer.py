@@ -16,6 +16,7 @@ import yaml
 from torch import Tensor
 
 from mismatch_plugin.rollout.dumps.registry import read_dump
+from tests.trainers.jobs import is_made, made_from
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, LAUNCHER, MODEL, ROOT, SERVER, TRAINING
@@ -132,13 +133,15 @@ class Trained(slime.Trained):
 
 def make_inputs(sources: Sources) -> None:
     """Checkpoint in both forms, tokenizer, prompts and dumps, where they are not there yet."""
-    if (sources.inputs / "made").exists():
+    made = made_from(sources.miles, sources.megatron)
+    if is_made(sources.inputs / "made", made):
         return
+    shutil.rmtree(sources.inputs, ignore_errors=True)
     sources.run(str(HERE / "inputs/make_miles.py"), str(sources.inputs))
     hf, megatron = str(sources.inputs / "hf"), str(sources.inputs / "torch_dist")
     words = (*MODEL.split(), *CPU.split(), "--hf-checkpoint", hf, "--save", megatron)
     sources.run(str(HERE / "inputs/convert.py"), CONVERTER, *words)
-    (sources.inputs / "made").touch()
+    (sources.inputs / "made").write_text(made)
 
 
 def kept(folder: Path, said: Sequence[str], reuse: bool) -> Finished | None:

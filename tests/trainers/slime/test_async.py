@@ -46,7 +46,8 @@ def _apart(run: Trained) -> float:
 def test_stale_rollouts_part_the_algorithms_as_in_the_comparison(
     trained: Callable[[str], Trained], shows: Shown
 ) -> None:
-    """By the mechanism of docs/compare.md, not by reward: two weight updates are too few to part that."""
+    """By the mechanism of docs/compare.md, not by reward, which two weight updates are too few to part: token weights
+    take the gradient's spikes away, and bypass stays near the policy that sampled."""
     runs = {i: trained(f"algorithm {i}") for i in (0, 1, 2)}
     for i, run in runs.items():
         assert run.finished.status == 0, run.text[-3000:]
@@ -55,10 +56,10 @@ def test_stale_rollouts_part_the_algorithms_as_in_the_comparison(
         ]
         print(f"algorithm {i}: largest norm {_spike(run):.1f}, apart {_apart(run):.2f}, reward {rewards(run)}")
     plain, bypass, weighted = runs.values()
-    assert _spike(plain) > 2 * max(_spike(bypass), _spike(weighted))
-    assert _apart(plain) > 1.3 * _apart(bypass)
+    assert _spike(plain) > 3 * _spike(weighted)
+    assert _apart(plain) > 1.5 * _apart(bypass)
     shows("starts", "train_async.py")
-    shows("weight_versions_arrive", f"train_async.py: rollouts up to {INTERVAL} updates old, as their versions say")
+    shows("weight_versions_arrive", f"train_async.py: rollouts up to {INTERVAL} old, as their versions say")
 
 
 @pytest.mark.shows("weight_versions_arrive")
@@ -78,4 +79,4 @@ def test_staleness_with_an_external_server(sources: Sources, shows: Shown) -> No
     assert [versions(run, n) for n in range(6)] == [{(v,)} for v in "111223"]
     left_out = [step["rollout_corr/rollout_rs_staleness_masked_fraction"] for step in reported(run)]
     assert left_out == [float(n in (2, 4)) for n in range(6) for _ in range(4)]
-    shows("weight_versions_arrive", "the share of too old tokens in our metrics follows them, in train_async.py")
+    shows("weight_versions_arrive", "--rs-max-staleness leaves out the rollouts that are too old")

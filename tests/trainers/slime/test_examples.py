@@ -50,4 +50,4 @@ def test_an_example_runs_as_it_says(
     run = trained(name)
     assert run.finished.status == 0, run.text[-4000:]
     agreement(run, config_of(OURS[name].split()), sources.inputs / run.job.checkpoint).check()
-    shows("starts", "examples/slime as they are")
+    shows("starts", "the lines that examples/slime adds")

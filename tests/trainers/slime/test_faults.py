@@ -68,7 +68,7 @@ def test_wrong_settings_are_named(name: str, trained: Callable[[str], Trained], 
     run = trained(name)
     check_refused(run, SETTINGS[name][1])
     assert not run.steps
-    shows("fault_named", f"settings {name}")
+    shows("fault_named", "misspelt, contradictory and unhooked settings")
 
 
 @pytest.mark.shows("fault_named", "exit_status")
@@ -86,4 +86,4 @@ def test_wrong_data_are_named(
     run = start(f"faults/{name}", replace(Job(TIS, ranks=ranks), dump=tmp_path)).result()
     check_refused(run, pattern)
     assert sorted(run.steps) == [0, 1]
-    shows("fault_named", f"log-probs {name}")
+    shows("fault_named", "log-probs that are missing, NaN or too few on one rank")

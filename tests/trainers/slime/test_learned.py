@@ -45,8 +45,11 @@ def test_reward_rises_in_sync(algorithm: int, trained: Callable[[str], Trained],
     assert [step["step"] for step in steps] == list(range(ROLLOUTS * STEPS))
     kl = run.tracked["train/rollout_corr/kl"]
     assert [kl[step["step"]] for step in steps] == pytest.approx([step["rollout_corr/kl"] for step in steps], abs=1e-6)
-    shows("weight_versions_arrive", f"samples of {ROLLOUTS} rollouts have the version of the update before each")
-    shows("exit_status", "0 after 24 rollouts with its own SGLang server")
+    shows(
+        "weight_versions_arrive",
+        f"each of {ROLLOUTS} rollouts has the version of the update before it; KL as in our lab",
+    )
+    shows("exit_status", "0 after 24 rollouts with a live SGLang server")
 
 
 # Of 20 rollouts of our own lab with a real SGLang server, seeds 0 to 2; its trainer is float32, model and task are as
@@ -59,6 +62,7 @@ LAB = {
 }
 
 
+@pytest.mark.shows("weight_versions_arrive")
 @pytest.mark.parametrize("algorithm", [1, 2, 3])  # 0 has a trainer in bfloat16, which the lab has not
 def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Callable[[str], Trained]):
     """In the first step of 20 rollouts: without the trainer's own log-probs the later ones compare π_θ.
@@ -74,6 +78,7 @@ def test_the_mismatch_is_that_of_our_own_lab(algorithm: int, trained: Callable[[
         assert ours / factor < theirs < ours * factor, name
 
 
+@pytest.mark.shows("weight_versions_arrive")
 @pytest.mark.parametrize("algorithm", [0, 2])
 def test_inspect_says_sound(algorithm: int, trained: Callable[[str], Trained], sources: Sources):
     """Not under 1 and 3, where slime skips the pass for the trainer's own log-probs."""

@@ -38,4 +38,4 @@ def test_a_resumed_run_goes_on_with_the_same_numbers(
             assert run.steps[step][metric] == pytest.approx(theirs[metric], rel=1e-6, abs=1e-7), (step, metric)
     lines = (again.folder.parent / "report/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(8))
-    shows("exit_status", "0 after a resume, its steps those of an uninterrupted run")
+    shows("exit_status", "0 after a resume, whose steps are those of an uninterrupted run")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import yaml
 
+from tests.trainers.jobs import is_made, made_from
 from tests.trainers.run import Finished, run
 
 HERE = Path(__file__).parent
@@ -218,11 +219,18 @@ def patched_megatron(checkout: Path, slime: Path, copy: Path) -> Path:
     reverse = [*apply, "--reverse", "--check"]
     if subprocess.run(reverse, cwd=checkout, env=alone(checkout), capture_output=True, check=False).returncode == 0:
         return checkout
-    if not (copy / "patched").exists():
+    if not is_made(copy / "patched", made := made_from(checkout, slime)):
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(checkout / "megatron", copy / "megatron", symlinks=True)
-        subprocess.run([*apply, "--include=megatron/*"], cwd=copy, env=alone(copy), check=True)
-        (copy / "patched").touch()
+        done = subprocess.run(
+            [*apply, "--include=megatron/*"], cwd=copy, env=alone(copy), stderr=-1, text=True, check=False
+        )
+        if done.returncode:
+            raise RuntimeError(
+                f"slime's docker/patch/latest/megatron.patch does not apply to {checkout}: MEGATRON_SRC is "
+                f"NVIDIA/Megatron-LM at the commit that slime's docker/Dockerfile names.\n{done.stderr}"
+            )
+        (copy / "patched").write_text(made)
     return copy
 
 

@@ -6,9 +6,8 @@ What the tests have shown goes to runs/trainers/verl.json when the session ends.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import json
 import os
-import sys
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -16,15 +15,10 @@ from typing import Any
 
 import pytest
 from make_inputs import write_inputs
-from run import ROOT, Run, command, finished, run
+from run import Run, finished, run
 
-COLUMNS = (
-    "starts", "flags_arrive", "loss_equals_reference", "gradients_change", "metrics_arrive", "weight_versions_arrive",
-    "exit_status", "fault_named",
-)  # fmt: skip
 PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "TransferQueue", "tensordict", "numpy")
 Start = Callable[..., Run]
-Show = Callable[[str, str], None]
 
 
 @pytest.fixture(scope="session")
@@ -56,30 +50,19 @@ def start(inputs: Path, runs: dict[str, Run], tmp_path_factory: pytest.TempPathF
     return by_name
 
 
-@pytest.fixture(scope="session")
-def show(runs: dict[str, Run]) -> Iterator[Show]:
-    """Say what a passed test has shown, in a column of the table of hosts."""
-    shown: dict[str, str] = {}
-
-    def say(column: str, by: str) -> None:
-        assert column in COLUMNS
-        shown[column] = f"{shown[column]}; {by}" if column in shown else by
-
-    yield say
-    sys.path.insert(0, str(Path(__file__).parent / "shim"))
-    found = {
+@pytest.fixture(scope="session", autouse=True)
+def _recorded(runs: dict[str, Run], record: Callable[..., None]) -> Iterator[None]:
+    begun = time.monotonic()
+    yield
+    facts = {
         "host": "verl",
-        "commit": f"{version('verl')} from PyPI",
+        "commits": {"verl": f"{version('verl')} from PyPI"},
         "versions": {name: version(name) for name in PACKAGES},
-        "command": " ".join(["python", *command(["FLAGS"], ["…"])[1:]]),
-        "seconds": round(sum(each.seconds for each in runs.values())),
+        "command": "make test-verl-whole",
+        "seconds": round(time.monotonic() - begun),
         "peak_gib": round(max((each.peak_gib for each in runs.values()), default=0), 1),
-        "shimmed": shimmed(),
-        "columns": {name: {"shown": name in shown, "by": shown.get(name, "")} for name in COLUMNS},
     }
-    file = ROOT / "runs" / "trainers" / "verl.json"
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    record(facts, shimmed())
 
 
 def shimmed() -> list[list[str]]:

@@ -60,11 +60,13 @@ def _step(records: list[dict[str, Any]]) -> Step:
 
 def reference(step: Step, config: mp.MismatchConfig) -> tuple[float, Tensor]:
     """(the loss of the step, its gradient with respect to log π_θ [T]), both by `mp.policy_loss` alone."""
+    # One advantage a response (GRPO), which the driver has set to 0 at what it rejected.
+    advantages = [given.new_full(given.shape, float(given[given.abs().argmax()])) for given in step.advantages]
     packed = mp.PackedSequences.from_lists(
         loss_masks=step.mask,
         rollout_log_probs=step.rollout,
         old_log_probs=None if config.use_rollout_log_probs else step.old,
-        advantages=step.advantages,
+        advantages=advantages,
     )
     theta = torch.cat(step.theta).requires_grad_()
     loss = mp.policy_loss(theta, packed, config).loss

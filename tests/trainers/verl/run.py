@@ -1,18 +1,16 @@
 """`verl.trainer.main_ppo` started by our launcher, as its user would, on CPU: the command line and what came of it."""
 
-# pyright: reportMissingModuleSource=false
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
-import time
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
+from tests.trainers.run import run as supervised
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -52,10 +50,8 @@ def host_arguments(inputs: Path, output: Path, ranks: int, steps: int, dtype: st
     return [*line.split(), f"+{rollout}.engine_kwargs.sglang={{{SERVER}}}"]
 
 
-def environment(output: Path) -> dict[str, str]:
-    """The shim in every process, Ray and SGLang on this machine alone."""
-    ray = Path(os.environ.get("VERL_RAY_TMPDIR", "/tmp/ray_verl"))  # sockets lie in it: a long path is refused
-    ray.mkdir(exist_ok=True)
+def environment(output: Path, ray: Path) -> dict[str, str]:
+    """The shim in every process, Ray and SGLang on this machine alone. ray: a short path, since sockets lie in it."""
     return {
         **os.environ,
         "PYTHONPATH": f"{HERE / 'shim'}:{HERE}:{ROOT}",
@@ -117,24 +113,11 @@ def run(
     """Start it and wait. more: further variables of the environment. Everything it started ends with it."""
     for name in ("dump", "weights"):
         (folder / name).mkdir(parents=True)
-    start, peak = time.monotonic(), 0
     line = command([*flags], host_arguments(inputs, folder, ranks, steps, dtype))
-    variables = environment(folder) | {name: str(value) for name, value in more.items()}
-    with (folder / "log.txt").open("wb") as out:
-        trainer = psutil.Popen(line, cwd=folder, env=variables, stdout=out, stderr=subprocess.STDOUT)
-        started: set[psutil.Process] = set()
-        try:
-            while trainer.poll() is None:
-                started |= {*trainer.children(recursive=True)}
-                peak = max(peak, sum(_resident(process) for process in started))
-                if time.monotonic() - start > LIMIT:
-                    raise TimeoutError(f"still running after {LIMIT} s: {folder}")
-                time.sleep(1)
-        finally:
-            for process in [trainer, *started]:
-                if process.is_running():
-                    process.kill()
-    result = {"status": trainer.wait(), "seconds": time.monotonic() - start, "peak_gib": peak / 2**30}
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
+        variables = environment(folder, Path(ray)) | {name: str(value) for name, value in more.items()}
+        ended = supervised(line, folder / "log.txt", limit=LIMIT, env=variables, cwd=folder)
+    result = {"status": ended.status, "seconds": ended.seconds, "peak_gib": ended.peak_gib}
     (folder / "result.json").write_text(json.dumps(result))
     return finished(folder)
 
@@ -146,11 +129,3 @@ def finished(folder: Path) -> Run:
         output=(folder / "log.txt").read_text(errors="replace"),
         **json.loads((folder / "result.json").read_text()),
     )
-
-
-def _resident(process: psutil.Process) -> int:
-    """Bytes of its own and shared memory; 0 when it has gone."""
-    try:
-        return process.memory_info().rss
-    except psutil.Error:
-        return 0

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Show, Start
+from conftest import Start
 from make_inputs import write_inputs
 from reference import Step, read_dump, reference
 from run import MINI_BATCH, PROMPTS, SAMPLES, Run, run
 
 import mismatch_plugin as mp
 from mismatch_plugin.report.log import read_steps
+from tests.trainers.columns import Shown, largest
 
 TOLERANCE = 1e-5
 STEPS = 8
@@ -55,56 +56,60 @@ def case(start: Start, algorithm: int, ranks: int = 1) -> tuple[Run, list[Step],
     return ended, read_dump(ended.folder / "dump"), mp.MismatchConfig.model_validate(settings)
 
 
+@pytest.mark.shows("starts", "exit_status")
 @ALGORITHMS
-def test_runs_to_its_end_and_says_what_runs(start: Start, show: Show, algorithm: int) -> None:
+def test_runs_to_its_end_and_says_what_runs(start: Start, shows: Shown, algorithm: int) -> None:
     ended, steps, _ = case(start, algorithm)
     assert len(ended.logged) == STEPS and len(steps) == STEPS * OPTIMIZER_STEPS
     # once by the launcher, once by verl's own process when it checks its configuration
     assert len(re.findall(rf"algorithm {algorithm}: ", ended.output)) == 2
-    show("starts", f"algorithm {algorithm}: {STEPS} steps in {ended.seconds:.0f} s")
-    show("exit_status", f"algorithm {algorithm}: 0")
+    shows("starts", f"main_ppo with FSDP2 (not Megatron) and a live SGLang server, {STEPS} steps each")
+    shows("exit_status", "0 at the end of training")
 
 
+@pytest.mark.shows("loss_equals_reference")
 @ALGORITHMS
-def test_loss_is_that_of_the_reference(start: Start, show: Show, algorithm: int) -> None:
+def test_loss_is_that_of_the_reference(start: Start, shows: Shown, algorithm: int) -> None:
     ended, steps, config = case(start, algorithm)
-    show("loss_equals_reference", f"algorithm {algorithm}: {worst_loss(ended, steps, config):.1e}")
+    shows("loss_equals_reference", "algorithms 0 to 3", worst_loss(ended, steps, config))
 
 
 def worst_loss(ended: Run, steps: list[Step], config: mp.MismatchConfig) -> float:
     """The largest |loss that verl logged − loss of `mp.policy_loss`|, held to the tolerance. π_θ moves in a step."""
-    worst, moved = 0.0, 0.0
+    apart, moved = list[float](), 0.0
     for number, logged in enumerate(ended.logged):
         group = steps[number * OPTIMIZER_STEPS : (number + 1) * OPTIMIZER_STEPS]
         expected = sum(reference(step, config)[0] for step in group) / OPTIMIZER_STEPS
-        worst = max(worst, abs(logged["actor/pg_loss"] - expected))
+        apart.append(abs(logged["actor/pg_loss"] - expected))
         moved = max(moved, abs(expected))
-    assert worst < TOLERANCE < moved
-    return worst
+    assert largest(apart) < TOLERANCE < moved
+    return largest(apart)
 
 
+@pytest.mark.shows("gradients_change")
 @ALGORITHMS
 def test_gradients_are_those_of_the_reference_and_of_no_other_algorithm(
-    start: Start, show: Show, algorithm: int
+    start: Start, shows: Shown, algorithm: int
 ) -> None:
     _, steps, config = case(start, algorithm)
     # In bypass mode π_old is π_rollout, with which 0 and 2 are 1.
     numbers = {1: [3], 3: [1]}.get(algorithm, [number for number in CASES if number != algorithm])
     others = {number: mp.MismatchConfig.model_validate(CASES[number][2]) for number in numbers}
-    worst, apart = 0.0, dict.fromkeys(others, 0.0)
+    found, apart = list[float](), dict.fromkeys(others, 0.0)
     for step in steps:
         mine, scale = torch.cat(step.gradient), torch.cat(step.gradient).abs().max()
-        worst = max(worst, float((mine - reference(step, config)[1]).abs().max() / scale))
+        found.append(float((mine - reference(step, config)[1]).abs().max() / scale))
         for number, other in others.items():
             difference = (mine - reference(step, other)[1]).abs().max() / scale
             apart[number] = max(apart[number], float(difference))
-    assert worst < TOLERANCE
+    assert largest(found) < TOLERANCE
     if algorithm:  # in algorithm 0 both sides are in float32: nothing to correct
         assert min(apart.values()) > 100 * TOLERANCE, apart
-    show("gradients_change", f"algorithm {algorithm}: {worst:.1e} of the largest")
+    shows("gradients_change", "∂ loss/∂ log π, of its largest", largest(found))
 
 
-def test_flags_arrive_in_the_driver_and_in_the_workers(start: Start, show: Show) -> None:
+@pytest.mark.shows("flags_arrive")
+def test_flags_arrive_in_the_driver_and_in_the_workers(start: Start, shows: Shown) -> None:
     _, steps, _ = case(start, 2)
     weights = torch.cat([torch.cat(step.weights) for step in steps])
     inside = weights[weights > 0]
@@ -112,11 +117,12 @@ def test_flags_arrive_in_the_driver_and_in_the_workers(start: Start, show: Show)
     rejected = sum(int((before - after).sum()) for s in steps for before, after in zip(s.mask, s.left, strict=True))
     outside = sum(int(((step.log_ratio.exp() - 1).abs() > 0.05).sum()) for step in steps)
     assert rejected == pytest.approx(outside, abs=outside * 0.05) and outside > 20
-    show("flags_arrive", f"bounds 0.95 and 1.05 in the driver's weights, {rejected} tokens rejected")
+    shows("flags_arrive", "bounds of weights and rejection, in driver and worker (algorithm 2)")
 
 
+@pytest.mark.shows("metrics_arrive")
 @ALGORITHMS
-def test_metrics_reach_verls_logger_and_our_report_folder(start: Start, show: Show, algorithm: int) -> None:
+def test_metrics_reach_verls_logger_and_our_report_folder(start: Start, shows: Shown, algorithm: int) -> None:
     ended, _, _ = case(start, algorithm)
     lines = list(read_steps(ended.report))
     assert [line["step"] for line in lines] == [float(n + 1) for n in range(STEPS)]
@@ -126,10 +132,11 @@ def test_metrics_reach_verls_logger_and_our_report_folder(start: Start, show: Sh
         for name in ours:
             # what verl's workers return it logs under actor/
             assert line[name.removeprefix("actor/")] == pytest.approx(logged[name], rel=1e-6, nan_ok=True), name
-    show("metrics_arrive", f"algorithm {algorithm}: {len(ours)} of ours in each of {STEPS} lines")
+    shows("metrics_arrive", "verl's file logger and our report folder, equal")
 
 
-def test_every_update_of_the_weights_arrives_in_the_server(start: Start, show: Show) -> None:
+@pytest.mark.shows("weight_versions_arrive")
+def test_every_update_of_the_weights_arrives_in_the_server(start: Start, shows: Shown) -> None:
     """The server starts with random weights (verl's load_format dummy), and π_θ moves at learning rate 5e-3."""
     ended, steps, _ = case(start, 0)
     worst = max(float(step.log_ratio.abs().max()) for step in steps)
@@ -137,7 +144,7 @@ def test_every_update_of_the_weights_arrives_in_the_server(start: Start, show: S
     assert worst < 5e-5 and abs(entropy[-1] - entropy[0]) > 0.05  # the policy has moved, and the server with it
     staleness = [logged["training/off_policy/trajectory_staleness/max"] for logged in ended.logged]
     assert staleness == [0] * STEPS
-    show("weight_versions_arrive", f"|log-ratio| at most {worst:.1e} in each of {STEPS} steps, staleness 0")
+    shows("weight_versions_arrive", "by files in place of CUDA IPC, each step; |log-ratio|", worst)
 
 
 @ALGORITHMS
@@ -147,16 +154,18 @@ def test_the_task_is_learned(start: Start, algorithm: int) -> None:
     assert sum(scores[-2:]) / 2 > sum(scores[:2]) / 2 + 0.03, scores
 
 
+@pytest.mark.shows("loss_equals_reference")
 @pytest.mark.parametrize("algorithm", [2])
-def test_two_ranks(start: Start, show: Show, algorithm: int) -> None:
+def test_two_ranks(start: Start, shows: Shown, algorithm: int) -> None:
     ended, steps, config = case(start, algorithm, ranks=2)
     assert {file.name[:5] for file in (ended.folder / "dump").iterdir()} == {"rank0", "rank1"}
     assert all(len(step.theta) == MINI_BATCH * SAMPLES for step in steps)
-    show("loss_equals_reference", f"algorithm {algorithm}, 2 ranks: {worst_loss(ended, steps, config):.1e}")
+    shows("loss_equals_reference", "2 ranks", worst_loss(ended, steps, config))
 
 
+@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize("algorithm", [2, 3])
-def test_a_missing_log_prob_is_named(start: Start, show: Show, tmp_path: Path, algorithm: int) -> None:
+def test_a_missing_log_prob_is_named(start: Start, shows: Shown, tmp_path: Path, algorithm: int) -> None:
     loops = tmp_path / "loops.yaml"
     loops.write_text("- name: missing\n  _target_: missing_log_prob.MissingLogProbLoop\n")
     agent = "actor_rollout_ref.rollout.agent"
@@ -166,9 +175,10 @@ def test_a_missing_log_prob_is_named(start: Start, show: Show, tmp_path: Path, a
     assert ended.status != 0
     (said,) = {*re.findall(r"InvalidLogProbError: (.*)", ended.output)}
     assert "nan" in said.lower() and "position 1" in said, said
-    show("fault_named", f"algorithm {algorithm}, a NaN log-prob: {said[:120]}")
+    shows("fault_named", "a NaN log-prob")
 
 
+@pytest.mark.shows("fault_named")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -179,9 +189,9 @@ def test_a_missing_log_prob_is_named(start: Start, show: Show, tmp_path: Path, a
     ids=["misspelt flag", "misspelt value", "no log-probs"],
 )
 def test_a_wrong_flag_is_named_before_anything_starts(
-    tmp_path: Path, show: Show, flags: Sequence[str], said: str
+    tmp_path: Path, shows: Shown, flags: Sequence[str], said: str
 ) -> None:
     write_inputs(tmp_path)
     ended = run(tmp_path / "run", tmp_path, *flags)
     assert ended.status == 2 and said in ended.output and "ray" not in ended.output.lower()
-    show("fault_named", f"{flags[-2]} {flags[-1]}: exit status 2")
+    shows("fault_named", "a misspelt flag or value, no log-probs")

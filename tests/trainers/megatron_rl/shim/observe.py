@@ -1,6 +1,7 @@
 """Writes what train_rl.py's own `forward_step` had in its hands, by looking at its frame when it returns.
 
-Nothing of the trainer is replaced: Python calls `_look` where any function returns. One file a micro-batch.
+Nothing of the trainer is replaced: Python calls `look` where any function returns. One file a micro-batch, with
+∂(Σ loss · mask)/∂ current_logprobs, where the trainer's backward pass begins.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ def start(folder: Path) -> None:
             if not frame.f_code.co_filename.endswith("train_rl.py") or "loss" not in frame.f_locals:
                 return  # another one, or a pipeline stage without the loss
             seen = {name: copy(frame.f_locals[name]) for name in KEPT}
+            loss, current = frame.f_locals["loss"], frame.f_locals["current_logprobs"]
+            if loss.requires_grad:
+                total = (loss.float() * frame.f_locals["loss_mask"].float()).sum()
+                (seen["gradient"],) = torch.autograd.grad(total, current, retain_graph=True)
             seen["step"] = frame.f_locals["args"].curr_iteration
             torch.save(seen, folder / f"seen_{rank}_{next(number):03}.pt")
 

@@ -55,7 +55,8 @@ def main(out):
     from slime.observability.rollout_data_utils import save_debug_rollout_data
     from slime.utils.types import Sample
 
-    (out / "dump").mkdir(parents=True, exist_ok=True)
+    for name in ("dump", "masked"):
+        (out / name).mkdir(parents=True, exist_ok=True)
     coder, model, rng = tokenizer(), qwen3(), random.Random(0)
     model.save_pretrained(out / "hf")
     coder.save_pretrained(out / "hf")
@@ -78,6 +79,10 @@ def main(out):
                     )
                 )  # fmt: skip
         save_debug_rollout_data(str(out / "dump/{rollout_id}.pt"), data, rollout_id=rollout, evaluation=False)
+        for sample in data[::3]:  # as a tool's answer in the middle
+            third = sample.response_length // 3
+            sample.loss_mask[third : 2 * third] = [0] * third
+        save_debug_rollout_data(str(out / "masked/{rollout_id}.pt"), data, rollout_id=rollout, evaluation=False)
 
 
 if __name__ == "__main__":
