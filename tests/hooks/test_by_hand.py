@@ -123,9 +123,11 @@ def test_nemo_rl(name: str, token_level: bool, kind: str) -> None:
 
     everything = list(itertools.chain(*trained))
     errors = sum(math.exp(abs(token["log_ratio"])) for token in everything)
+    kinds = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.expm1(d) - d}
     policy = mean(lambda token: token["pg_loss"])
     wanted = {
         "token_mult_prob_error": errors / 31.0,
+        "gen_kl_error": sum(kinds[kind](token["log_ratio"]) for token in everything) / 31.0,
         "sampling_importance_ratio": sum(token["used"] for token in everything) / 31.0,
         "kl_penalty": mean(lambda token: token["kl"]),
         "loss": policy + 0.3 * mean(lambda token: token["kl"]),

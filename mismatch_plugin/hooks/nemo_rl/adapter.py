@@ -106,7 +106,7 @@ class MismatchLoss:
         if self.reference_policy_kl_penalty:
             kl = self._kl(next_token_logprobs, mask, token.selected.view_as(mask), data) / divisor
             loss = loss + self.reference_policy_kl_penalty * kl
-        metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks)
+        metrics = summable_metrics(result, mask, global_valid_seqs, global_valid_toks, self.kl_type)
         return loss, metrics | {
             "loss": loss.item(),
             "kl_penalty": 0.0 if kl is None else kl.item(),

@@ -61,8 +61,9 @@ GROUP_CALLS = (
     "metrics.update(seq_logprob_error_metrics)",
     "adv_estimator.compute_advantage(",
 )
-# Metrics of a loss that GRPO's log reads without asking.
-READ_METRICS = ("token_mult_prob_error",)
+# Metrics of a loss that GRPO's log reads without asking, and what else it reads: its own, and behind a condition.
+READ_METRICS = ("loss", "token_mult_prob_error", "gen_kl_error")
+OTHER_METRICS = ("global_valid_toks", "draft_loss", "baseline_reward/pct_0", "baseline_reward/pct_1")
 
 
 def drift(root: Path) -> list[str]:
@@ -122,7 +123,9 @@ def drift(root: Path) -> list[str]:
     )
     if tuple(item.arg for item in logger.args.args)[:3] != LOG_METRICS:
         found.append(f"{LOGGER}: log_metrics takes {ast.unparse(logger.args)}, recorded {LOG_METRICS} first")
-    found += [f"{GRPO}: metric {name} is no longer read" for name in READ_METRICS if f'metrics["{name}"]' not in text]
+    read = set(_keys(ast.parse(text), "metrics", ast.Load))
+    if read != {*READ_METRICS, *OTHER_METRICS}:
+        found.append(f"{GRPO}: metrics {sorted(read)} are read, recorded {sorted((*READ_METRICS, *OTHER_METRICS))}")
     return found
 
 
@@ -168,8 +171,10 @@ def _execute(nodes: list[Any], names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def _keys(tree: ast.AST, name: str) -> Iterator[str]:
-    """Every string in brackets behind a name."""
+def _keys(tree: ast.AST, name: str, context: type[ast.expr_context] = ast.expr_context) -> Iterator[str]:
+    """Every string in brackets behind a name: read (ast.Load), stored, or both."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == name:
+        if not isinstance(node, ast.Subscript) or not isinstance(node.ctx, context):
+            continue
+        if isinstance(node.slice, ast.Constant) and ast.unparse(node.value) == name:
             yield str(node.slice.value)
