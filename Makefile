@@ -11,11 +11,13 @@ SGLANG_VENV ?= .venv-sglang
 # So does verl, for the tests that compare with it, and once more next to SGLang's server, where its whole trainer runs.
 VERL_VENV ?= .venv-verl
 VERL_WHOLE_VENV ?= .venv-verl-whole
-# And the whole trainers of slime, miles and Megatron-LM RL, which are started from checkouts: docs/trainers.md.
+# And the whole trainers of slime, miles and Megatron-LM RL, and that of NeMo-RL, from checkouts: docs/trainers.md.
 SLIME_VENV ?= .venv-slime
+NEMO_RL_VENV ?= .venv-nemo-rl
 SLIME_SRC ?=
 MILES_SRC ?=
 MEGATRON_SRC ?=
+NEMO_RL_SRC ?=
 # For their pytest: -k misspelt runs one case.
 TRAINER_ARGS ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
@@ -31,12 +33,12 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench compare compare-sglang test test-megatron-rl test-miles test-sglang test-slime test-verl test-verl-whole \
-	sglang lint format docs clean
+.PHONY: help bench compare compare-sglang test test-megatron-rl test-miles test-nemo-rl test-sglang test-slime test-verl \
+	test-verl-whole sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
-	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VERL_WHOLE_VENV=$(VERL_WHOLE_VENV) SLIME_VENV=$(SLIME_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS= TRAINER_ARGS=" \
+	@echo "  variables: PYTHON=$(PYTHON) VENV=$(VENV) SGLANG_VENV=$(SGLANG_VENV) VERL_VENV=$(VERL_VENV) VERL_WHOLE_VENV=$(VERL_WHOLE_VENV) SLIME_VENV=$(SLIME_VENV) NEMO_RL_VENV=$(NEMO_RL_VENV) VENV_ARGS= PIP_ARGS= COMPARE_ARGS= BENCH_ARGS= TRAINER_ARGS=" \
 		"PYTEST_ARGS='$(PYTEST_ARGS)'"
 
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
@@ -68,26 +70,30 @@ test-verl-whole:  ## verl's own main_ppo as a whole on CPU (3.3 GB, made on firs
 	ci/verl_whole_cpu.sh "$(VERL_WHOLE_VENV)"
 	$(VERL_WHOLE_VENV)/bin/python -m pytest --import-mode=prepend tests/trainers/verl $(TRAINER_ARGS)
 
-# $(call whole,FOLDER,SOURCES): the tests of a trainer, in the environment that ci/slime_cpu.sh makes, if all sources are named.
+# $(call whole,FOLDER,SOURCES,SCRIPT,DIRECTORY): the tests of a trainer in the environment that ci/SCRIPT makes, if all
+# sources are named.
 UNSET = $(strip $(foreach source,$(1),$(if $($(source)),,$(source))))
 ABSENT = $(strip $(foreach source,$(1),$(if $($(source)),$(if $(wildcard $($(source))),,$(source)))))
 READY = $(if $(call UNSET,$(1))$(call ABSENT,$(1)),,$(VENV)/.test)
 define whole
 	@$(if $(call ABSENT,$(2)),echo "$@: $(foreach source,$(call ABSENT,$(2)),$(source)=$($(source))) is not there" >&2; exit 2,\
 		$(if $(call UNSET,$(2)),echo "not run: $(1) as a whole trainer; make $@ $(foreach source,$(2),$(source)=CHECKOUT) (docs/trainers.md)",\
-		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/slime_cpu.sh "$(SLIME_VENV)" && \
-		$(foreach source,$(2),$(source)="$(abspath $($(source)))") MISMATCH_HOST_PYTHON="$(abspath $(SLIME_VENV))/bin/python" \
+		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/$(3) "$(4)" && \
+		$(foreach source,$(2),$(source)="$(abspath $($(source)))") MISMATCH_HOST_PYTHON="$(abspath $(4))/bin/python" \
 		$(BIN)/python -m pytest tests/trainers/$(1) $(TRAINER_ARGS)))
 endef
 
 test-slime: $(call READY,SLIME_SRC MEGATRON_SRC)  ## slime's train.py as a whole on CPU; needs SLIME_SRC= MEGATRON_SRC= (docs/trainers.md)
-	$(call whole,slime,SLIME_SRC MEGATRON_SRC)
+	$(call whole,slime,SLIME_SRC MEGATRON_SRC,slime_cpu.sh,$(SLIME_VENV))
 
 test-miles: $(call READY,MILES_SRC MEGATRON_SRC)  ## miles's train.py; needs MILES_SRC= MEGATRON_SRC=
-	$(call whole,miles,MILES_SRC MEGATRON_SRC)
+	$(call whole,miles,MILES_SRC MEGATRON_SRC,slime_cpu.sh,$(SLIME_VENV))
 
 test-megatron-rl: $(call READY,MEGATRON_SRC)  ## Megatron-LM's train_rl.py; needs MEGATRON_SRC=
-	$(call whole,megatron_rl,MEGATRON_SRC)
+	$(call whole,megatron_rl,MEGATRON_SRC,slime_cpu.sh,$(SLIME_VENV))
+
+test-nemo-rl: $(call READY,NEMO_RL_SRC)  ## NeMo-RL's run_grpo.py; needs NEMO_RL_SRC=
+	$(call whole,nemo_rl,NEMO_RL_SRC,nemo_rl_cpu.sh,$(NEMO_RL_VENV))
 
 lint: $(VENV)/.lint  ## ruff check, ruff format --check, pyright
 	@failed=0; for command in "ruff check" "ruff format --check" "pyright --pythonpath $(BIN)/python"; do \
@@ -102,7 +108,7 @@ docs: $(VENV)/.test  ## write the generated tables of docs/ again
 	$(BIN)/python -m ci.docs
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) $(NEMO_RL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"

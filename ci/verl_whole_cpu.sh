@@ -35,6 +35,7 @@ install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.
     pylatexenc==2.11 tensorboard==2.21.0 tensordict==0.10.0 torchdata==0.11.0 pytest==9.2.0 hypothesis==6.170.15
 # without what they declare: verl asks for wandb and an older transformers, TransferQueue for nothing that is not here
 install --no-deps verl==0.9.1 TransferQueue==0.1.11
+rm -r "$directory"/lib/python3*/site-packages/tests  # theirs, which would hide ours
 install --editable .
 made_from > "$stamp"
 echo "$directory is whole: $(du -sh "$directory" | cut -f 1)"

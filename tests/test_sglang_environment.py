@@ -64,7 +64,7 @@ def test_faults_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert faults("probe==1.0") == ["probe has lost 1 of 2 files, probe.py among them"]
 
 
-@pytest.mark.parametrize("script", [SCRIPT.name, *WHOLE])
+@pytest.mark.parametrize("script", [SCRIPT.name, *WHOLE, "nemo_rl_cpu.sh"])
 @pytest.mark.parametrize("name", ["notes.txt", "pyvenv.cfg"])
 def test_what_was_not_made_here_is_never_removed(tmp_path: Path, name: str, script: str) -> None:
     (tmp_path / name).write_text("mine")

@@ -1,4 +1,4 @@
-"""Runs of a trainer, started two at a time before the first test asks for one."""
+"""Runs of a trainer: started two at a time before the first test asks for one, or one by one."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def is_made(mark: Path, made: str) -> bool:
     return mark.exists() and mark.read_text() == made
 
 
-def _wait_for_ports(job: Any) -> None:
+def wait_for_ports(starts_a_server: bool) -> None:
     """Until the server that was started last has its ports: slime and miles both look for free ones from 15000 on."""
-    if getattr(job, "dump", job) is None:
+    if starts_a_server:
         with _PORTS:
             time.sleep(max(0.0, _STARTED[-1] + 90 - time.monotonic()))
             _STARTED.append(time.monotonic())
@@ -62,7 +62,6 @@ def submitting(
     begun, started = time.monotonic(), list["Future[Any]"]()
 
     def one(name: str, job: Any) -> Any:
-        _wait_for_ports(job)
         say(f"{time.strftime('%H:%M:%S')} {folder / name}/log")
         return train(job, sources, folder / name, REUSE)
 
@@ -77,6 +76,28 @@ def submitting(
     runs = [future.result() for future in started if not future.cancelled() and not future.exception()]
     if runs:
         ended(runs, time.monotonic() - begun)
+
+
+@contextmanager
+def one_by_one(
+    train: Callable[..., Any],
+    sources: Any,
+    folder: Path,
+    ended: Callable[[list[Any], float], None],
+    say: Callable[[str], None],
+) -> Iterator[Callable[[str, Any], Any]]:
+    """A function that runs a job to its end, once a name; the arguments are those of `submitting`."""
+    begun, runs = time.monotonic(), dict[str, Any]()
+
+    def one(name: str, job: Any) -> Any:
+        if name not in runs:
+            say(f"{time.strftime('%H:%M:%S')} {folder / name}/log")
+            runs[name] = train(job, sources, folder / name, REUSE)
+        return runs[name]
+
+    yield one
+    if runs:
+        ended([*runs.values()], time.monotonic() - begun)
 
 
 def shimmed(runs: list[Any]) -> list[list[str]]:

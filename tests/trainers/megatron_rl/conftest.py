@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ import pytest
 
 from mismatch_plugin.patching import apply, patches_of
 from tests.trainers.columns import commit_of, versions_of
-from tests.trainers.jobs import REUSE, is_made, made_from, needed, shimmed
+from tests.trainers.jobs import is_made, made_from, needed, one_by_one, shimmed
 from tests.trainers.megatron_rl.trainer import HERE, ROOT, Job, Sources, Trained, train
 
 RUNS = ROOT / "runs/trainers"
@@ -57,22 +56,17 @@ def sources() -> Sources:
 @pytest.fixture(scope="session")
 def start(sources: Sources, record: Callable[..., None], say: Callable[[str], None]) -> Iterator[Start]:
     """Run a job to its end, `name` a folder below runs/trainers/megatron_rl."""
-    begun, ended = time.monotonic(), dict[str, Trained]()
 
-    def one(name: str, job: Job) -> Trained:
-        if name not in ended:
-            say(f"{time.strftime('%H:%M:%S')} {RUNS / 'megatron_rl' / name}/log")
-            ended[name] = train(job, sources, RUNS / "megatron_rl" / name, REUSE)
-        return ended[name]
-
-    yield one
-    if ended:
+    def ended(runs: list[Trained], seconds: float) -> None:
         facts = {
             "host": "megatron_rl",
             "commits": {"Megatron-LM": commit_of(sources.megatron)},
             "versions": versions_of(sources.python, ("torch", "transformers", "numpy")),
             "command": "make test-megatron-rl MEGATRON_SRC=…",
-            "seconds": round(time.monotonic() - begun),
-            "peak_gib": round(max(run.finished.peak_gib for run in ended.values()), 1),
+            "seconds": round(seconds),
+            "peak_gib": round(max(run.finished.peak_gib for run in runs), 1),
         }
-        record(facts, shimmed([*ended.values()]))
+        record(facts, shimmed(runs))
+
+    with one_by_one(train, sources, RUNS / "megatron_rl", ended, say) as one:
+        yield one

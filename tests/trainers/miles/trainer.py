@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from mismatch_plugin.rollout.dumps.registry import read_dump
-from tests.trainers.jobs import is_made, made_from
+from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, LAUNCHER, MODEL, ROOT, SERVER, TRAINING
@@ -169,6 +169,7 @@ def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trai
         (folder / "cpu.yaml").write_text(settings)
         with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
             env = {**sources.environment(Path(ray)), "TENSORBOARD_DIR": str(folder / "tensorboard")}
+            wait_for_ports(job.dump is None)
             finished = run(command, folder / "log", limit=job.limit, env=env, cwd=sources.miles)
         keep(folder, said, finished)
     return Trained(job, folder, finished, command)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import yaml
 
-from tests.trainers.jobs import is_made, made_from
+from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
 
 HERE = Path(__file__).parent
@@ -260,6 +260,7 @@ def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trai
             "TENSORBOARD_DIR": str(folder / "tensorboard"),
             "RUN_FOLDER": str(folder),
         }
+        wait_for_ports(job.dump is None)
         finished = run(command, folder / "log", limit=job.limit, env=env, cwd=sources.slime)
     values = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
     ended.write_text(json.dumps({"said": said, **values}))
