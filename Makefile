@@ -80,7 +80,7 @@ define whole
 		$(if $(call UNSET,$(2)),echo "not run: $(1) as a whole trainer; make $@ $(foreach source,$(2),$(source)=CHECKOUT) (docs/trainers.md)",\
 		PYTHON="$(PYTHON)" PIP_ARGS="$(PIP_ARGS)" ci/$(3) "$(4)" && \
 		$(foreach source,$(2),$(source)="$(abspath $($(source)))") MISMATCH_HOST_PYTHON="$(abspath $(4))/bin/python" \
-		$(BIN)/python -m pytest tests/trainers/$(1) $(TRAINER_ARGS)))
+		$(BIN)/python -m pytest --capture=no tests/trainers/$(1) $(TRAINER_ARGS)))
 endef
 
 test-slime: $(call READY,SLIME_SRC MEGATRON_SRC)  ## slime's train.py as a whole on CPU; needs SLIME_SRC= MEGATRON_SRC= (docs/trainers.md)

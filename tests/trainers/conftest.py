@@ -54,7 +54,7 @@ def record(pytestconfig: pytest.Config) -> Record:
 
 @pytest.fixture(scope="session")
 def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    """Print a line now: a run takes minutes."""
+    """Print a line now, with --capture=no: a run takes minutes."""
     reporter: Any = pytestconfig.pluginmanager.getplugin("terminalreporter")
     return lambda line: reporter.write_line(f"\n{line}")
 
