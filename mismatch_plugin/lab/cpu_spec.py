@@ -107,7 +107,9 @@ class CoreAttention(MegatronModule):
         packed = packed_seq_params is not None
         if packed:
             query, key, value = query.unsqueeze(1), key.unsqueeze(1), value.unsqueeze(1)
-            padded = tuple(packed_seq_params.cu_seqlens_q_padded.diff().tolist())
+            ends = packed_seq_params.cu_seqlens_q_padded
+            ends = packed_seq_params.cu_seqlens_q if ends is None else ends  # of padded sequences, in RL trainers
+            padded = tuple(ends.diff().tolist())
         else:
             padded = (query.size(0) * cp_size,)
         if cp_size > 1:

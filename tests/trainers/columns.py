@@ -74,8 +74,27 @@ def versions_of(python: Path, names: Sequence[str]) -> dict[str, str]:
     return json.loads(subprocess.run([str(python), "-c", code], capture_output=True, check=True).stdout)
 
 
+def facts(
+    host: str,
+    command: str,
+    commits: Mapping[str, str],
+    versions: Mapping[str, str],
+    seconds: float,
+    peaks_gib: Iterable[float],
+) -> dict[str, Any]:
+    """What the table says of a session next to what it showed. peaks_gib: of its runs."""
+    return {
+        "host": host,
+        "commits": dict(commits),
+        "versions": dict(versions),
+        "command": command,
+        "seconds": round(seconds),
+        "peak_gib": round(max(peaks_gib, default=0.0), 1),
+    }
+
+
 def write_shown(path: Path, shown: Shown, facts: Mapping[str, Any], shimmed: Sequence[Sequence[str]]) -> None:
-    """facts: host, commit, versions, command, seconds, peak_gib. Of a session that took kept runs: their time."""
+    """facts: of `facts`. Of a session that took kept runs: their time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {**facts, "shimmed": [list(entry) for entry in shimmed], "columns": shown.table()}
     if os.environ.get("TRAINERS_REUSE") == "1" and path.exists():

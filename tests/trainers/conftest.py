@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainers.columns import Shown, write_shown
+from tests.trainers.run import end_runs
+from tests.trainers.trained import RUNS
 
-RUNS = Path(__file__).resolve().parents[2] / "runs/trainers"
 Record = Callable[[Mapping[str, Any], Sequence[Sequence[str]]], None]
 _SHOWN = pytest.StashKey[Shown]()
 _WHOLE = pytest.StashKey[bool]()
@@ -20,7 +21,13 @@ _RECORD = pytest.StashKey[tuple[Mapping[str, Any], Sequence[Sequence[str]]]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "shows(*columns): columns of the table that are not shown where the test fails")
     config.stash[_SHOWN] = Shown()
+    signal.signal(signal.SIGTERM, _terminated)
     config.stash[_WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
+
+
+def _terminated(*_: object) -> None:
+    end_runs()
+    pytest.exit("terminated", 1)
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -79,28 +79,20 @@ def submitting(
 
 
 @contextmanager
-def one_by_one(
-    train: Callable[..., Any],
-    sources: Any,
-    folder: Path,
-    ended: Callable[[list[Any], float], None],
-    say: Callable[[str], None],
-) -> Iterator[Callable[[str, Any], Any]]:
-    """A function that runs a job to its end, once a name; the arguments are those of `submitting`."""
-    begun, runs = time.monotonic(), dict[str, Any]()
+def one_by_one(*arguments: Any) -> Iterator[Callable[[str, Any], Any]]:
+    """As `submitting`, for a function that runs a job to its end, once a name."""
+    with submitting(*arguments) as submit:
+        started = dict[str, "Future[Any]"]()
 
-    def one(name: str, job: Any) -> Any:
-        if name not in runs:
-            say(f"{time.strftime('%H:%M:%S')} {folder / name}/log")
-            runs[name] = train(job, sources, folder / name, REUSE)
-        return runs[name]
+        def one(name: str, job: Any) -> Any:
+            if name not in started:
+                started[name] = submit(name, job)
+            return started[name].result()
 
-    yield one
-    if runs:
-        ended([*runs.values()], time.monotonic() - begun)
+        yield one
 
 
 def shimmed(runs: list[Any]) -> list[list[str]]:
     """What the first run that says so had in place of what, and why."""
     said = next((lines for run in runs if (lines := run.said("^shimmed: "))), [])
-    return [line.split(": ", 2)[1:] for line in said]
+    return [line.split(": ", 2)[1:] for line in dict.fromkeys(said)]  # more than one process may say it

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OUT_OF_TIME = 124  # as `timeout` says it
+_RUNNING = set["subprocess.Popen[str]"]()
 _ADOPT, _END_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 
@@ -41,13 +42,22 @@ def run(command: Sequence[str], log: Path, *, limit: float, env: Mapping[str, st
     """Run a command to its end, at most `limit` seconds."""
     words = [sys.executable, __file__, str(os.getpid()), str(log), str(limit), *command]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=cwd) as supervisor:
+        _RUNNING.add(supervisor)
         try:
             said, _ = supervisor.communicate()
         except BaseException:  # it ends what runs, which SIGKILL would not let it
             supervisor.terminate()
             supervisor.wait()
             raise
+        finally:
+            _RUNNING.discard(supervisor)
     return Finished(log=log, **json.loads(said))
+
+
+def end_runs() -> None:
+    """End all that this process has running, whichever threads wait for it."""
+    for supervisor in [*_RUNNING]:
+        supervisor.terminate()
 
 
 def descendants(root: int) -> list[int]:

@@ -128,10 +128,10 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         )
     lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
     lines += filter(None, [_sampling_filter((reference or {}).get("rollout") or {})])
-    kept = config.denominator == "original"
+    kept = not bypass and config.denominator == "original"
     before = bypass or kept or reference is None or _counts_first(host_args)
     normaliser = f"verl's, of the response mask {'before' if before else 'after'} rejection"
-    if before and not (kept and not bypass) and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
+    if before and not kept and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
         normaliser += "; the mean inside a sequence is over what is left of it"
     if not (bypass or kept) and config.rejects:
         lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from mismatch_plugin.patching import apply, patches_of
-from tests.trainers.columns import commit_of, versions_of
+from tests.trainers.columns import commit_of, facts, versions_of
 from tests.trainers.jobs import is_made, made_from, needed, one_by_one, shimmed
-from tests.trainers.megatron_rl.trainer import HERE, ROOT, Job, Sources, Trained, train
+from tests.trainers.megatron_rl.trainer import HERE, Job, Sources, Trained, train
+from tests.trainers.trained import RUNS
 
-RUNS = ROOT / "runs/trainers"
+COMMAND = "make test-megatron-rl MEGATRON_SRC=…"
+VERSIONS = ("torch", "transformers", "numpy")
 BIAS = {"MEGATRON_ENGINE_BIAS": "0.5"}
 Start = Callable[[str, Job], Trained]
 
@@ -32,7 +33,6 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def sources() -> Sources:
     """With a tokenizer, and what one run of the checkout makes: a checkpoint to start from, and rollouts."""
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))  # which ends what runs
     megatron = Path(os.environ["MEGATRON_SRC"]).resolve()
     python, runs = Path(os.environ["MISMATCH_HOST_PYTHON"]), RUNS / "megatron_rl"
     found = Sources(megatron, python, runs / "inputs", runs / "patched")
@@ -45,7 +45,7 @@ def sources() -> Sources:
         recorded = found.inputs / "rollouts.jsonl"
         save = ("--lr", "0", "--save", str(found.inputs / "checkpoint"), "--save-interval", "100")
         env = {**BIAS, "MEGATRON_ROLLOUTS_TO": str(recorded)}
-        run = train(Job(save, launch=False, patched=False, rollouts=None, start=False, env=env), found, found.inputs)
+        run = train(Job(save, launch=False, patched=False, rollouts=None, start=False, env=env), found, runs / "first")
         assert run.finished.status == 0, run.text[-3000:]
         subprocess.run(["git", "clone", "-q", "--shared", str(megatron), str(found.patched)], check=True)
         apply(patches_of("megatron-lm"), found.patched)
@@ -58,15 +58,9 @@ def start(sources: Sources, record: Callable[..., None], say: Callable[[str], No
     """Run a job to its end, `name` a folder below runs/trainers/megatron_rl."""
 
     def ended(runs: list[Trained], seconds: float) -> None:
-        facts = {
-            "host": "megatron_rl",
-            "commits": {"Megatron-LM": commit_of(sources.megatron)},
-            "versions": versions_of(sources.python, ("torch", "transformers", "numpy")),
-            "command": "make test-megatron-rl MEGATRON_SRC=…",
-            "seconds": round(seconds),
-            "peak_gib": round(max(run.finished.peak_gib for run in runs), 1),
-        }
-        record(facts, shimmed(runs))
+        commits, versions = {"Megatron-LM": commit_of(sources.megatron)}, versions_of(sources.python, VERSIONS)
+        peaks = (run.finished.peak_gib for run in runs)
+        record(facts("megatron_rl", COMMAND, commits, versions, seconds, peaks), shimmed(runs))
 
     with one_by_one(train, sources, RUNS / "megatron_rl", ended, say) as one:
         yield one

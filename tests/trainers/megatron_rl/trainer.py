@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.trainers import trained
 from tests.trainers.run import Finished, run
+from tests.trainers.trained import LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-LAUNCHER = ("-m", "mismatch_plugin.launch")
 MODEL = """
     --use-mcore-models --num-layers 2 --hidden-size 32 --ffn-hidden-size 64 --num-attention-heads 4
     --group-query-attention --num-query-groups 2 --max-position-embeddings 64 --position-embedding-type rope --swiglu
@@ -54,7 +52,7 @@ class Sources:
         keep = ("PATH", "HOME", "LANG", "TMPDIR")
         return {
             **{name: os.environ[name] for name in keep if name in os.environ},
-            "PYTHONPATH": ":".join(map(str, (HERE / "shim", ROOT))),
+            "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT))),
             "MEGATRON_ON_CPU": "1",
             "MEGATRON_SEEN": str(folder),
             "OMP_NUM_THREADS": "1",
@@ -102,30 +100,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run left: its end, its log and the files below `folder`."""
-
-    job: Job
-    folder: Path
-    finished: Finished
-    command: list[str]
-
-    @property
-    def text(self) -> str:
-        return self.finished.text
-
-    @cached_property
-    def tracked(self) -> dict[str, dict[int, float]]:
-        """All that reached TensorBoard's files: name → step → value."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        found: dict[str, dict[int, float]] = {}
-        for file in sorted((self.folder / "tensorboard").rglob("*tfevents*")):
-            for event in EventFileLoader(str(file)).Load():
-                for value in event.summary.value:
-                    number = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
-                    found.setdefault(value.tag, {})[event.step] = number
-        return found
+class Trained(trained.Trained):
+    """What a run left, with what `forward_step` had."""
 
     @cached_property
     def seen(self) -> dict[int, list[dict[str, Any]]]:
@@ -141,28 +117,16 @@ class Trained:
         """What the trainer logged of its loss, by step from 1."""
         return self.tracked["lm loss"]
 
-    def said(self, pattern: str) -> list[str]:
-        """The log's lines that match."""
-        return [line for line in self.text.splitlines() if re.search(pattern, line)]
-
 
 def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
-    """Run a job to its end. folder: where its log and files go. reuse: not where a run of the same job is there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    env = {**sources.environment(folder), **job.env}
-    if job.rollouts is not None:
-        env["MEGATRON_ROLLOUTS"] = str(sources.inputs / job.rollouts)
-    done = folder / "finished.json"
-    if reuse and done.exists():
-        said = json.loads(done.read_text())
-        if said.pop("job") == repr(job):
-            return Trained(job, folder, Finished(log=folder / "log", **said), [])
-    for old in ("seen_*", "tensorboard/*", "report/*", "finished.json"):
-        for file in folder.glob(old):
-            file.unlink()
-    command = [str(sources.python), *job.words(sources, folder)]
-    cwd = sources.patched if job.patched else sources.megatron
-    finished = run(command, folder / "log", limit=job.limit, env=env, cwd=cwd)
-    measured = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
-    done.write_text(json.dumps({"job": repr(job), **measured}))
-    return Trained(job, folder, finished, command)
+    """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
+
+    def start() -> Finished:
+        env = {**sources.environment(folder), **job.env}
+        if job.rollouts is not None:
+            env["MEGATRON_ROLLOUTS"] = str(sources.inputs / job.rollouts)
+        command = [str(sources.python), *job.words(sources, folder)]
+        cwd = sources.patched if job.patched else sources.megatron
+        return run(command, folder / "log", limit=job.limit, env=env, cwd=cwd)
+
+    return Trained(job, folder, once(folder, [repr(job)], reuse, start))

@@ -7,17 +7,17 @@ TRAINERS_AT_ONCE, TRAINERS_REUSE and a module's `JOBS`: as slime's, whose fixtur
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
-from tests.trainers.columns import commit_of
+from tests.trainers.columns import commit_of, facts
 from tests.trainers.jobs import needed, shimmed, submitting
 from tests.trainers.miles.trainer import Job, Sources, Trained, make_inputs, train
-from tests.trainers.slime.conftest import RUNS, _jobs, facts, trained
+from tests.trainers.slime.conftest import _jobs, trained, versions
+from tests.trainers.trained import RUNS
 
 __all__ = ["_jobs", "trained"]
 COMMAND = "make test-miles MILES_SRC=… MEGATRON_SRC=…"
@@ -29,7 +29,6 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def sources() -> Sources:
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))  # which ends what runs
     miles, megatron = (Path(os.environ[name]).resolve() for name in ("MILES_SRC", "MEGATRON_SRC"))
     found = Sources(miles, megatron, Path(os.environ["MISMATCH_HOST_PYTHON"]), RUNS / "miles/inputs")
     make_inputs(found)
@@ -44,7 +43,8 @@ def start(
 
     def ended(runs: list[Trained], seconds: float) -> None:
         commits = {"miles": commit_of(sources.miles), "Megatron-LM (radixark)": commit_of(sources.megatron)}
-        record(facts("miles", COMMAND, commits, sources, runs, seconds), shimmed(runs))
+        peaks = (run.finished.peak_gib for run in runs)
+        record(facts("miles", COMMAND, commits, versions(sources), seconds, peaks), shimmed(runs))
 
     with submitting(train, sources, RUNS / "miles", ended, say) as submit:
         yield submit

@@ -19,10 +19,11 @@ import pytest
 import yaml
 
 from tests.trainers.columns import Shown, largest
+from tests.trainers.jobs import REUSE
 from tests.trainers.miles.test_losses import FULL, SEQUENCE, differences, expected
-from tests.trainers.miles.trainer import CPU, FROM_DUMPS, LR, MODEL, TRAINING, Job, Sources, Trained, keep, kept
-from tests.trainers.run import run
-from tests.trainers.slime.conftest import RUNS
+from tests.trainers.miles.trainer import CPU, FROM_DUMPS, LR, MODEL, TRAINING, Job, Sources, Trained
+from tests.trainers.run import Finished, run
+from tests.trainers.trained import RUNS, once
 
 # What the script sets and no flag takes back: recomputation, which asks for a CUDA generator.
 SETTINGS = {"bf16": False, **dict.fromkeys(("recompute_granularity", "recompute_method", "recompute_num_layers"))}
@@ -79,7 +80,8 @@ def start(name: str, ours: str, sources: Sources, checkout: Path) -> Trained:
     folder = RUNS / "miles/script" / name
     ours = ours.replace("{run}", str(folder))
     command = [str(sources.python), *words(sources, folder, ours)]
-    if (finished := kept(folder, command, os.environ.get("TRAINERS_REUSE") == "1")) is None:
+
+    def begin() -> Finished:
         prepare(folder)
         port = 20000 + os.getpid() % 3000 * 3
         with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
@@ -91,8 +93,9 @@ def start(name: str, ours: str, sources: Sources, checkout: Path) -> Trained:
             finished = run(["bash", "-c", line], folder / "log", limit=600, env=env, cwd=checkout)
         for dump in folder.glob("out/one/dump_details/train_data/*.pt"):  # where the script says
             dump.rename(folder / f"train_{dump.name}")
-        keep(folder, command, finished)
-    return Trained(Job(ours.split()), folder, finished, command)
+        return finished
+
+    return Trained(Job(ours.split()), folder, once(folder, command, REUSE, begin))
 
 
 def prepare(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +18,8 @@ from mismatch_plugin.rollout.dumps.registry import read_dump
 from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
-from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, LAUNCHER, MODEL, ROOT, SERVER, TRAINING
+from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, MODEL, SERVER, TRAINING
+from tests.trainers.trained import LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
 SLIME = HERE.parent / "slime"
@@ -144,32 +144,16 @@ def make_inputs(sources: Sources) -> None:
     (sources.inputs / "made").write_text(made)
 
 
-def kept(folder: Path, said: Sequence[str], reuse: bool) -> Finished | None:
-    """A run that is there already and was told the same; else the folder is emptied."""
-    ended = folder / "ended.json"
-    record: dict[str, Any] = json.loads(ended.read_text()) if reuse and ended.exists() else {"said": None}
-    if record.pop("said") == list(said):
-        return Finished(log=folder / "log", **record)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return None
-
-
-def keep(folder: Path, said: Sequence[str], finished: Finished) -> None:
-    record = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
-    (folder / "ended.json").write_text(json.dumps({**record, "said": list(said)}))
-
-
 def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
     """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
     command = [str(sources.python), *job.words(sources, folder)]
     settings = yaml.safe_dump({"bf16": False, **job.config})  # miles sets it with no flag against it
-    said = [settings, *command]
-    if (finished := kept(folder, said, reuse)) is None:
+
+    def start() -> Finished:
         (folder / "cpu.yaml").write_text(settings)
         with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
             env = {**sources.environment(Path(ray)), "TENSORBOARD_DIR": str(folder / "tensorboard")}
             wait_for_ports(job.dump is None)
-            finished = run(command, folder / "log", limit=job.limit, env=env, cwd=sources.miles)
-        keep(folder, said, finished)
-    return Trained(job, folder, finished, command)
+            return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.miles)
+
+    return Trained(job, folder, once(folder, [settings, *command], reuse, start))

@@ -7,18 +7,19 @@ the same command line, for work on the tests.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.trainers.columns import commit_of, versions_of
+from tests.trainers.columns import commit_of, facts, versions_of
 from tests.trainers.jobs import needed, one_by_one, shimmed
-from tests.trainers.nemo_rl.trainer import HERE, ROOT, Job, Sources, Trained, train
+from tests.trainers.nemo_rl.trainer import HERE, Job, Sources, Trained, train
+from tests.trainers.trained import RUNS
 
-RUNS = ROOT / "runs/trainers"
+COMMAND = "make test-nemo-rl NEMO_RL_SRC=…"
+VERSIONS = ("torch", "transformers", "ray", "numpy")
 Start = Callable[[str, Job], Trained]
 
 
@@ -28,7 +29,6 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def sources() -> Sources:
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))  # which ends what runs
     python, inputs = Path(os.environ["MISMATCH_HOST_PYTHON"]), RUNS / "nemo_rl/inputs"
     found = Sources(Path(os.environ["NEMO_RL_SRC"]).resolve(), python, inputs)
     subprocess.run([str(python), str(HERE / "inputs.py"), str(inputs), str(found.nemo_rl)], check=True)
@@ -40,15 +40,9 @@ def start(sources: Sources, record: Callable[..., None], say: Callable[[str], No
     """Run a job to its end, `name` a folder below runs/trainers/nemo_rl."""
 
     def ended(runs: list[Trained], seconds: float) -> None:
-        facts = {
-            "host": "nemo_rl",
-            "commits": {"NeMo-RL": commit_of(sources.nemo_rl)},
-            "versions": versions_of(sources.python, ("torch", "transformers", "ray", "numpy")),
-            "command": "make test-nemo-rl NEMO_RL_SRC=…",
-            "seconds": round(seconds),
-            "peak_gib": round(max(run.finished.peak_gib for run in runs), 1),
-        }
-        record(facts, shimmed(runs))
+        commits, versions = {"NeMo-RL": commit_of(sources.nemo_rl)}, versions_of(sources.python, VERSIONS)
+        peaks = (run.finished.peak_gib for run in runs)
+        record(facts("nemo_rl", COMMAND, commits, versions, seconds, peaks), shimmed(runs))
 
     with one_by_one(train, sources, RUNS / "nemo_rl", ended, say) as one:
         yield one

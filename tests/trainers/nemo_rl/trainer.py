@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,11 +12,11 @@ from typing import Any
 
 import torch
 
+from tests.trainers import trained
 from tests.trainers.run import Finished, run
+from tests.trainers.trained import LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-LAUNCHER = ("-m", "mismatch_plugin.launch")
 
 
 @dataclass(frozen=True)
@@ -78,29 +75,10 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run left: its end, its log and the files below `folder`."""
+class Trained(trained.Trained):
+    """What a run left, with what the policy had."""
 
-    job: Job
-    folder: Path
-    finished: Finished
-
-    @property
-    def text(self) -> str:
-        return self.finished.text
-
-    @cached_property
-    def tracked(self) -> dict[str, dict[int, float]]:
-        """All that reached TensorBoard's files: name → step → value."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        found: dict[str, dict[int, float]] = {}
-        for file in sorted((self.folder / "logs").rglob("*tfevents*")):
-            for event in EventFileLoader(str(file)).Load():
-                for value in event.summary.value:
-                    number = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
-                    found.setdefault(value.tag, {})[event.step] = number
-        return found
+    EVENTS = "logs"
 
     @cached_property
     def seen(self) -> dict[int, dict[str, Any]]:
@@ -108,24 +86,14 @@ class Trained:
         files = {int(file.stem.removeprefix("seen_")): file for file in self.folder.glob("seen_*.pt")}
         return {rollout: torch.load(files[rollout], weights_only=True) for rollout in sorted(files)}
 
-    def said(self, pattern: str) -> list[str]:
-        """The log's lines that match."""
-        return [line for line in self.text.splitlines() if re.search(pattern, line)]
-
 
 def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
-    """Run a job to its end. folder: where its log and files go. reuse: not where a run of the same job is there."""
-    done = folder / "finished.json"
-    if reuse and done.exists():
-        said = json.loads(done.read_text())
-        if said.pop("job") == repr(job):
-            return Trained(job, folder, Finished(log=folder / "log", **said))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
-        env = {**sources.environment(folder, Path(ray)), **job.env}
-        command = [str(sources.python), *job.words(sources, folder)]
-        finished = run(command, folder / "log", limit=job.limit, env=env, cwd=sources.nemo_rl)
-    measured = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
-    done.write_text(json.dumps({"job": repr(job), **measured}))
-    return Trained(job, folder, finished)
+    """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
+
+    def start() -> Finished:
+        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
+            env = {**sources.environment(folder, Path(ray)), **job.env}
+            command = [str(sources.python), *job.words(sources, folder)]
+            return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.nemo_rl)
+
+    return Trained(job, folder, once(folder, [repr(job)], reuse, start))

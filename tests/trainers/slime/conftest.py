@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -19,11 +18,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainers.columns import commit_of, versions_of
+from tests.trainers.columns import commit_of, facts, versions_of
 from tests.trainers.jobs import needed, shimmed, submitting
-from tests.trainers.slime.trainer import ROOT, Job, Sources, Trained, make_inputs, patched_megatron, train
+from tests.trainers.slime.trainer import Job, Sources, Trained, make_inputs, patched_megatron, train
+from tests.trainers.trained import RUNS
 
-RUNS = ROOT / "runs/trainers"
 COMMAND = "make test-slime SLIME_SRC=… MEGATRON_SRC=…"
 VERSIONS = ("torch", "transformers", "ray", "sglang", "sglang-router", "numpy")
 Start = Callable[[str, Job], "Future[Trained]"]
@@ -35,7 +34,6 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session")
 def sources() -> Sources:
-    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", 1))  # which ends what runs
     slime = Path(os.environ["SLIME_SRC"]).resolve()
     megatron = patched_megatron(Path(os.environ["MEGATRON_SRC"]).resolve(), slime, RUNS / "slime/megatron")
     found = Sources(slime, megatron, Path(os.environ["MISMATCH_HOST_PYTHON"]), RUNS / "slime/inputs")
@@ -49,7 +47,8 @@ def start(sources: Sources, record: Callable[..., None], say: Callable[[str], No
 
     def ended(runs: list[Trained], seconds: float) -> None:
         commits = {"slime": commit_of(sources.slime), "Megatron-LM": commit_of(Path(os.environ["MEGATRON_SRC"]))}
-        record(facts("slime", COMMAND, commits, sources, runs, seconds), shimmed(runs))
+        peaks = (run.finished.peak_gib for run in runs)
+        record(facts("slime", COMMAND, commits, versions(sources), seconds, peaks), shimmed(runs))
 
     with submitting(train, sources, RUNS / "slime", ended, say) as submit:
         yield submit
@@ -72,15 +71,8 @@ def _short(module: Any) -> str:
     return module.__name__.rpartition(".")[2].removeprefix("test_")
 
 
-def facts(host: str, command: str, commits: dict[str, str], sources: Any, runs: list[Any], seconds: float) -> Any:
-    """What the table says of a session."""
+def versions(sources: Any) -> dict[str, str]:
+    """Of the environment, and of the checkout of Megatron-LM."""
     megatron = (sources.megatron / "megatron/core/package_info.py").read_text()
     core = ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", megatron, re.MULTILINE))
-    return {
-        "host": host,
-        "commits": commits,
-        "versions": {**versions_of(sources.python, VERSIONS), "megatron-core": core},
-        "command": command,
-        "seconds": round(seconds),
-        "peak_gib": round(max(run.finished.peak_gib for run in runs), 1),
-    }
+    return {**versions_of(sources.python, VERSIONS), "megatron-core": core}

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import yaml
 
+from tests.trainers import trained
 from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
+from tests.trainers.trained import LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
-LAUNCHER = ("-m", "mismatch_plugin.launch")
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
 MODEL = """
     --swiglu --num-layers 2 --hidden-size 64 --ffn-hidden-size 128 --num-attention-heads 4 --group-query-attention
@@ -66,7 +66,7 @@ class Sources:
 
     def environment(self, ray: Path) -> dict[str, str]:
         """Of every process. ray: a short path, since Ray puts sockets below it."""
-        paths = (HERE / "shim", HERE / "inputs", self.slime, self.megatron, ROOT)
+        paths = (HERE / "shim", HERE.parent / "shim", HERE / "inputs", self.slime, self.megatron, ROOT)
         loopback = "127.0.0.1,localhost"
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))},
@@ -164,17 +164,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What a run left: its end, its log and the files below `folder`."""
-
-    job: Job
-    folder: Path
-    finished: Finished
-    command: list[str]
-
-    @property
-    def text(self) -> str:
-        return self.finished.text
+class Trained(trained.Trained):
+    """What a run left, with what slime dumps."""
 
     @cached_property
     def steps(self) -> dict[int, dict[str, float]]:
@@ -183,19 +174,6 @@ class Trained:
         read = {int(step): ast.literal_eval(re.sub(r"\b(nan|inf)\b", "None", values)) for step, values in found}
         return {step: {name.removeprefix("train/"): v for name, v in values.items()} for step, values in read.items()}
 
-    @cached_property
-    def tracked(self) -> dict[str, dict[int, float]]:
-        """All that reached slime's tracker, TensorBoard's files: name → step → value."""
-        from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-        found: dict[str, dict[int, float]] = {}
-        for file in sorted((self.folder / "tensorboard").rglob("*tfevents*")):
-            for event in EventFileLoader(str(file)).Load():
-                for value in event.summary.value:
-                    number = value.tensor.float_val[0] if value.tensor.float_val else value.simple_value
-                    found.setdefault(value.tag, {})[event.step] = number
-        return found
-
     def dump(self, rollout: int) -> dict[str, Any]:
         """slime's own dump of what it trained on in a rollout, all ranks' samples in the rollout's order."""
         return torch.load(self.folder / f"train_{rollout}.pt", weights_only=False)
@@ -203,10 +181,6 @@ class Trained:
     def sampled(self, rollout: int) -> dict[str, Any]:
         """In the full loop, slime's dump of the rollout itself."""
         return torch.load(self.folder / f"rollout_{rollout}.pt", weights_only=False)
-
-    def said(self, pattern: str) -> list[str]:
-        """The log's lines that match."""
-        return [line for line in self.text.splitlines() if re.search(pattern, line)]
 
 
 def patched_megatron(checkout: Path, slime: Path, copy: Path) -> Path:
@@ -245,23 +219,17 @@ def make_inputs(sources: Sources) -> None:
 
 def train(job: Job, sources: Sources, folder: Path, reuse: bool = False) -> Trained:
     """Run a job to its end. folder: where its log and files go; emptied before. reuse: take what is there already."""
-    ended, command = folder / "ended.json", [str(sources.python), *job.words(sources, folder)]
-    said = [json.dumps(dict(job.config)), *command]
-    if reuse and ended.exists():
-        record = json.loads(ended.read_text())
-        if record.pop("said") == said:
-            return Trained(job, folder, Finished(log=folder / "log", **record), command)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "cpu.yaml").write_text(yaml.safe_dump({**CPU_SETTINGS, **job.config}))
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
-        env = {
-            **sources.environment(Path(ray)),
-            "TENSORBOARD_DIR": str(folder / "tensorboard"),
-            "RUN_FOLDER": str(folder),
-        }
-        wait_for_ports(job.dump is None)
-        finished = run(command, folder / "log", limit=job.limit, env=env, cwd=sources.slime)
-    values = {"status": finished.status, "seconds": finished.seconds, "peak_gib": finished.peak_gib}
-    ended.write_text(json.dumps({"said": said, **values}))
-    return Trained(job, folder, finished, command)
+    command = [str(sources.python), *job.words(sources, folder)]
+
+    def start() -> Finished:
+        (folder / "cpu.yaml").write_text(yaml.safe_dump({**CPU_SETTINGS, **job.config}))
+        with tempfile.TemporaryDirectory(prefix="r", dir="/tmp", ignore_cleanup_errors=True) as ray:
+            env = {
+                **sources.environment(Path(ray)),
+                "TENSORBOARD_DIR": str(folder / "tensorboard"),
+                "RUN_FOLDER": str(folder),
+            }
+            wait_for_ports(job.dump is None)
+            return run(command, folder / "log", limit=job.limit, env=env, cwd=sources.slime)
+
+    return Trained(job, folder, once(folder, [json.dumps(dict(job.config)), *command], reuse, start))

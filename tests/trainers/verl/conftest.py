@@ -17,6 +17,8 @@ import pytest
 from make_inputs import write_inputs
 from run import Run, finished, run
 
+from tests.trainers.columns import facts
+
 PACKAGES = ("verl", "torch", "transformers", "sglang", "ray", "TransferQueue", "tensordict", "numpy")
 Start = Callable[..., Run]
 
@@ -54,15 +56,9 @@ def start(inputs: Path, runs: dict[str, Run], tmp_path_factory: pytest.TempPathF
 def _recorded(runs: dict[str, Run], record: Callable[..., None]) -> Iterator[None]:
     begun = time.monotonic()
     yield
-    facts = {
-        "host": "verl",
-        "commits": {"verl": f"{version('verl')} from PyPI"},
-        "versions": {name: version(name) for name in PACKAGES},
-        "command": "make test-verl-whole",
-        "seconds": round(time.monotonic() - begun),
-        "peak_gib": round(max((each.peak_gib for each in runs.values()), default=0), 1),
-    }
-    record(facts, shimmed())
+    commits, versions = {"verl": f"{version('verl')} from PyPI"}, {name: version(name) for name in PACKAGES}
+    peaks, seconds = (each.peak_gib for each in runs.values()), time.monotonic() - begun
+    record(facts("verl", "make test-verl-whole", commits, versions, seconds, peaks), shimmed())
 
 
 def shimmed() -> list[list[str]]:

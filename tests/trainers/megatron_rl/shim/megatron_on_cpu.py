@@ -13,19 +13,6 @@ import torch
 
 from mismatch_plugin.lab import cpu_shim
 
-SHIMMED = [
-    ("typing.override", "Megatron-LM asks for Python 3.12"),
-    ("torch.cuda (mismatch_plugin.lab.cpu_shim)", "no GPU: its device, streams and literals are the CPU's"),
-    ("initialize_megatron(allow_no_cuda=True)", "no GPU: its own argument, which pretrain does not pass"),
-    ("arguments.get_device_arch_version", "no GPU: asked for with tensor or context parallelism"),
-    ("transformer_engine_torch.thd_get_partitioned_indices", "no Transformer Engine: which tokens a CP rank has"),
-    ("--spec megatron_cpu_spec layer_spec", "no Transformer Engine: attention over packed sequences by torch's SDPA"),
-    ("datasets.utils.compile_helpers", "pybind11 and write access to the checkout, for data that RL does not read"),
-    ("GPTModel.forward(fp32_output=)", "without --bf16: get_logprobs passes it, and only Float16Module takes it"),
-    ("registry.AGENT_REGISTRY['TinyAgent']", "an environment that needs no data set from a hub"),
-    ("rl.inference.megatron.MegatronLocal", "Megatron's engine needs CUDA kernels: one of its own abstract type"),
-]
-
 
 def to_cpu(module: Any) -> None:
     cpu_shim.install()
@@ -37,8 +24,6 @@ def to_cpu(module: Any) -> None:
     cuda.check_error = lambda status: None
     if folder := os.environ.get("MEGATRON_SEEN"):
         observe.start(Path(folder))
-    if os.environ.get("RANK", "0") == "0":
-        print("\n".join(f"shimmed: {what}: {why}" for what, why in SHIMMED), flush=True)
 
 
 def no_compiler(module: Any) -> None:

@@ -1,20 +1,28 @@
-"""Put on PYTHONPATH: changes what needs a GPU right after Megatron-LM's own modules are imported, and nothing else.
+"""Put on PYTHONPATH, next to ../shim: changes what needs a GPU in Megatron-LM, and nothing else."""
+# pyright: reportMissingImports=false
 
-Importing nothing heavy itself, it costs processes that import no Megatron nothing.
-"""
-
-import importlib.abc
-import importlib.machinery
-import importlib.util
 import os
-import sys
 import typing
 
 import typing_extensions
+from import_hooks import Shim
 
 if not hasattr(typing, "override"):  # Python 3.11; Megatron-LM asks for 3.12
     setattr(typing, "override", typing_extensions.override)  # noqa: B010
 
+# What is replaced, and why.
+SHIMMED = [
+    ("typing.override", "Megatron-LM asks for Python 3.12"),
+    ("torch.cuda (mismatch_plugin.lab.cpu_shim)", "no GPU: its device, streams and literals are the CPU's"),
+    ("initialize_megatron(allow_no_cuda=True)", "no GPU: its own argument, which pretrain does not pass"),
+    ("arguments.get_device_arch_version", "no GPU: asked for with tensor or context parallelism"),
+    ("transformer_engine_torch.thd_get_partitioned_indices", "no Transformer Engine: which tokens a CP rank has"),
+    ("--spec megatron_cpu_spec layer_spec", "no Transformer Engine: attention over packed sequences by torch's SDPA"),
+    ("datasets.utils.compile_helpers", "pybind11 and write access to the checkout, for data that RL does not read"),
+    ("GPTModel.forward(fp32_output=)", "without --bf16: get_logprobs passes it, and only Float16Module takes it"),
+    ("registry.AGENT_REGISTRY['TinyAgent']", "an environment that needs no data set from a hub"),
+    ("rl.inference.megatron.MegatronLocal", "Megatron's engine needs CUDA kernels: one of its own abstract type"),
+]
 HOOKS = {
     "megatron.core.utils": "to_cpu",
     "megatron.core.datasets.utils": "no_compiler",
@@ -25,31 +33,5 @@ HOOKS = {
     "megatron.rl.inference.megatron": "own_engine",
 }
 
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader: typing.Any, function: str) -> None:
-        self.loader, self.function = loader, function
-
-    def create_module(self, spec: typing.Any) -> typing.Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: typing.Any) -> None:
-        self.loader.exec_module(module)
-        getattr(importlib.import_module("megatron_on_cpu"), self.function)(module)
-
-    def __getattr__(self, name: str) -> typing.Any:
-        return getattr(self.loader, name)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name: str, path: typing.Any = None, target: typing.Any = None) -> typing.Any:
-        if name not in HOOKS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is not None:
-            spec.loader = _Loader(spec.loader, HOOKS[name])
-        return spec
-
-
 if "MEGATRON_ON_CPU" in os.environ:
-    sys.meta_path.insert(0, _Finder())
+    Shim("megatron_rl", "megatron_on_cpu", SHIMMED, HOOKS, {}).install()

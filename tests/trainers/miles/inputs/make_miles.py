@@ -6,14 +6,13 @@ miles's converter stores weights in bfloat16, so they are rounded to it first: a
 """
 # pyright: basic, reportMissingParameterType=false, reportMissingImports=false
 
-import json
 import math
 import pathlib
 import random
 import sys
 from argparse import Namespace
 
-from make import DUMPS, PROMPTS, SAMPLES, qwen3, response, tokenizer
+from make import DUMPS, PROMPTS, prompts, qwen3, samples, tokenizer
 from miles.ray.rollout.debug_data import save_debug_rollout_data
 from miles.utils.types import Sample
 
@@ -24,24 +23,9 @@ def main(out):
     model.save_pretrained(out / "hf")
     coder.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     coder.save_pretrained(out / "hf")
-    prompts = ["".join(rng.choice("0123456789") for _ in range(6)) + "=" for _ in range(64)]
-    lines = [json.dumps({"text": prompt, "label": prompt[-2::-1]}) for prompt in prompts]
-    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    drawn = prompts(out, rng)
     for rollout in range(DUMPS):
-        data = []
-        for group, prompt in enumerate(prompts[rollout * PROMPTS : (rollout + 1) * PROMPTS]):
-            ids = coder.encode(prompt)
-            for _ in range(SAMPLES):
-                length = rng.randint(4, 24)
-                tokens, log_probs = response(model, ids, length)
-                reward = sum(t % 2 for t in tokens[len(ids) :]) / length
-                data.append(
-                    Sample(
-                        group_index=group, index=len(data), prompt=prompt, tokens=tokens, label="", reward=reward,
-                        response=coder.decode(tokens[len(ids) :]), response_length=length, loss_mask=[1] * length,
-                        rollout_log_probs=log_probs.tolist(), status=Sample.Status.COMPLETED,
-                    )
-                )  # fmt: skip
+        data = samples(Sample, coder, model, rng, drawn[rollout * PROMPTS : (rollout + 1) * PROMPTS])
         save_debug_rollout_data(args, data, rollout, evaluation=False)
     for fault, values in {"invalid": lambda old: [math.nan, *old[1:]], "missing": lambda old: None}.items():
         faulty = Namespace(**{**vars(args), "save_debug_rollout_data": str(out / fault / "{rollout_id}.pt")})

@@ -51,6 +51,33 @@ def response(model, prompt, length):
     return tokens, (log_probs + NOISE * torch.randn(length)).clamp(max=-1e-4)
 
 
+def prompts(out, rng):
+    """Prompts of six digits, also as the file that a trainer reads."""
+    drawn = ["".join(rng.choice("0123456789") for _ in range(6)) + "=" for _ in range(64)]
+    lines = [json.dumps({"text": prompt, "label": prompt[-2::-1]}) for prompt in drawn]
+    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    return drawn
+
+
+def samples(Sample, coder, model, rng, asked):
+    """A rollout's samples, of the host's class."""
+    data = []
+    for group, prompt in enumerate(asked):
+        ids = coder.encode(prompt)
+        for _ in range(SAMPLES):
+            length = rng.randint(4, 24)
+            tokens, log_probs = response(model, ids, length)
+            reward = sum(t % 2 for t in tokens[len(ids) :]) / length
+            data.append(
+                Sample(
+                    group_index=group, index=len(data), prompt=prompt, tokens=tokens, label="", reward=reward,
+                    response=coder.decode(tokens[len(ids) :]), response_length=length, loss_mask=[1] * length,
+                    rollout_log_probs=log_probs.tolist(), status=Sample.Status.COMPLETED,
+                )
+            )  # fmt: skip
+    return data
+
+
 def main(out):
     from slime.observability.rollout_data_utils import save_debug_rollout_data
     from slime.utils.types import Sample
@@ -60,24 +87,9 @@ def main(out):
     coder, model, rng = tokenizer(), qwen3(), random.Random(0)
     model.save_pretrained(out / "hf")
     coder.save_pretrained(out / "hf")
-    prompts = ["".join(rng.choice("0123456789") for _ in range(6)) + "=" for _ in range(64)]
-    lines = [json.dumps({"text": prompt, "label": prompt[-2::-1]}) for prompt in prompts]
-    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
+    drawn = prompts(out, rng)
     for rollout in range(DUMPS):
-        data = []
-        for group, prompt in enumerate(prompts[rollout * PROMPTS : (rollout + 1) * PROMPTS]):
-            ids = coder.encode(prompt)
-            for _ in range(SAMPLES):
-                length = rng.randint(4, 24)
-                tokens, log_probs = response(model, ids, length)
-                reward = sum(t % 2 for t in tokens[len(ids) :]) / length
-                data.append(
-                    Sample(
-                        group_index=group, index=len(data), prompt=prompt, tokens=tokens, label="", reward=reward,
-                        response=coder.decode(tokens[len(ids) :]), response_length=length, loss_mask=[1] * length,
-                        rollout_log_probs=log_probs.tolist(), status=Sample.Status.COMPLETED,
-                    )
-                )  # fmt: skip
+        data = samples(Sample, coder, model, rng, drawn[rollout * PROMPTS : (rollout + 1) * PROMPTS])
         save_debug_rollout_data(str(out / "dump/{rollout_id}.pt"), data, rollout_id=rollout, evaluation=False)
         for sample in data[::3]:  # as a tool's answer in the middle
             third = sample.response_length // 3

@@ -1,13 +1,7 @@
-"""Put on PYTHONPATH: runs slime on CPU by hooks on a few modules as they are imported.
+"""Put on PYTHONPATH, next to ../shim: runs slime on CPU."""
+# pyright: reportMissingImports=false
 
-Importing nothing heavy itself, it costs Ray's own processes nothing.
-"""
-# pyright: basic, reportMissingParameterType=false
-
-import importlib.abc
-import importlib.machinery
-import os
-import sys
+from import_hooks import Shim
 
 # What is replaced, and why. `--spec slime_cpu_spec layer_spec` is on the command line.
 SHIMMED = [
@@ -26,34 +20,4 @@ HOOKS = {
     "slime.backends.sglang_utils.sglang_engine": "newer_sglang",
 }
 
-
-class _Loader(importlib.abc.Loader):
-    def __init__(self, loader, hook):
-        self.loader, self.hook = loader, hook
-
-    def create_module(self, spec):
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module):
-        self.loader.exec_module(module)
-        if not os.environ.get("SLIME_SHIM_SHOWN"):  # once a run: its other processes inherit this
-            os.environ["SLIME_SHIM_SHOWN"] = "1"
-            for what, why in SHIMMED:
-                print(f"shimmed: {what}: {why}", file=sys.stderr, flush=True)
-        getattr(__import__("slime_on_cpu"), self.hook)(module)
-
-    def __getattr__(self, name):
-        return getattr(self.loader, name)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(self, fullname, path=None, target=None):
-        if fullname not in HOOKS:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None:
-            spec.loader = _Loader(spec.loader, HOOKS[fullname])
-        return spec
-
-
-sys.meta_path.insert(0, _Finder())
+Shim("slime", "slime_on_cpu", SHIMMED, HOOKS, {}).install()

@@ -4,8 +4,6 @@ slime's converters between Megatron and HF know only those names (hf_to_megatron
 """
 # pyright: basic, reportMissingParameterType=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
-import dataclasses
-
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -34,19 +32,6 @@ class NormColumnParallelLinear(ColumnParallelLinear):
         return super().forward(normed, *args, **kwargs)
 
 
-class PackedAttention(CoreAttention):
-    """slime gives `cu_seqlens_q` of padded sequences and no `cu_seqlens_q_padded`."""
-
-    def forward(
-        self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None, **_
-    ):
-        if packed_seq_params is not None and packed_seq_params.cu_seqlens_q_padded is None:
-            packed_seq_params = dataclasses.replace(
-                packed_seq_params, cu_seqlens_q_padded=packed_seq_params.cu_seqlens_q
-            )
-        return super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
-
-
 def layer_spec(args, config, vp_stage=None):
     head_norm = RMSNorm if config.qk_layernorm else IdentityOp
     layer = ModuleSpec(
@@ -57,7 +42,7 @@ def layer_spec(args, config, vp_stage=None):
                 params={"attn_mask_type": AttnMaskType.causal},
                 submodules=SelfAttentionSubmodules(
                     linear_qkv=NormColumnParallelLinear,
-                    core_attention=PackedAttention,
+                    core_attention=CoreAttention,
                     linear_proj=RowParallelLinear,
                     q_layernorm=head_norm,
                     k_layernorm=head_norm,
