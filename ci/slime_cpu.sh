@@ -9,27 +9,9 @@
 set -euo pipefail
 directory=$(realpath --canonicalize-missing "${1:-${SLIME_VENV:-.venv-slime}}")
 cd "$(dirname "$0")/.."
+source ci/on_sglang.sh
 
-stamp="$directory/slime-made-from"
-made_from() { cat ci/slime_cpu.sh ci/sglang_cpu.sh ci/sglang_cpu/{requirements.txt,torchvision_operators.py} \
-    ci/sglang_cpu/sgl_kernel/*.py ci/constraints-cpu.txt | sha256sum; }
-read -r -a pip_args <<< "${PIP_ARGS:-}"
-# pip names packages of which these are other versions on purpose: it is heard only where it fails.
-install() {
-    "$directory/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}" "$@" \
-        > "$directory/pip.log" 2>&1 || { cat "$directory/pip.log" >&2; exit 1; }
-}
-
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(made_from)" ] &&
-    (cd / && "$directory/bin/python" -c 'import mismatch_plugin, ray, transformers, sglang' 2> /dev/null); then
-    echo "$directory is whole"
-    exit 0
-fi
-if [ -f "$directory/made-from" ]; then  # half made, as it lacks the rest: made again
-    rm -f "$stamp"
-    mv "$directory/made-from" "$directory/half-made"
-fi
-ci/sglang_cpu.sh "$directory"
+begin slime
 echo "installing what slime's trainer imports, and this package"
 # slime refuses numpy 2 (slime/backends/megatron_utils/initialize.py): the newest that goes with 1.26 for each.
 install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 "ray[default]==2.60.0" accelerate==1.15.0 \
@@ -38,5 +20,4 @@ install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 "ray[defa
 install numpy==1.26.4 pandas==2.2.3 scipy==1.15.3 pyarrow==20.0.0
 install --no-deps torch_memory_saver==0.0.10 numba==0.65.1 mbridge==0.15.1
 install --editable .
-made_from > "$stamp"
-echo "$directory is whole: $(du -sh "$directory" | cut -f 1)"
+whole

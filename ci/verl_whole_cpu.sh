@@ -8,27 +8,9 @@
 set -euo pipefail
 directory=$(realpath --canonicalize-missing "${1:-${VERL_WHOLE_VENV:-.venv-verl-whole}}")
 cd "$(dirname "$0")/.."
+source ci/on_sglang.sh
 
-stamp="$directory/verl-made-from"
-made_from() { cat ci/verl_whole_cpu.sh ci/sglang_cpu.sh ci/sglang_cpu/{requirements.txt,torchvision_operators.py} \
-    ci/sglang_cpu/sgl_kernel/*.py ci/constraints-cpu.txt | sha256sum; }
-read -r -a pip_args <<< "${PIP_ARGS:-}"
-# pip names packages of which these are other versions on purpose: it is heard only where it fails.
-install() {
-    "$directory/bin/python" -m pip --quiet --quiet --disable-pip-version-check install "${pip_args[@]}" "$@" \
-        > "$directory/pip.log" 2>&1 || { cat "$directory/pip.log" >&2; exit 1; }
-}
-
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$(made_from)" ] &&
-    (cd / && "$directory/bin/python" -c 'import mismatch_plugin, ray, transformers, sglang' 2> /dev/null); then
-    echo "$directory is whole"
-    exit 0
-fi
-if [ -f "$directory/made-from" ]; then  # half made, as it lacks the rest: made again
-    rm -f "$stamp"
-    mv "$directory/made-from" "$directory/half-made"
-fi
-ci/sglang_cpu.sh "$directory"
+begin verl
 echo "installing verl, what its trainer imports, and this package"
 install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.4.6 "ray[default]==2.60.0" \
     accelerate==1.15.0 cachetools==6.2.1 codetiming==1.4.0 datasets==5.2.0 hydra-core==1.3.8 omegaconf==2.3.1 peft==0.19.1 \
@@ -37,5 +19,4 @@ install --constraint ci/constraints-cpu.txt torch transformers==5.19.0 numpy==2.
 install --no-deps verl==0.9.1 TransferQueue==0.1.11
 rm -r "$directory"/lib/python3*/site-packages/tests  # theirs, which would hide ours
 install --editable .
-made_from > "$stamp"
-echo "$directory is whole: $(du -sh "$directory" | cut -f 1)"
+whole
