@@ -13,13 +13,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 OUT_OF_TIME = 124  # as `timeout` says it
-_RUNNING = set["subprocess.Popen[str]"]()
+_RUNNING, _ENDING = set["subprocess.Popen[str]"](), threading.Event()
 _ADOPT, _END_WITH_PARENT = 36, 1  # PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG
 
 
@@ -39,7 +40,9 @@ class Finished:
 
 
 def run(command: Sequence[str], log: Path, *, limit: float, env: Mapping[str, str], cwd: Path) -> Finished:
-    """Run a command to its end, at most `limit` seconds."""
+    """Run a command to its end, at most `limit` seconds. Raises InterruptedError after `end_runs`."""
+    if _ENDING.is_set():
+        raise InterruptedError(f"not started, since the session ends: {log}")
     words = [sys.executable, __file__, str(os.getpid()), str(log), str(limit), *command]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=dict(env), cwd=cwd) as supervisor:
         _RUNNING.add(supervisor)
@@ -55,7 +58,8 @@ def run(command: Sequence[str], log: Path, *, limit: float, env: Mapping[str, st
 
 
 def end_runs() -> None:
-    """End all that this process has running, whichever threads wait for it."""
+    """End all that this process has running, whichever threads wait for it, and start no more."""
+    _ENDING.set()
     for supervisor in [*_RUNNING]:
         supervisor.terminate()
 
