@@ -6,6 +6,9 @@ VENV_ARGS ?=
 PIP_ARGS ?=
 COMPARE_ARGS ?=
 BENCH_ARGS ?=
+# verl and TRL as contenders of `make bench`, in a folder of their own: `make bench-contenders`. slime's and NeMo-RL's
+# own code takes part from checkouts: make bench SLIME_SRC=... NEMO_RL_SRC=...
+BENCH_PACKAGES ?= .venv-bench
 # The SGLang server lives in an environment of its own.
 SGLANG_VENV ?= .venv-sglang
 # So does verl, for the tests that compare with it, and once more next to SGLang's server, where its whole trainer runs.
@@ -33,8 +36,8 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help bench compare compare-sglang test test-megatron-rl test-miles test-nemo-rl test-sglang test-slime test-verl \
-	test-verl-whole sglang lint format docs clean
+.PHONY: help bench bench-contenders compare compare-sglang test test-megatron-rl test-miles test-nemo-rl test-sglang \
+	test-slime test-verl test-verl-whole sglang lint format docs clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)$$/  make \1	\2/p' $(MAKEFILE_LIST) | expand -t 26
@@ -45,9 +48,13 @@ compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
 
 bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.html
-	$(BIN)/python -m examples.benchmarks.bench $(BENCH_ARGS)
+	PYTHONPATH="$(abspath $(BENCH_PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH}" $(foreach source,SLIME_SRC NEMO_RL_SRC,\
+		$(if $($(source)),$(source)="$(abspath $($(source)))")) $(BIN)/python -m examples.benchmarks.bench $(BENCH_ARGS)
 
-test: $(VENV)/.test  ## run the tests (makes .venv on first use)
+bench-contenders: $(VENV)/.test  ## verl and TRL for `make bench` (a folder of 400 MB, 110 MB to download)
+	$(PIP_INSTALL) --no-deps --upgrade --target "$(BENCH_PACKAGES)" --requirement ci/bench_packages.txt
+
+test: $(VENV)/.test $(VENV)/.peers  ## run the tests (makes .venv on first use)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 test-sglang compare-sglang: export MISMATCH_SGLANG_PYTHON = $(abspath $(SGLANG_VENV))/bin/python
@@ -108,7 +115,7 @@ docs: $(VENV)/.test  ## write the generated tables of docs/ again
 	$(BIN)/python -m ci.docs
 
 clean:  ## remove environments, builds and caches
-	rm -rf $(VENV) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) $(NEMO_RL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(BENCH_PACKAGES) $(SGLANG_VENV) $(VERL_VENV) $(VERL_WHOLE_VENV) $(SLIME_VENV) $(NEMO_RL_VENV) build dist .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	@echo "making $(VENV) with $(PYTHON)"
@@ -118,6 +125,11 @@ $(VENV)/.test: pyproject.toml $(wildcard ci/constraints*.txt) | $(VENV)/bin/pyth
 	@echo "installing mismatch_plugin with megatron-core and all that its tests use into $(VENV)" \
 		"($(if $(CONSTRAINTS),no GPU: torch of $(CONSTRAINTS),with GPU: torch as pip chooses it))"
 	$(PIP_INSTALL) --editable '.[io,lab,test]'
+	@touch $@
+
+# Other libraries' Triton kernels, which the tests run in Triton's interpreter. They are read from a folder, not installed.
+$(VENV)/.peers: Makefile | $(VENV)/.test
+	$(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/peers liger-kernel==0.8.5 transformer-engine==2.20.2
 	@touch $@
 
 $(VENV)/.lint: $(VENV)/.test

@@ -17,7 +17,7 @@ read -r -a pip_args <<< "${PIP_ARGS:-}"
 
 made_from() {  # changes with everything that an environment is made from
     cat ci/sglang_cpu.sh "$parts"/{requirements.txt,torchvision_operators.py} "$parts"/sgl_kernel/*.py \
-        ci/constraints-cpu.txt | sha256sum
+        ci/constraints-cpu.txt pyproject.toml | sha256sum
 }
 
 why_not_whole() {  # nothing if the environment is whole
@@ -57,6 +57,9 @@ pip=("$bin/python" -m pip --quiet --quiet --disable-pip-version-check install "$
 echo "installing torch of ci/constraints-cpu.txt, sglang and what it imports on CPU"
 "${pip[@]}" --constraint ci/constraints-cpu.txt torch
 "${pip[@]}" --no-deps --requirement "$parts/requirements.txt"
+
+echo "installing this package, for its SGLang plugin"
+"${pip[@]}" --no-deps --editable .
 
 site=$("$bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp -R "$parts/sgl_kernel" "$site/"

@@ -70,18 +70,33 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     "sign": ("losses in place of log-probs", "positive values"),
     "probabilities": ("probabilities in place of log-probs", "values in (0, 1]"),
     "log_base": ("logs of base 2 or 10", "one factor between the sides, at every size"),
-    "temperature": ("only one side divides by the temperature", "slope of the gap over the log-prob; logits"),
+    "temperature": (
+        "only one side divides by the temperature",
+        "the server's plugin; slope of the gap over the log-prob; logits",
+    ),
     "truncation": ("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; logits"),
     "penalty": ("a repetition penalty on one side", "an offset on tokens that occurred before; logits"),
     "mixed_versions": ("weights changed inside a response, or servers differ", "recorded versions"),
     "staleness": ("sampled by weights too many steps behind", "recorded versions"),
     "weights_not_updated": (
         "updates never reached the sampler, whatever its label says",
-        "the sampler fits the start weights (`--reference-checkpoint`); the gap grows with the version",
+        "the server's plugin; the sampler fits the start weights (`--reference-checkpoint`); the gap grows with the "
+        "version",
     ),
-    "weights_partly_updated": ("only some layers arrived", "a mix of both checkpoints' layers fits best"),
-    "stale_server": ("one server or worker is behind", "its samples lie further off than all others'"),
-    "server_differs": ("a running server has other weights", "rescoring, against `--checkpoint` and other `--url`"),
+    "weights_partly_updated": (
+        "only some layers arrived",
+        "the server's plugin; a mix of both checkpoints' layers fits best",
+    ),
+    "stale_server": ("one server or worker is behind", "the server's plugin; its samples lie further off than others'"),
+    "server_differs": (
+        "a running server has other weights, precision or version",
+        "the server's plugin; rescoring, against `--checkpoint` and other `--url`",
+    ),
+    "label_reused": ("weights changed under one and the same version", "the server's plugin"),
+    "other_weights": (
+        "a server serves other weights than the trainer sent",
+        "the server's plugin, next to the trainer's `weight_fingerprint`",
+    ),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along the response"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
     "quantised": ("sides in different precision", "even noise above that of bf16, of no other shape"),

@@ -16,6 +16,8 @@ MAX_LINE = 256 * MIB
 """Bytes of one line of a JSONL file: a record of a million tokens has some tens of MiB."""
 MAX_FILE = 512 * MIB
 """Bytes of a file that is read whole."""
+_BUFFER = 1 << 18
+"""Bytes read at once: lines of records are longer than Python's own buffer, and are put together from pieces of it."""
 
 _KINDS = {stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 
@@ -55,7 +57,7 @@ def read_lines(path: Path, limit: int = MAX_LINE, errors: str = "strict") -> Ite
     Raises ValueError as `read_text`, with the number of a line that is too long; OSError as `open`.
     """
     refuse_special(path)
-    with path.open("rb") as stream:
+    with path.open("rb", buffering=_BUFFER) as stream:
         number = 0
         while line := stream.readline(limit + 1):
             number += 1

@@ -18,6 +18,7 @@ HOW = {
     "host source absent": "set MISMATCH_HOST_SRC to a folder with the checkouts of docs/hosts.md",
     "verl": "make test-verl",
     r"ray is|hydra": "pip install ray hydra-core",
+    "not unpacked": "make test",
     "a GPU": "on a machine with (here: without) a GPU",
     "Chromium": "install Chromium",
     r"megatron-core|matplotlib|jinja2|tensorboard|TensorBoard|\[io\]|\[lab\]|pyarrow|lab": "pip install '.[io,lab]'",

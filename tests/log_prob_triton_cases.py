@@ -18,7 +18,8 @@ from torch.testing import assert_close
 from examples.benchmarks.counting import OperationCounter
 from examples.benchmarks.triton_cases import CASES, SHARDED, Case, check, check_shards, make, results
 from mismatch_plugin.parallel import log_prob_triton
-from mismatch_plugin.parallel.log_prob_torch import Layout, _Blocks, _local_statistics
+from mismatch_plugin.parallel.log_prob_arguments import Layout
+from mismatch_plugin.parallel.log_prob_torch import Blocks, local_statistics
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from tests.distributed.launch import launch
 from tests.distributed.log_probs_worker import NAMES, forward_backward, in_float32, run_triton
@@ -73,7 +74,7 @@ def test_statistics_are_those_of_the_torch_function(columns: int):
     logits, targets, _, _ = make(Case("plain", columns), "cpu")
     layout = Layout(None, 0, columns, "grad", False, 4)
     ours = log_prob_triton.local_statistics(log_prob_triton.prepare(logits, targets, None, 0.7, None, layout))
-    theirs = _local_statistics(_Blocks(logits, targets, None, 0.7, None, layout), True)
+    theirs = local_statistics(Blocks(logits, targets, None, 0.7, None, layout))
     assert torch.equal(ours[0], theirs[0])
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
@@ -136,7 +137,7 @@ def test_a_target_outside_the_vocabulary_is_impossible():
 
 
 def test_log_probs_are_never_above_zero():
-    logits = torch.randn(64, 4, generator=torch.Generator().manual_seed(0)) * 20
+    logits = torch.randn(32, 4, generator=torch.Generator().manual_seed(0)) * 20
     result = vocab_parallel_log_probs(logits, logits.argmax(-1), temperature=0.37, entropy="detached", backend="triton")
     assert result.entropy is not None and result.log_probs.max() <= 0 and result.entropy.min() >= 0
 
@@ -173,15 +174,6 @@ def test_inplace_gradient_lies_in_the_logits_and_allows_one_backward():
         torch.autograd.grad(loss, logits)
 
 
-@pytest.mark.parametrize("row", [-1, 7])
-def test_rows_beyond_the_logits_are_refused_before_they_are_read(row: int):
-    logits, targets, _, _ = make(Case("plain", 61), "cpu")
-    assert len(logits) <= 7
-    rows = torch.tensor([row, *range(1, len(targets))])
-    with pytest.raises(RuntimeError, match=r"rows must lie in \[0, T\)"):
-        vocab_parallel_log_probs(logits, targets, rows=rows, backend="triton")
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_who_else_saved_the_logits_learns_that_they_were_overwritten(backend: Any):
     leaf, targets, _, _ = make(Case("plain", 61), "cpu")
@@ -194,11 +186,10 @@ def test_who_else_saved_the_logits_learns_that_they_were_overwritten(backend: An
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("what", ["plain", "padded", "temperature", "ragged", "mask", "rows"])
-def test_no_host_sync_and_nothing_as_large_as_the_logits(what: str, dtype: torch.dtype, inplace: bool):
+def test_no_host_sync_and_nothing_as_large_as_the_logits(what: str, inplace: bool):
     """Five floats a target, or a few a ragged id, next to the gradient; three of them kept for the backward."""
-    logits, targets, options = inputs(dtype, what)
+    logits, targets, options = inputs(torch.bfloat16, what)
     saved: list[Tensor] = []
     with Recorder() as recorder, saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         log_probs, entropy = vocab_parallel_log_probs(

@@ -38,6 +38,7 @@ FOLDERS = (
         "core",
         "parallel",
         "rollout",
+        "sglang_plugin",
         "report",
         "check",
         "inspect",
@@ -76,7 +77,7 @@ def test_every_public_name_is_there():
 @pytest.mark.parametrize("path", CORE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_core_imports_nothing_outside_itself(path: Path):
     outside = [name for name in _imports(ast.parse(path.read_text())) if not name.startswith(CORE_MAY_IMPORT)]
-    assert outside == []
+    assert outside == (["numpy"] if path.name == "host.py" else [])  # there it reads CPU tensors' own memory
 
 
 def test_no_circle_of_imports_between_files():

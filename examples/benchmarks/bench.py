@@ -21,9 +21,12 @@ class Part(str, Enum):
 
     log_probs = "log_probs"
     correction = "correction"
+    linear = "linear"
+    whole_step = "whole_step"
     communication = "communication"
     hook_share = "hook_share"
     scaling = "scaling"
+    records = "records"
 
 
 class Device(str, Enum):
@@ -40,8 +43,8 @@ def bench(
         list[Part] | None,
         typer.Option(
             metavar="PART",
-            help="log_probs, correction, communication, hook_share or scaling. May be repeated. What the folder holds "
-            "of the others stays.",
+            help=f"{', '.join(part.value for part in Part)}. May be repeated. What the folder holds of the others "
+            "stays.",
         ),
     ] = None,
     quick: Annotated[
@@ -51,24 +54,30 @@ def bench(
         Device, typer.Option(metavar="auto|cpu|cuda", help="auto: CUDA where there is one.")
     ] = Device.auto,
     threads: Annotated[
-        int, typer.Option(min=1, help="Threads of torch on CPU. With more than one, wall time is taken, not CPU time.")
+        int,
+        typer.Option(
+            min=1, help="Threads of torch on CPU. With more than one, wall time is taken, not user + system time."
+        ),
     ] = 1,
     repeats: Annotated[int, typer.Option(min=0, help="Repetitions that medians are taken of; 0: 5, quick 2.")] = 0,
     page: Annotated[bool, typer.Option(help="Write bench.html (needs the extra lab).")] = True,
 ) -> None:
     """Measure what the plugin costs next to what else there is.
 
-    Log-probs from logits, correction and metrics, communication, the share of
-    a train step, and scaling. Other libraries take part where they are
-    installed. Results go to results.json, and to a page of plots.
+    Log-probs from logits and from hidden states, correction and metrics, a
+    whole train step, communication, and scaling. Other libraries take part
+    where they are installed (make bench-contenders), slime's and NeMo-RL's own
+    code where SLIME_SRC and NEMO_RL_SRC name a checkout; without, it is
+    written from its description. Results go to results.json, and to a page.
     """
     import tempfile
 
     import torch
     from rich.console import Console
 
+    from examples.benchmarks.findings import findings
     from examples.benchmarks.results import load, save
-    from examples.benchmarks.tables import SHORT, findings, tables
+    from examples.benchmarks.tables import is_short, tables
     from examples.benchmarks.workers import in_processes
 
     if device is Device.cuda and not torch.cuda.is_available():
@@ -93,7 +102,7 @@ def bench(
             continue
         save(section, output)
         for table in tables(section):
-            console.print(table.only(*(header for header in table.headers if header in SHORT)).to_rich())
+            console.print(table.only(*(header for header in table.headers if is_short(header))).to_rich())
         for sentence in findings(section):
             console.print(sentence)
         if quick:
@@ -111,9 +120,6 @@ def bench(
 
 def measure_part(name: str, kind: str, quick: bool, repeats: int) -> Section:
     """One part on a device of this kind. Says on the standard output what comes next."""
-    import warnings
-
-    warnings.simplefilter("ignore")  # of the libraries that take part
     import torch
 
     from examples.benchmarks.machine import describe

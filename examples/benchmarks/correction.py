@@ -1,70 +1,95 @@
-"""Benchmark: importance weights, rejection and metrics of ragged batches, side by side."""
+"""Benchmark: importance weights, rejection and metrics of ragged batches, by setting, side by side."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
-from examples.benchmarks.correction_cases import Batch, Run, loop, ours, verl
+from examples.benchmarks.correction_cases import (
+    SETTING_ROWS,
+    Batch,
+    Run,
+    Setting,
+    ours,
+    ours_in_verl,
+    ours_padded,
+)
+from examples.benchmarks.correction_incumbents import loop, slime, slime_unreduced, verl
 from examples.benchmarks.counting import count, launches
+from examples.benchmarks.log_prob_cases import OURS
 from examples.benchmarks.machine import Case, measure
 from examples.benchmarks.results import MEASURED, Row, Section, noted
+from examples.benchmarks.sources import SLIME
 
 NOTES = [
-    "Sequence-level truncated weights, one geometric criterion, metrics of level basic formed on the host; ours also "
-    "the veto, which verl's helper does not have. Each contender gets the data in its own form: packed, padded, one "
-    "tensor a sequence. Making that form is outside the clock.",
-    "Time: on CPU the process's own user CPU time (with several threads the wall time), medians of calls in turns; on "
-    "CUDA that of events.",
-    "Kernels: operations dispatched that are no views; on CUDA what the device was made to do. Syncs: operations for "
+    "/ ours: a contender's time divided by that of mismatch_plugin on packed data; above 1 ours is ahead. Metrics are "
+    "formed on the host, ours at level basic (every setting; 'all metrics': full), theirs what they always have.",
+    "Each contender gets the data in its own form: packed, padded [N, longest], one tensor a sequence. Making that "
+    "form is outside the clock, except: 'padded and back' is from_padded, correct, to_padded of weights and mask; "
+    "'verl hook' is all that our hook does in verl's driver, from its batch to its weights and mask.",
+    "verl's helper has no veto; slime's code rejects nothing without weights. slime's metrics are tensors with a value "
+    "for every token: 'metrics averaged' adds the mean over sequences that slime's loss takes of each.",
+    "Time: medians of calls in turns. On CPU user + system time of the process (with several threads the wall time); "
+    "on CUDA that of events.",
+    "Kernels: operations dispatched that are no views, as on a device (on CPU the package goes shorter ways of its "
+    "own); on CUDA what the device was made to do. Syncs: operations for "
     "which the host waits; the transfer of the finished sums at the end counts as one on CUDA and is none on CPU. "
-    "Memory: the most bytes of tensors made and alive at once, a response token.",
+    "Memory: the most bytes of tensors made and alive at once, a token.",
     "Deviation: largest difference of a weight from ours; tokens on whose acceptance the two differ.",
 ]
-CONTENDERS: dict[str, Callable[[Batch], Run]] = {
-    "mismatch_plugin": ours,
+_OF_SLIME = "" if SLIME.there else ", as described"
+PADDED, IN_VERL = f"{OURS}, padded and back", f"{OURS}'s verl hook"
+CONTENDERS: dict[str, Callable[[Batch, Setting], Run]] = {
+    OURS: ours,
+    PADDED: ours_padded,
+    IN_VERL: ours_in_verl,
     "verl's helper": verl,
+    f"slime's compute_mis_weights{_OF_SLIME}": slime_unreduced,
+    f"slime's, metrics averaged{_OF_SLIME}": slime,
     "loop over the sequences": loop,
 }
 
 
-def batches(device: torch.device, quick: bool) -> list[Batch]:
-    """About a million tokens each: from few long responses to many short ones."""
-    sizes = ((8, 40), (32, 40)) if quick else ((64, 24576), (256, 6144), (512, 3072), (1024, 1536), (4096, 384))
-    return [Batch(sequences, longest, device) for sequences, longest in sizes]
+def problems(device: torch.device, quick: bool) -> list[tuple[Batch, Sequence[Setting]]]:
+    """All settings on one batch of a million tokens, and the first on few long and many short responses, too."""
+    middle, others = ((32, 40), ((8, 40),)) if quick else ((512, 3072), ((64, 24576), (4096, 384)))
+    return [(Batch(*middle, device), SETTING_ROWS), *((Batch(*size, device), SETTING_ROWS[:1]) for size in others)]
 
 
 def section(device: torch.device, quick: bool, repeats: int, tell: Callable[[str], object]) -> Section:
-    """All contenders on all batches. `tell` hears of each before it starts."""
+    """All contenders on all of `problems`. `tell` hears of each before it starts."""
     rows: list[Row] = []
-    for batch in batches(device, quick):
-        tell(f"{batch.sequences} sequences of at most {batch.longest} tokens")
-        rows += _rows(batch, device, repeats)
-    return Section("correction", "Correction and metrics of ragged sequences", rows, {}, NOTES)
+    for batch, settings in problems(device, quick):
+        for setting in settings:
+            tell(f"{setting.name}: {batch.sequences} sequences of at most {batch.longest} tokens")
+            rows += _rows(batch, setting, device, repeats)
+    facts = {"slime": SLIME.source()}
+    return Section("correction", "Correction and metrics of ragged sequences", rows, facts, NOTES)
 
 
-def _rows(batch: Batch, device: torch.device, repeats: int) -> list[Row]:
+def _rows(batch: Batch, setting: Setting, device: torch.device, repeats: int) -> list[Row]:
     rows: list[Row] = []
     runs: dict[str, Run] = {}
-    expected = ours(batch)()
-    tokens = int(batch.packed.loss_mask.sum())
-    size = {"sequences": batch.sequences, "longest": batch.longest, "tokens": len(batch.packed.loss_mask)}
+    weights, keep, _ = ours(batch, setting)()
+    expected = torch.cat(weights) * torch.cat(keep), torch.cat(keep)
+    tokens = len(batch.packed.loss_mask)
+    size = {"sequences": batch.sequences, "longest": batch.longest, "tokens": tokens}
     for name, make in CONTENDERS.items():
-        row: Row = {"name": name, **size}
+        row: Row = {"name": name, "setting": setting.name, **size}
         rows.append(row)
         with noted(row):
-            run = make(batch)
-            weights, keep, metrics = run()
-            deviation = max(float((a - b).abs().max()) for a, b in zip(weights, expected[0], strict=True))
-            differing = sum(int((a != b).sum()) for a, b in zip(keep, expected[1], strict=True))
+            run = make(batch, setting)
+            found, kept, metrics = run()
+            accepted = torch.cat(kept)
+            deviation = float((torch.cat(found) * accepted - expected[0]).abs().max())
+            differing = int((accepted != expected[1]).sum())
             row |= {"metrics": len(metrics), "deviation": deviation, "differing": differing}
             runs[name] = run
-    timings = measure(list(itertools.starmap(Case, runs.items())), device, repeats)
+    timings = measure([Case(name, run) for name, run in runs.items()], device, repeats)
     for row in (row for row in rows if row["status"] == MEASURED):
         name, timing = row["name"], timings[row["name"]]
-        row |= {"ms": timing.ms, "wall_ms": timing.wall_ms, "times_ours": timing.ms / timings["mismatch_plugin"].ms}
+        row |= {"ms": timing.ms, "wall_ms": timing.wall_ms, "time_ours": timing.ms / timings[OURS].ms}
         counts = count(runs[name])
         row |= {"kernels": counts.total, "syncs": len(counts.syncs), "bytes_a_token": counts.peak / tokens}
         if device.type == "cuda":

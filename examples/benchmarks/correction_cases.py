@@ -1,32 +1,86 @@
-"""The same correction with its metrics: by this package, by verl's helper, and by a loop over the sequences."""
+"""The corrections that are compared, the ragged batches, and this package's way."""
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from examples.benchmarks.machine import version
-from examples.benchmarks.results import NotHereError
-from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 
 LOWER, UPPER, TRUNCATE, VETO = 0.99, 1.01, 2.0, 1e-4
-SETTINGS: dict[str, Any] = {
-    "use_tis": True,
-    "tis": {"level": "sequence", "mode": "truncate", "upper_bound": TRUNCATE},
-    "rs": {"criteria": [f"sequence_mean:ratio:{LOWER}:{UPPER}"], "veto_threshold": VETO},
-}
-"""Sequence-level truncated weights, one geometric criterion, the veto; metrics of level basic."""
 
 Run = Callable[[], tuple[list[Tensor], list[Tensor], dict[str, float]]]
 """Weights and accepted masks, one tensor a sequence, and the metrics on the host."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One correction. level: of the truncated weights, None for weights of 1. geometric: whether a sequence is rejected
+    whose geometric mean ratio is outside [LOWER, UPPER]. metrics: our level of them."""
+
+    name: str
+    level: str | None
+    normalize: bool = False
+    geometric: bool = False
+    veto: bool = False
+    metrics: str = "basic"
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        """As this package's configuration."""
+        settings: dict[str, Any] = {"metrics": self.metrics, "rs": {}, "use_tis": self.level is not None}
+        if self.level is not None:
+            tis = {"level": self.level, "mode": "truncate", "upper_bound": TRUNCATE}
+            settings["tis"] = {**tis, "batch_normalize": self.normalize}
+        if self.geometric:
+            settings["rs"]["criteria"] = [f"sequence_mean:ratio:{LOWER}:{UPPER}"]
+        if self.veto:
+            settings["rs"]["veto_threshold"] = VETO
+        return settings
+
+    @property
+    def verls(self) -> dict[str, Any]:
+        """As arguments of verl's helper, whose bounds act on 1/ρ. It has no veto."""
+        rejection = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": f"{1 / UPPER!r}_{1 / LOWER!r}"}
+        weights = {"rollout_is_threshold": TRUNCATE, "rollout_is_batch_normalize": self.normalize}
+        return {"rollout_is": self.level, **weights, **(rejection if self.geometric else {})}
+
+    @property
+    def slimes(self) -> SimpleNamespace:
+        """As slime's arguments."""
+        weights = {
+            "use_tis": True,
+            "tis_level": self.level,
+            "tis_mode": "truncate",
+            "tis_batch_normalize": self.normalize,
+        }
+        rejection = {
+            "use_rs": self.geometric,
+            "rs_level": "geometric",
+            "rs_veto_threshold": VETO if self.veto else None,
+        }
+        bounds = {"tis_lower_bound": None, "rs_lower_bound": LOWER, "rs_upper_bound": UPPER}
+        return SimpleNamespace(tis_upper_bound=TRUNCATE, **weights, **rejection, **bounds)
+
+
+FULL_SETTING = Setting("sequence TIS + rejection + veto", "sequence", geometric=True, veto=True)
+SETTING_ROWS = (
+    Setting("token TIS", "token"),
+    Setting("token TIS + batch norm", "token", normalize=True),
+    Setting("geometric rejection", None, geometric=True),
+    FULL_SETTING,
+    Setting("everything, all metrics", "token", normalize=True, geometric=True, veto=True, metrics="full"),
+)
+"""From the commonest to everything."""
+
+SETTINGS: dict[str, Any] = FULL_SETTING.ours
+"""Sequence-level truncated weights, one geometric criterion, the veto; metrics of level basic: for the other parts."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +126,14 @@ class Batch:
         values = (packed.old_log_probs, packed.rollout_log_probs, packed.loss_mask)
         return list(zip(*(packed.unpack(value) for value in values if value is not None), strict=True))
 
+    def cut(self, padded: Tensor) -> list[Tensor]:
+        """[N, longest] as one tensor a sequence (views)."""
+        return [row[:length] for row, length in zip(padded, self.packed.lengths, strict=True)]
 
-def ours(batch: Batch) -> Run:
-    """`correct`, and its statistics formed on the host."""
-    packed, config = batch.packed, mp.MismatchConfig(**SETTINGS)
+
+def ours(batch: Batch, setting: Setting = FULL_SETTING) -> Run:
+    """`correct` on packed data, and its statistics formed on the host."""
+    packed, config = batch.packed, mp.MismatchConfig(**setting.ours)
 
     def run() -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
         result = mp.correct(packed, config)
@@ -84,96 +142,33 @@ def ours(batch: Batch) -> Run:
     return run
 
 
-def verl(batch: Batch) -> Run:
-    """verl's own helper on padded tensors. It has no veto, and its bounds act on 1/ρ."""
-    if version("verl") is None:
-        raise NotHereError("not installed")
-    before = os.environ.get("VERL_USE_EXTERNAL_PLUGINS")
-    os.environ["VERL_USE_EXTERNAL_PLUGINS"] = "none"  # this package is one of them; what is meant is verl as it comes
-    try:
-        from verl.trainer.ppo import rollout_corr_helper  # pyright: ignore
-    except ImportError as error:
-        raise NotHereError(f"cannot be imported: {error}") from error
-    finally:
-        if before is None:
-            del os.environ["VERL_USE_EXTERNAL_PLUGINS"]
-        else:
-            os.environ["VERL_USE_EXTERNAL_PLUGINS"] = before
+def ours_padded(batch: Batch, setting: Setting) -> Run:
+    """From padded tensors and back to them: `from_padded`, `correct`, and weights and masks by `to_padded`."""
     (train, rollout, mask), lengths = batch.padded, batch.packed.lengths
+    config = mp.MismatchConfig(**setting.ours)
 
     def run() -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-        weights, accepted, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
-            train,
-            rollout,
-            mask,
-            rollout_is="sequence",
-            rollout_is_threshold=TRUNCATE,
-            rollout_rs="seq_mean_k1",
-            rollout_rs_threshold=f"{1 / UPPER!r}_{1 / LOWER!r}",
+        packed = mp.PackedSequences.from_padded(
+            loss_masks=mask, lengths=lengths, rollout_log_probs=rollout, old_log_probs=train
         )
-        weights_NL = weights.batch["rollout_is_weights"]
-        cut = [[row[:n] for row, n in zip(rows, lengths, strict=True)] for rows in (weights_NL, accepted)]
-        return cut[0], cut[1], metrics
+        result = mp.correct(packed, config)
+        weights, keep = packed.to_padded(result.weights), packed.to_padded(result.keep)
+        return batch.cut(weights), batch.cut(keep), result.statistics.metrics()
 
     return run
 
 
-def loop(batch: Batch) -> Run:
-    """One sequence after the other, some eighty small operations each; the metrics of all meet at the end."""
-    rows = batch.rows
+def ours_in_verl(batch: Batch, setting: Setting) -> Run:
+    """Our hook in verl's driver: from verl's batch to its weights and mask."""
+    from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
+
+    train, rollout, mask = batch.padded
+    config = mp.MismatchConfig(**setting.ours)
 
     def run() -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
-        weights, kept, found, names = [], [], [], ()
-        for train, rollout, mask in rows:
-            weight, keep, metrics = _one_sequence(train, rollout, mask)
-            weights.append(weight)
-            kept.append(keep)
-            found.append(torch.stack(list(metrics.values())))
-            names = tuple(metrics)
-        table = torch.stack(found)
-        summary = torch.cat([table.mean(0), table.amax(0), table.amin(0)]).tolist()
-        parts = (f"{name}_{how}" for how in ("mean", "max", "min") for name in names)
-        return weights, kept, dict(zip(parts, summary, strict=True))
+        data = {"old_log_probs": train, "rollout_log_probs": rollout, "response_mask": mask}
+        _, metrics = correct_rollout_batch(SimpleNamespace(batch=data), config)
+        keep = data["response_mask"]
+        return batch.cut(data.get("rollout_is_weights", keep)), batch.cut(keep), metrics
 
     return run
-
-
-def _one_sequence(train: Tensor, rollout: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    ones = mask.float()
-    count = ones.sum().clamp(min=1)
-    fill = (rollout == 0.0) & (train < -ZERO_FILL_GAP)
-    wrong = (
-        (rollout <= FLOOR) | (rollout > POSITIVE_TOLERANCE) | fill | rollout.isnan() | ~(train <= POSITIVE_TOLERANCE)
-    )
-    l = torch.where(mask & ~wrong, train - rollout, 0.0)  # noqa: E741  # as in the formulas
-    total = l.sum()
-    mean = total / count
-    sequence_ratio = total.clamp(-20, 20).exp()
-    weight = sequence_ratio.clamp(max=TRUNCATE)
-    outside = (mean < math.log(LOWER)) | (mean > math.log(UPPER))
-    vetoed = (l < math.log(VETO)).any()
-    keep = ones * ~(outside | vetoed)
-    ratio = l.clamp(-20, 20).exp() * ones
-    mean_ratio = ratio.sum() / count
-    clamped = ratio.clamp(1 / TRUNCATE, TRUNCATE) * ones
-    squares = clamped.square().sum() / count
-    metrics = {
-        "ratio": mean_ratio,
-        "std": (squares - (clamped.sum() / count).square()).clamp(min=0).sqrt(),
-        "ess": (clamped.sum() / count).square() / squares,
-        "high": ((ratio > TRUNCATE) & mask).sum() / count,
-        "low": ((ratio < 1 / TRUNCATE) & mask).sum() / count,
-        "kl": -mean,
-        "k3": ((ratio - 1.0 - l) * ones).sum() / count,
-        "chi2": ((ratio.square() - 1.0) * ones).sum() / count,
-        "chi2_seq": sequence_ratio.square() - 1.0,
-        "training_ppl": (-(train * ones).sum() / count).exp(),
-        "rollout_ppl": (-(rollout * ones).sum() / count).exp(),
-        "ppl_ratio": (-mean).exp(),
-        "invalid": (wrong & mask).sum().float(),
-        "masked": outside.float(),
-        "vetoed": vetoed.float(),
-        "accepted": keep.sum() / count,
-        "weight": weight,
-    }
-    return weight * ones, keep, metrics

@@ -32,11 +32,9 @@ def section(device: torch.device, quick: bool, repeats: int, _: object) -> Secti
     if importlib.util.find_spec("megatron") is None:
         row: Row = {"name": "mismatch_plugin hook", "status": "megatron-core is not installed"}
         return Section("hook_share", title, [row], {}, NOTES)
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
     from examples.benchmarks.workers import megatron_groups
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
-    from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
+    from mismatch_plugin.hooks.megatron_core.batch import make_batch
     from mismatch_plugin.lab.model import ModelSettings, build_model, run_step
     from mismatch_plugin.parallel.groups import ParallelGroups
 
@@ -49,21 +47,7 @@ def section(device: torch.device, quick: bool, repeats: int, _: object) -> Secti
     finalize = config.finalize_model_grads_func
     hook = MegatronLoss(mp.MismatchConfig(**SETTINGS), config, ParallelGroups.from_megatron())
     hooked = config.finalize_model_grads_func
-    samples = _samples(Sample, settings.vocab, *((4, 12) if quick else (8, 256)))
-    batch = make_batch(samples, device=device)
-    ones = torch.ones((), dtype=torch.int64, device=device)
-
-    def other(loss_func: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-        def forward(data: Iterator[MegatronBatch], model: Any) -> tuple[Tensor, Callable[..., Any]]:
-            item = next(data)
-            logits = model(item.tokens, item.position_ids, None, packed_seq_params=item.packed_seq_params)
-            return logits, lambda output: (loss_func(output), ones, {})
-
-        return lambda: run_step(model, forward, iter([batch]), 1)
-
-    def own(logits: Tensor) -> Tensor:
-        chosen = logits.flatten(0, -2).index_select(0, batch.rows)
-        return vocab_parallel_cross_entropy(chosen[:, None], batch.targets[:, None]).sum()
+    batch = make_batch(samples(settings.vocab, *((4, 12) if quick else (8, 256))), device=device)
 
     def hook_step() -> None:
         hook.start([batch])
@@ -80,11 +64,11 @@ def section(device: torch.device, quick: bool, repeats: int, _: object) -> Secti
 
     cases = [
         Case("mismatch_plugin hook", hook_step, use(hooked)),
-        Case("megatron-core cross entropy", other(own), use(finalize)),
-        Case("no loss: sum of the logits", other(Tensor.sum), use(finalize)),
+        Case("megatron-core cross entropy", other_step(model, batch, megatron_loss(batch)), use(finalize)),
+        Case("no loss: sum of the logits", other_step(model, batch, Tensor.sum), use(finalize)),
         Case("correction alone", correction),
     ]
-    timings = measure(cases, device, repeats)
+    timings = measure(cases, device, max(2, repeats // 2), calls=1)
     nothing = timings["no loss: sum of the logits"].ms
     rows: list[Row] = []
     for case in cases:
@@ -101,8 +85,35 @@ def section(device: torch.device, quick: bool, repeats: int, _: object) -> Secti
     return Section("hook_share", title, rows, facts, NOTES)
 
 
-def _samples(sample: Callable[..., Any], vocab: int, count: int, length: int) -> list[Any]:
+def other_step(model: Any, batch: Any, loss_func: Callable[[Tensor], Tensor]) -> Callable[[], object]:
+    """A step of the same schedule with another loss of the logits."""
+    from mismatch_plugin.lab.model import run_step
+
+    ones = torch.ones((), dtype=torch.int64, device=batch.tokens.device)
+
+    def forward(data: Iterator[Any], model: Any) -> tuple[Tensor, Callable[..., Any]]:
+        item = next(data)
+        logits = model(item.tokens, item.position_ids, None, packed_seq_params=item.packed_seq_params)
+        return logits, lambda output: (loss_func(output), ones, {})
+
+    return lambda: run_step(model, forward, iter([batch]), 1)
+
+
+def megatron_loss(batch: Any) -> Callable[[Tensor], Tensor]:
+    """The sum of megatron-core's own cross entropy of the batch's targets."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    def loss(logits: Tensor) -> Tensor:
+        chosen = logits.flatten(0, -2).index_select(0, batch.rows)
+        return vocab_parallel_cross_entropy(chosen[:, None], batch.targets[:, None]).sum()
+
+    return loss
+
+
+def samples(vocab: int, count: int, length: int) -> list[Any]:
     """Responses behind prompts a fourth as long, with log-probs as of a policy that knows nothing yet."""
+    from mismatch_plugin.hooks.megatron_core.batch import Sample
+
     generator = torch.Generator().manual_seed(0)
     made = []
     for _ in range(count):
@@ -111,5 +122,5 @@ def _samples(sample: Callable[..., Any], vocab: int, count: int, length: int) ->
         old = (said + 0.05 * torch.randn(length, generator=generator)).tolist()
         advantage = float(torch.randn((), generator=generator))
         prompt, response = ids[: length // 4], ids[length // 4 :]
-        made.append(sample(prompt, response, advantage, rollout_log_probs=said.tolist(), old_log_probs=old))
+        made.append(Sample(prompt, response, advantage, rollout_log_probs=said.tolist(), old_log_probs=old))
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from examples.benchmarks import machine
 from examples.benchmarks.counting import count, launches
-from examples.benchmarks.log_prob_cases import Compute, Contender, contenders, plain, sharded
+from examples.benchmarks.log_prob_cases import COMPILED, IN_PLACE, OURS, Compute, Contender, contenders, plain, sharded
 from examples.benchmarks.machine import Case, Timing, copy_bandwidth, measure
 from examples.benchmarks.results import MEASURED, Row, Section, noted
 from examples.benchmarks.workers import in_processes
@@ -20,18 +21,23 @@ from examples.benchmarks.workers import in_processes
 PASSES = 3
 """Over the logits, at least: read for the sums, read for the probabilities, write the gradient."""
 NOTES = [
-    "Forward and backward with a random gradient for every token; logits are drawn with deviation 3. Time: on CPU the "
-    "process's own user CPU time (with several threads the wall time), medians of calls in turns; on CUDA that of "
-    "events.",
+    "Forward and backward with a random gradient for every token; logits are drawn with deviation 3. / ours: a "
+    "contender's figure divided by that of mismatch_plugin, and of what overwrites the logits (megatron-core, liger, "
+    "transformer-engine) by that of mismatch_plugin with the gradient in place, which does so too; above 1 ours is "
+    "ahead.",
+    "Time: medians of calls in turns. On CPU user + system time of the process: the system's part is mostly pages of "
+    "new memory. On CUDA events. First call: seconds of wall time with all loading and compiling, outside of that.",
+    "Extra memory: the most beyond the logits, divided by the size of the gradient, which must exist unless it "
+    "overwrites the logits. In a process of its own (CPU: resident memory).",
     "GB/s: three passes over the logits (read, read, write the gradient), which is the least that a backward pass with "
     "vocabulary parallelism needs, divided by the time; and as a share of the bandwidth of a copy in the same run.",
     "Tensor bytes: of all tensors that kernels read and write, a logit; on CPU only. Blocks that stay in a cache count "
-    "here too. Kernels: operations dispatched that are no views; on CUDA what the device was made to do.",
-    "Extra peak: the most memory beyond the logits, divided by the size of the gradient, which must exist unless it "
-    "overwrites the logits. Measured in a process of its own (CPU: resident memory).",
+    "here too. Kernels: operations dispatched that are no views; on CUDA what the device was made to do. Of compiled "
+    "code neither can be counted on CPU.",
     "Error: largest deviation of the gradient from that of float64, divided by the largest gradient.",
-    "Contenders that overwrite the logits get fresh ones before every call, outside the clock. What has no entropy "
-    "has it added by autograd in the rows with entropy.",
+    "Contenders that overwrite the logits get fresh ones before every call, outside the clock. megatron-core, liger "
+    "and transformer-engine have no entropy. torch's lines, compiled or not, and TRL's need the whole vocabulary on "
+    "one rank, so that none of them is in the rows of tp 2.",
     "tp 2: what one of two processes connected by gloo takes, each with half of the vocabulary; on CPU only.",
 ]
 
@@ -59,7 +65,7 @@ def problems(device: torch.device, quick: bool) -> tuple[Problem, ...]:
     if quick:
         return (Problem(48, 512),)
     if device.type == "cpu":
-        return (Problem(4096, 32768), Problem(512, 151936), Problem(8192, 8192))
+        return (Problem(2048, 32768), Problem(256, 151936), Problem(2048, 8192))
     sizes = ((8192, 131072), (8192, 151936), (32768, 32768))
     return tuple(Problem(tokens, vocab, "bfloat16") for tokens, vocab in sizes)
 
@@ -88,33 +94,50 @@ def _rows(problem: Problem, device: torch.device, repeats: int, bandwidth: float
         with noted(row):
             compute = contender.compute(device)
             row["error"] = _error(contender, compute, device, problem.dtype)
-            cases[_key(row)] = _case(_key(row), contender, compute, logits, source, targets, g, h)
-    timings = measure(list(cases.values()), device, repeats)
+            case = _case(_key(row), contender, compute, logits, source, targets, g, h)
+            start = time.perf_counter()
+            case.prepare()
+            case.run()
+            row["first_s"] = time.perf_counter() - start
+            cases[_key(row)] = case
+    timings = measure(list(cases.values()), device, repeats, warm=True)
     here = [row for row in rows if row["status"] == MEASURED]
     for row in here:
         case, timing = cases[_key(row)], timings[_key(row)]
         case.prepare()
-        counts = count(case.run)
-        row |= {**speed(timing, source.nbytes, bandwidth), "syncs": len(counts.syncs), "kernels": counts.total}
+        row |= speed(timing, source.nbytes, bandwidth)
+        if row["name"] != COMPILED:
+            counts = count(case.run)
+            row |= {"syncs": len(counts.syncs), "kernels": counts.total}
+            row["bytes_a_logit"] = counts.tensor_bytes / source.numel() if device.type == "cpu" else None
         if device.type == "cuda":
             case.prepare()
             row["kernels"] = launches(case.run)
-        else:
-            row["bytes_a_logit"] = counts.tensor_bytes / source.numel()
     peaks = _peaks([(row["name"], row["entropy"]) for row in here], problem, device)
     for row, peak in zip(here, peaks, strict=True):
         row |= {"status": f"time only: {peak}"} if isinstance(peak, str) else {"extra_peak": peak / source.nbytes}
+    return against_ours(rows)
+
+
+def against_ours(rows: list[Row]) -> list[Row]:
+    """The rows, with time_ours and memory_ours: their figures divided by ours of the same entropy.
+
+    What overwrites the logits is compared with ours that does, too.
+    """
     for row in rows:
-        if row["status"] == MEASURED:
-            key = _key({"name": "torch log_softmax + gather", "entropy": row["entropy"]})
-            row["times_torch"] = row["ms"] / timings[key].ms
+        here = {other["name"]: other for other in rows if other["entropy"] == row["entropy"]}
+        ours = here.get(IN_PLACE, {}) if row.get("overwrites") else here[OURS]
+        for name, key in (("time_ours", "ms"), ("memory_ours", "extra_peak")):
+            if ours.get(key) and row.get(key) is not None:
+                row[name] = row[key] / ours[key]
     return rows
 
 
 def speed(timing: Timing, nbytes: int, bandwidth: float) -> Row:
     """Figures of a row whose logits have `nbytes`; bandwidth: GB/s of a copy."""
     floor = PASSES * nbytes / timing.ms / 1e6
-    return {"ms": timing.ms, "wall_ms": timing.wall_ms, "gb_s": floor, "copy_share": floor / bandwidth}
+    times = {"ms": timing.ms, "wall_ms": timing.wall_ms, "system_ms": timing.system_ms}
+    return {**times, "gb_s": floor, "copy_share": floor / bandwidth}
 
 
 def _peaks(names: list[tuple[str, bool]], problem: Problem, device: torch.device) -> list[int | str]:
@@ -149,12 +172,18 @@ def rows_of_shard(problem: Problem, repeats: int, bandwidth: float) -> list[Row]
             case = _case("", contender, contender.compute(device), logits, source, targets, g, h)
         if row["status"] == MEASURED:  # what fails here must end both ranks
             row |= speed(measure([case], device, repeats, calls=1)[""], source.nbytes, bandwidth)
-    return rows
+            case.prepare()
+            before = machine.memory_in_use(device)
+            case.run()
+            row["extra_peak"] = max(0, machine.peak_since(device) - before) / source.nbytes
+    return against_ours(rows)
 
 
 def _named(contender: Contender, problem: Problem, tp: int = 1) -> Row:
     size = {"tokens": problem.tokens, "vocab": problem.vocab, "dtype": problem.dtype, "tp": tp}
-    return {"name": contender.name, "entropy": contender.entropy, **size}
+    named: Row = {"name": contender.name, "entropy": contender.entropy, **size}
+    named |= {"overwrites": True} if contender.destroys else {}
+    return named if contender.source is None else {**named, "source": contender.source}
 
 
 def _key(row: Row) -> str:

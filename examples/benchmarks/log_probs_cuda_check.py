@@ -3,9 +3,10 @@
     python -m examples.benchmarks.log_probs_cuda_check              # at the root of the repository
     python -m examples.benchmarks.log_probs_cuda_check --sweep      # other block sizes and numbers of warps too
 
-Checks: every case of `triton_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, a CUDA graph,
-torch.compile, equal bits on a second run. Then, next to the torch Function: ms, GB/s, share of the copy bandwidth
-measured in the same run, bytes a logit, peak memory and kernels. Ends with 1 if a check failed, with 2 without CUDA.
+Checks: every case of `triton_cases.py`, emulated tensor parallelism, rows beyond 2^31 elements, CUDA graphs, rows that
+are there twice, torch.compile, equal bits on a second run. Then, next to the torch Function: ms, GB/s, share of the
+copy bandwidth measured in the same run, bytes a logit, peak memory and kernels. Ends with 1 if a check failed, with 2
+without CUDA.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +28,11 @@ from examples.benchmarks import machine
 from examples.benchmarks.counting import launches
 from examples.benchmarks.machine import Case
 from examples.benchmarks.triton_cases import CASES, SHARDED, check, check_shards, compare, results
-from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_log_probs
+from mismatch_plugin.parallel.log_probs import (
+    Backend,
+    vocab_parallel_linear_log_probs,
+    vocab_parallel_log_probs,
+)
 
 CUDA = torch.device("cuda")
 
@@ -54,7 +60,14 @@ def run_checks() -> int:
     checks: dict[str, Callable[[], None]] = {str(case): partial(check, case, "cuda") for case in CASES}
     for what, dtype in itertools.product(SHARDED, ("fp32", "bf16")):
         checks[f"shards {what} {dtype}"] = partial(check_shards, what, dtype, "cuda")
-    for function in (check_beyond_int32, check_cuda_graph, check_compile, check_same_bits):
+    for function in (
+        check_beyond_int32,
+        check_cuda_graph,
+        check_linear_cuda_graph,
+        check_rows_are_asserted,
+        check_compile,
+        check_same_bits,
+    ):
         checks[function.__name__] = function
     failed = sum(not passes(name, function) for name, function in checks.items())
     print(f"{len(checks) - failed} of {len(checks)} checks passed")
@@ -99,21 +112,65 @@ def check_beyond_int32() -> None:
 
 
 def check_cuda_graph() -> None:
-    """A captured step gives on new logits what an eager one gives."""
-    logits, targets, upstream = inputs(64, 8197)
+    """A captured step gives on new logits what an eager one gives: with all that a graph can hold, in place too."""
+    logits, targets, upstream = inputs(64, 8208)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": torch.rand(64, device="cuda") + 0.5, "vocab_size": 8197},
+        {"rows": torch.randperm(64, device="cuda")},
+        {"sampling_mask": torch.rand(64, 8208, device="cuda") < 0.3},
+        {"inplace_gradient": True},
+    ]
+    for chosen in options:
+        check_captured(lambda chosen=chosen: step(logits, targets % 8197, upstream, "triton", **chosen), logits)
+
+
+def check_linear_cuda_graph() -> None:
+    """So does one from hidden states, in chunks."""
+    _, targets, upstream = inputs(64, 8208)
+    hidden, weight = (torch.randn(n, 128, device="cuda", dtype=torch.bfloat16) for n in (64, 8208))
+    hidden.requires_grad_()
+    weight.requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        result = vocab_parallel_linear_log_probs(hidden, weight, targets, entropy="grad", chunk_rows=24)
+        outputs = [value for value in result if value is not None]
+        return *(value.detach() for value in outputs), *torch.autograd.grad(outputs, [hidden, weight], list(upstream))
+
+    check_captured(run, hidden)
+
+
+def check_captured(run: Callable[[], tuple[Tensor, ...]], changed: Tensor) -> None:
+    """Replays equal eager runs, for two other contents of `changed`."""
+    with torch.no_grad():
+        begun = changed.clone()
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        step(logits, targets, upstream, "triton")
+        run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = step(logits, targets, upstream, "triton")
-    with torch.no_grad():
-        logits.copy_(torch.randn_like(logits))
-    graph.replay()
-    for value, other in zip(captured, step(logits, targets, upstream, "triton"), strict=True):
-        assert torch.equal(value, other)
+        captured = run()
+    for scale in (1.0, -0.5):
+        found = []
+        for replayed in (True, False):
+            with torch.no_grad():
+                changed.copy_(begun * scale)
+            graph.replay() if replayed else None
+            found.append([value.clone() for value in (captured if replayed else run())])
+        for value, other in zip(*found, strict=True):
+            assert torch.equal(value, other)
+
+
+def check_rows_are_asserted() -> None:
+    """A row that is there twice ends the process, which says why."""
+    code = (
+        "import torch; from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs as f; x = torch.zeros("
+        "4, 9, device='cuda'); i = torch.tensor([1, 1], device='cuda'); f(x, i, rows=i); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0 and "each at most once" in done.stdout + done.stderr, done.stderr[-500:]
 
 
 def check_compile() -> None:

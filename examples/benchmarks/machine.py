@@ -21,7 +21,7 @@ import mismatch_plugin
 
 _PACKAGES = ("torch", "triton", "megatron-core", "verl", "liger-kernel", "transformer-engine", "trl", "numpy")
 _LEAST_MS = 50.0
-_CLOCK_MS = 1e-3  # the user CPU clock ticks: on a busy machine a short call may take none of it
+_CLOCK_MS = 1e-3  # the CPU clock ticks: on a busy machine a short call may take none of it
 """A repetition on the CPU calls a fast function so often that it takes at least this long."""
 
 
@@ -36,25 +36,34 @@ class Case:
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians over the repetitions, milliseconds a call: time on the device, and wall time.
-
-    On the device: events on CUDA; on CPU the user CPU time, or with several threads the wall time.
+    """Medians over the repetitions, milliseconds a call: the time that is compared (`clock` names it), the wall time,
+    and of the CPU time the system's part: pages that are fetched for new memory, for the most part.
     """
 
     ms: float
     wall_ms: float
+    system_ms: float = 0.0
 
 
-def measure(cases: Sequence[Case], device: torch.device, repeats: int, calls: int | None = None) -> dict[str, Timing]:
+def clock(kind: str, threads: int) -> str:
+    """What `ms` is on such a device."""
+    return "CUDA events" if kind == "cuda" else "user + system" if threads == 1 else "wall time"
+
+
+def measure(
+    cases: Sequence[Case], device: torch.device, repeats: int, calls: int | None = None, warm: bool = False
+) -> dict[str, Timing]:
     """Time the cases in turns (one call of each, and again), so that a busy machine slows all of them alike.
 
-    User CPU time is not entered by other jobs, nor by page faults. Two calls of each before warm up.
-    calls: of a case in one repetition; None: as many as fill 50 ms on CPU, one on CUDA.
+    CPU time is not entered by other jobs' turns, but the page faults of new memory are in it. Two calls of each before
+    warm up.
+    calls: of a case in one repetition; None: as many as fill 50 ms on CPU, one on CUDA. warm: each was called already.
     """
     fill = {}
     for case in cases:
-        case.prepare()
-        case.run()  # the first call loads and compiles
+        if not warm:
+            case.prepare()
+            case.run()  # the first call loads and compiles
         fill[case.name] = _calls(case, device) if calls is None else calls
     taken: dict[str, list[tuple[float, ...]]] = {case.name: [] for case in cases}
     for _ in range(repeats):
@@ -68,11 +77,11 @@ def measure(cases: Sequence[Case], device: torch.device, repeats: int, calls: in
 
 
 def _calls(case: Case, device: torch.device) -> int:
-    _, wall_ms = _once(case, device)
+    _, wall_ms, _ = _once(case, device)
     return max(1, min(100, int(_LEAST_MS / max(wall_ms, 1e-3)))) if device.type == "cpu" else 1
 
 
-def _once(case: Case, device: torch.device) -> tuple[float, float]:
+def _once(case: Case, device: torch.device) -> tuple[float, float, float]:
     case.prepare()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -82,12 +91,14 @@ def _once(case: Case, device: torch.device) -> tuple[float, float]:
         case.run()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end), 1e3 * (time.perf_counter() - start)
-    user, start = resource.getrusage(resource.RUSAGE_SELF).ru_utime, time.perf_counter()
+        return begin.elapsed_time(end), 1e3 * (time.perf_counter() - start), 0.0
+    before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     case.run()
     wall = time.perf_counter() - start
-    spent = resource.getrusage(resource.RUSAGE_SELF).ru_utime - user
-    return 1e3 * (spent if torch.get_num_threads() == 1 else wall), 1e3 * wall
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    system = after.ru_stime - before.ru_stime
+    spent = after.ru_utime - before.ru_utime + system
+    return 1e3 * (spent if torch.get_num_threads() == 1 else wall), 1e3 * wall, 1e3 * system
 
 
 def copy_bandwidth(device: torch.device, megabytes: int, repeats: int) -> float:
@@ -106,6 +117,7 @@ def describe(device: torch.device) -> dict[str, str | int]:
         "kind": device.type,
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count() or 1,
+        "clock": clock(device.type, torch.get_num_threads()),
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "mismatch-plugin": mismatch_plugin.__version__,

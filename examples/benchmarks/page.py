@@ -6,8 +6,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import mismatch_plugin
+from examples.benchmarks.findings import findings
 from examples.benchmarks.results import load
-from examples.benchmarks.tables import findings, tables
+from examples.benchmarks.tables import tables
 from mismatch_plugin.files import write_whole
 
 TEMPLATE = "bench.html.j2"

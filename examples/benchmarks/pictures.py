@@ -28,15 +28,28 @@ def pictures(section: Section) -> list[Picture]:
             _bars("log_probs_memory", "Log-probs: extra memory", "peak / gradient", with_entropy, "extra_peak", size),
         ]
     if section.name == "correction":
-        caption = "Correction and metrics of about a million tokens, by the number of sequences they are cut into."
-        return [_lines("correction_ms", "Correction: time", "milliseconds", rows, ("sequences", "ms"), caption)]
+        setting, sequences = rows[0]["setting"], rows[0]["sequences"]
+        first = [row for row in rows if (row["setting"], row["sequences"]) == (setting, sequences)]
+        caption = f"{setting} with its metrics: {sequences} ragged sequences, {rows[0]['tokens']} tokens."
+        return [_bars("correction_ms", "Correction: time", "milliseconds", first, "ms", caption)]
+    if section.name == "linear":
+        size = max(row["tokens"] for row in rows)
+        last = [row for row in rows if row["tokens"] == size and row["entropy"]]
+        caption = f"From hidden states of {size} tokens, forward and backward, with entropy."
+        return [
+            _bars("linear_memory", "Log-probs from hidden states: extra memory", "MiB", last, "extra_peak", caption)
+        ]
+    if section.name == "whole_step":
+        thin = [row for row in rows if row["H"] == rows[0]["H"]]
+        caption = "Peak memory of one step beyond weights and gradient buffers, by its tokens."
+        return [_lines("whole_step", "A train step: peak memory", "MiB", thin, ("T", "peak_mib"), caption)]
     if section.name == "communication":
         caption = "Bytes that one rank sends in a ring, for a micro-batch (tp, cp) or a step (dp x cp)."
         return [_lines("sent", "Bytes sent", "bytes", section.rows, ("ranks", "sent"), caption)]
     if section.name == "hook_share":
         caption = "One step of the small model with each loss; the correction alone is a part of the hook."
         return [_bars("hook", "A train step", "milliseconds", rows, "ms", caption)]
-    return [_scaling(rows)]
+    return [_scaling(rows)] if section.name == "scaling" else []
 
 
 def _bars(name: str, title: str, label: str, rows: Sequence[Row], key: str, caption: str) -> Picture:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.parallel import log_prob_triton
-from mismatch_plugin.parallel.log_prob_torch import Layout
+from mismatch_plugin.parallel.log_prob_arguments import Layout
 from mismatch_plugin.parallel.log_probs import Backend, RaggedSamplingMask, vocab_parallel_log_probs
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

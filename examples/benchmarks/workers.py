@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 _TIMEOUT_S = 600
 
@@ -24,7 +25,7 @@ def in_processes(
 ) -> list[Any]:
     """What function(*arguments) returns in each of `size` new processes, in rank order.
 
-    The function stands at the top of a module. With more than one process torch.distributed is initialised over gloo.
+    The function is one at the top of a module. With more than one process torch.distributed is initialised over gloo.
     threads: of torch, in each. Raises RuntimeError where a rank raises, dies, or does not answer in time.
     """
     context = multiprocessing.get_context("spawn")
@@ -67,6 +68,7 @@ def _work(
     sender: Connection,
     arguments: tuple[Any, ...],
 ) -> None:
+    warnings.simplefilter("ignore")  # of the libraries that take part
     torch.set_num_threads(threads)
     if size > 1:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -84,14 +86,22 @@ def _work(
         dist.destroy_process_group()
 
 
-def megatron_groups() -> None:
-    """megatron-core's parallel state, tensor parallel over all processes, on CPU with the lab's stand-ins for CUDA.
+def megatron_groups(model: bool = True) -> None:
+    """megatron-core's parallel state, tensor parallel over all processes.
 
-    These slow down every call of torch in this process a little.
+    model: with the lab's stand-ins for CUDA, which its model needs on a CPU. They slow down every call of torch in this
+    process a little, and what torch.compile made before is made again; its cross entropies do without.
     """
     from megatron.core import parallel_state
 
-    from mismatch_plugin.lab.model import initialize_parallel
+    if parallel_state.is_initialized():
+        return
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if model or torch.cuda.is_available():
+        from mismatch_plugin.lab.model import initialize_parallel
 
-    if not parallel_state.is_initialized():
-        initialize_parallel(tp=dist.get_world_size() if dist.is_initialized() else 1)
+        initialize_parallel(tp=size)
+        return
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=size)

@@ -68,7 +68,9 @@ class Sample:
     def occurred(self) -> Bools:
         """[n] tokens whose id was earlier in the response: those that SGLang's penalties act on."""
         flags = np.ones(self.tokens, dtype=bool)
-        flags[np.unique(self.record.response_ids, return_index=True)[1]] = False
+        ids = self.record.response_ids
+        order = stable_order(ids)
+        flags[order[_first_of_equals(ids[order])]] = False
         return flags
 
     def place(self, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
@@ -98,10 +100,20 @@ class Tokens:
     def __len__(self) -> int:
         return len(self.rollout)
 
-    @property
+    @cached_property
     def gap(self) -> Floats:
         """d = log π_train − log π_rollout."""
         return self.training - self.rollout
+
+    @cached_property
+    def order(self) -> Ints:
+        """The tokens from the least likely one on by the rollout side; of equal ones the first first."""
+        return stable_order(self.rollout)
+
+    @cached_property
+    def order_down(self) -> Ints:
+        """The same from the likeliest one on; of equal ones the first first."""
+        return stable_order(-self.rollout)
 
     def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:
         """(log-probs of this side, those of the other)."""
@@ -165,9 +177,10 @@ class Batch:
 
     def with_values(self, changed: Mapping[int, Mapping[str, Any]]) -> Batch:
         """The same batch with fields of some samples replaced, by index."""
-        if not changed:
+        if not any(changed.values()):
             return self
-        samples = (replace(sample, **changed.get(sample.index, {})) for sample in self.samples)
+        fields = (changed.get(sample.index) for sample in self.samples)  # what stays keeps what it has worked out
+        samples = (replace(sample, **new) if new else sample for sample, new in zip(self.samples, fields, strict=True))
         return replace(self, samples=tuple(samples))
 
     def finding(
@@ -201,6 +214,35 @@ class Batch:
             fix=fix,
             confidence=confidence,
         )
+
+
+def _first_of_equals(ranked: Floats | Ints) -> Bools:
+    """Of values in order, those that the one before does not equal."""
+    first = np.ones(len(ranked), dtype=bool)
+    first[1:] = ranked[1:] != ranked[:-1]
+    return first
+
+
+def stable_order(values: Floats | Ints) -> Ints:
+    """np.argsort(values, kind="stable") in a third of its time; no NaN."""
+    order = np.argsort(values)
+    ranked = values[order]
+    ties = np.flatnonzero(ranked[1:] == ranked[:-1])
+    if len(ties):
+        tied = np.zeros(len(values), dtype=bool)
+        tied[ties] = tied[ties + 1] = True
+        at = np.flatnonzero(tied)
+        run = np.cumsum(_first_of_equals(ranked[at])) * len(values)
+        order[at] = np.sort(run + order[at]) - run
+    return order
+
+
+def median(values: Floats) -> float:
+    """np.median of at least one number, none of them NaN, without its overhead."""
+    middle = len(values) // 2
+    if len(values) % 2:
+        return float(np.partition(values, middle)[middle])
+    return float(np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].mean())
 
 
 Outcome = tuple[list[Item], Batch]

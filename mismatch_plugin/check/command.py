@@ -89,15 +89,17 @@ def check(
     "start", "end"}, spans of response tokens), "finish_reason" (stop, length
     or abort), "sample_id", "request_id", "server" and "dp_rank" (which server
     and which of its workers), "log_probs_of" (raw, tempered or filtered: before
-    the temperature, after it (the default), or after filters too), "text",
-    "reward".
+    the temperature, after it (the default), or after filters too), "served"
+    (what our plugin in the SGLang server told: weights, temperature and
+    precision, which need no TRAINING), "text", "reward".
 
     TRAINING has one JSON object a line, {"train_log_probs": [...], ...}: the
     natural log-probs of the response tokens at the sampling temperature, null
     where there is none. "sample_id" or "index" (place of the record, from 0)
     say whose they are; without, line i belongs to record i. Optional:
     "token_ids" and "prompt_ids" (response and prompt as the trainer sees them),
-    "loss_mask", "weight_version", "temperature", "advantages".
+    "loss_mask", "weight_version", "weight_fingerprint" (of the weights that it
+    sent to the servers), "temperature", "advantages".
 
     Exit status: 0 no fault, 1 faults found, 2 cannot check, for example because
     there is neither TRAINING nor --checkpoint, --url or --records-only, 3 not

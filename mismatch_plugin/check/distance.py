@@ -91,7 +91,7 @@ def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
     To first order a change of the logits moves log p by (1 − p) of it over T, so that this measures the change itself:
     the tokens of sure and of unsure responses are then equally far apart.
     """
-    temperature = sample.record.sampling.log_prob_temperature
+    temperature = sample.record.log_prob_temperature
     with np.errstate(invalid="ignore", over="ignore"):
         left = -np.expm1(np.minimum(ours, theirs))
         chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)

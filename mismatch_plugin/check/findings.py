@@ -12,7 +12,7 @@ FaultName = Literal[
     "sign", "probabilities", "log_base",
     "temperature", "truncation", "penalty",
     "mixed_versions", "staleness",
-    "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs",
+    "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
     "wrong_prompt", "retokenised",
     "quantised", "moe_routing", "far_apart",
     "bf16", "fp16", "rounded",

@@ -30,7 +30,7 @@ def find_ids(batch: Batch) -> Outcome:
     lagged: list[tuple[Sample, int]] = []
     differing: list[tuple[Sample, Ints]] = []
     changed: dict[int, dict[str, Any]] = {}
-    owners = {_key(sample.record.response_ids): sample for sample in reversed(batch.samples) if sample.tokens > 1}
+    owners: dict[bytes, Sample] = {}
     compared = 0
     for sample in batch:
         ours, theirs = sample.record.response_ids, sample.told.token_ids
@@ -41,6 +41,8 @@ def find_ids(batch: Batch) -> Outcome:
         positions = np.flatnonzero(ours[:shared] != theirs[:shared])
         if not len(positions):
             continue  # what is left is a question of length
+        if not owners:
+            owners = {_key(one.record.response_ids): one for one in reversed(batch.samples) if one.tokens > 1}
         owner = owners.get(_key(theirs))
         lag = _lag(ours, theirs)
         if owner is not None and len(theirs) == len(sample.training):

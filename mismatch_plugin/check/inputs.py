@@ -18,6 +18,8 @@ from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.responses import Dump
 
+_NO_TRAINING = "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
+
 
 class Inputs(NamedTuple):
     """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
@@ -38,7 +40,10 @@ def check_files(records_path: Path, training_path: Path | None = None, **sources
     accept = sources.pop("accept", ())
     refuse_unknown_faults(accept)
     inputs = read_inputs(records_path, training_path, **sources)
-    return check_batch(inputs.batch, accept=accept, notes=inputs.notes, found=inputs.findings)
+    result = check_batch(inputs.batch, accept=accept, notes=inputs.notes, found=inputs.findings)
+    if not inputs.batch.has_training and not sources.get("records_only") and result.status != "faults":
+        raise InputError(_NO_TRAINING)  # what the servers told of themselves is no comparison
+    return result
 
 
 def refuse_unknown_faults(accept: Sequence[str]) -> None:
@@ -65,8 +70,8 @@ def read_inputs(
 
     records: a file, a folder, or a dump that was read. checkpoint: its folder, or what was loaded of it.
     reference_checkpoint: the weights that the run began with. urls: servers or routers. records_only: no training side,
-    and that is meant. needs_training: an error without one. format: of the records, a name of
-    `rollout.dumps.registry.FORMATS`.
+    and that is meant. needs_training: an error without one, but for records that tell what served them
+    (`check.served`). format: of the records, a name of `rollout.dumps.registry.FORMATS`.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
@@ -79,10 +84,9 @@ def read_inputs(
     named = "the running servers" if isinstance(records, Dump) else encodable(str(records))
     dump = records if isinstance(records, Dump) else _dump(records, format, training_path)
     responses = dump.responses
-    if source is None and dump.scored is None and needs_training and not records_only:
-        raise InputError(
-            "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
-        )
+    one_sided = source is None and dump.scored is None and needs_training and not records_only
+    if one_sided and all(response.served is None for response in responses):
+        raise InputError(_NO_TRAINING)
     workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     model = Checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
     given |= {"--checkpoint": model, "--url": next(iter(workers), None)}

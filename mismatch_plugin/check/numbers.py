@@ -66,6 +66,8 @@ def find_numbers(batch: Batch) -> Outcome:
         hits: dict[FaultName, list[_Hit]] = defaultdict(list)
         for sample in batch:
             values = sample.values(side)
+            if not len(values) or (values.min() > FLOOR and values.max() <= POSITIVE_TOLERANCE):
+                continue  # all sound, and no NaN among them
             trains = np.ones(len(values), dtype=bool)  # over what the list has too much, too
             trains[: sample.tokens] = sample.mask[: len(values)]
             sound = np.isfinite(values)  # what a masked token carries is ignored, but must not enter a statistic

@@ -6,10 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Hashable
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome, Sample, median
 from mismatch_plugin.check.distance import logit_gap
 from mismatch_plugin.check.findings import Confidence, Finding
 from mismatch_plugin.rollout.responses import Floats
@@ -109,12 +110,22 @@ def score(batch: Batch) -> list[Scored]:
 def sample_gap(sample: Sample) -> float | None:
     """Median |logit gap|, of the half of the response where it is smaller: other weights show in both halves, other ids
     or another prompt in one. None for too few tokens."""
+    if sample not in _GAPS:
+        _GAPS[sample] = _gap_of_nearer_half(sample)
+    return _GAPS[sample]
+
+
+_GAPS: WeakKeyDictionary[Sample, float | None] = WeakKeyDictionary()
+"""Several detectors ask for the same."""
+
+
+def _gap_of_nearer_half(sample: Sample) -> float | None:
     gap = np.abs(logit_gap(sample, sample.rollout, sample.training)) if sample.comparable else np.zeros(0)
     gap = gap[np.isfinite(gap)]
     if len(gap) < MIN_TOKENS:
         return None
     halves: list[Floats] = np.array_split(gap, 2) if len(gap) >= HALVED else [gap]
-    return max(min(float(np.median(half)) for half in halves), FLOOR)
+    return max(min(map(median, halves)), FLOOR)
 
 
 def _like(sample: Sample) -> Hashable:
@@ -123,12 +134,12 @@ def _like(sample: Sample) -> Hashable:
 
 
 def _server(sample: Sample) -> Hashable:
-    return sample.record.server
+    return sample.record.worker[0]
 
 
 def _worker(sample: Sample) -> Hashable:
-    record = sample.record
-    return None if record.server is None and record.dp_rank is None else (record.server, record.dp_rank)
+    worker = sample.record.worker
+    return None if worker == (None, None) else worker
 
 
 def _median(items: list[Scored]) -> float:
@@ -159,9 +170,9 @@ def _odd(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
     near, far = float(np.median(base)), _median([item for name in odd for item in groups[name]])
     clear = far >= CLEAR_RATIO * near and far >= PRECISION
     confidence: Confidence = "likely" if clear else "possible"
-    names = ", ".join(_called(name) for name in odd)
+    names = ", ".join(called(name) for name in odd)
     samples = sorted((item.sample for name in odd for item in groups[name]), key=lambda sample: sample.index)
-    others = ", ".join(map(_called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
+    others = ", ".join(map(called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
     area = min(tests[name].area for name in odd)
     p = max(tests[name].p for name in odd)
     return batch.finding(
@@ -179,7 +190,8 @@ def _odd(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
     )
 
 
-def _called(name: Hashable) -> str:
+def called(name: Hashable) -> str:
+    """A server, or a server and its data-parallel rank, in words."""
     server, rank = name if isinstance(name, tuple) else (name, None)
     parts = [str(server)] if server is not None else []
     return " ".join([*parts, *([f"dp_rank {rank}"] if rank is not None else [])])

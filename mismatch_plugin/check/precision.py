@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,19 +23,14 @@ def find_precision(batch: Batch) -> Outcome:
     """By sample and side, so that one of several engines is found too. Looks at the values as they were given."""
     found: list[Item] = []
     for side in SIDES:
-        by_kind: dict[FaultName, list[Sample]] = defaultdict(list)
-        judged = 0
+        lists: list[tuple[Sample, Floats]] = []
         for sample in batch:
             values = sample.values(side)
-            values = np.unique(values[_told(values)])
-            if len(values) < MIN_SAMPLE:
-                continue
-            judged += 1
-            kind: FaultName | None = next(
-                (name for name, form in KINDS.items() if form.fits(values).mean() >= SHARE), None
-            )
-            if kind is not None:
-                by_kind[kind].append(sample)
+            values = np.sort(values[_told(values)])
+            values = values[np.diff(values, prepend=0.0) != 0]  # each once; 0 is never told
+            if len(values) >= MIN_SAMPLE:
+                lists.append((sample, values))
+        judged, by_kind = len(lists), _by_kind(lists)
         if not judged and (side == "rollout" or batch.has_training):
             few = f"no sample has {MIN_SAMPLE} different {side} log-probs below −{SMALLEST:g}"
             found.append(too_few(few, *KINDS))
@@ -53,6 +48,22 @@ def find_precision(batch: Batch) -> Outcome:
             )
             found.append(finding)
     return found, batch
+
+
+def _by_kind(lists: Sequence[tuple[Sample, Floats]]) -> dict[FaultName, list[Sample]]:
+    """The samples whose values fit a form, the first one of KINDS."""
+    found: dict[FaultName, list[Sample]] = defaultdict(list)
+    names: list[FaultName] = [*KINDS]
+    if not lists:
+        return found
+    counts = np.array([len(values) for _, values in lists])
+    starts = np.cumsum(counts) - counts
+    flat = np.concatenate([values for _, values in lists])
+    fits = [np.add.reduceat(form.fits(flat), starts, dtype=np.int64) / counts >= SHARE for form in KINDS.values()]
+    for (sample, _), *fitting in zip(lists, *fits, strict=True):
+        if any(fitting):
+            found[names[fitting.index(True)]].append(sample)
+    return found
 
 
 def _told(values: Floats) -> Bools:

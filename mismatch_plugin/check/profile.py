@@ -31,9 +31,10 @@ def scaled(batch: Batch, typical: float | None = None) -> Scaled:
     size = np.minimum(np.abs(tokens.gap), CLIP)
     depth = -tokens.rollout
     ordinary = np.zeros(len(size))
-    for kind in (tokens.occurred, ~tokens.occurred) if typical is not None else (np.ones(len(size), dtype=bool),):
-        at = np.flatnonzero(kind)
-        for part in np.array_split(at[np.argsort(depth[at], kind="stable")], BINS):
+    order = tokens.order_down
+    again = tokens.occurred[order]
+    for at in (order[again], order[~again]) if typical is not None else (order,):
+        for part in np.array_split(at, BINS):
             if len(part):
                 ordinary[part] = size[part].mean() if typical is None else np.quantile(size[part], typical)
     return Scaled(tokens, size, ordinary, np.maximum(depth, -tokens.training) > CERTAIN)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,6 +43,16 @@ class Fit(NamedTuple):
 
 def fit(tokens: Tokens) -> Fit:
     """At least 8 tokens are needed; without both kinds of token `repeated` is 0."""
+    if tokens not in _FITS:
+        _FITS[tokens] = _fit(tokens)
+    return _FITS[tokens]
+
+
+_FITS: WeakKeyDictionary[Tokens, Fit] = WeakKeyDictionary()
+"""Several detectors ask for the same."""
+
+
+def _fit(tokens: Tokens) -> Fit:
     gap, x = np.clip(tokens.gap, *np.quantile(tokens.gap, [TRIM, 1 - TRIM])), tokens.rollout
     columns = [np.ones(len(x)), x - x.mean()]
     both = 0 < tokens.occurred.sum() < len(x)
@@ -60,7 +71,7 @@ def fit(tokens: Tokens) -> Fit:
         return Effect(size, deviations, deviations**2 / (deviations**2 + freedom))
 
     together = float(np.cov(gap, x)[0, 1]) if x.std() > 0 else 0.0
-    quarters = np.array_split(np.argsort(x, kind="stable"), 4)
+    quarters = np.array_split(tokens.order, 4)
     return Fit(
         slope=effect(1),
         repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),

@@ -20,6 +20,7 @@ from mismatch_plugin.check.populations import find_split, find_stale_server
 from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.prompt import find_wrong_prompt
 from mismatch_plugin.check.scale import find_scale
+from mismatch_plugin.check.served import find_served, weights_agree
 from mismatch_plugin.check.size import find_size
 from mismatch_plugin.check.tokenisation import find_retokenised
 from mismatch_plugin.check.versions import find_versions
@@ -31,7 +32,9 @@ class Detector(NamedTuple):
 
     compares: faults of it that show only next to a training side. alone: it finds others in the records alone.
     ends: after these nothing that follows in its stage can be told. as_given: it looks at the values before any fix.
-    unless: these explain what it would find; named before, in any stage, it is left out.
+    unless: these explain what it would find; named before, in any stage, it is left out. told: what servers tell of
+    themselves: it is named before all else, and nothing after it names the same fault. untold: it judges weights by
+    statistics: left out where these faults were told, or both sides' fingerprints are equal.
     """
 
     find: Callable[[Batch], Outcome]
@@ -40,6 +43,8 @@ class Detector(NamedTuple):
     ends: tuple[FaultName, ...] = ()
     as_given: bool = False
     unless: tuple[FaultName, ...] = ()
+    told: bool = False
+    untold: tuple[FaultName, ...] = ()
 
 
 _OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
@@ -47,11 +52,13 @@ _OTHER_TEXT: tuple[FaultName, ...] = (
     "unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server",
 )  # fmt: skip
 _OLD_WEIGHTS: tuple[FaultName, ...] = (
-    "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs",
+    "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "other_weights",
 )  # fmt: skip
+_TOLD: tuple[FaultName, ...] = ("weights_not_updated", "weights_partly_updated", "stale_server", "other_weights")
 
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
+        Detector(find_served, alone=True, told=True),
         Detector(find_ids, ("token_ids", "prompt_ids", "swapped_samples", "shift_by_one", "boundary")),
         Detector(find_null_eos, alone=True),
         Detector(find_scale, ("log_base",), alone=True),
@@ -72,9 +79,9 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_truncation, alone=True),
     ),
     (  # Other weights: one server's, or all of them.
-        Detector(find_stale_server, ("stale_server",)),
-        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=_OTHER_TEXT),
-        Detector(find_split, unless=(*_OTHER_TEXT, "weights_not_updated", "weights_partly_updated")),
+        Detector(find_stale_server, ("stale_server",), untold=(*_TOLD, "server_differs")),
+        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=_OTHER_TEXT, untold=_TOLD),
+        Detector(find_split, unless=(*_OTHER_TEXT, "weights_not_updated", "weights_partly_updated"), untold=_TOLD),
     ),
     (
         Detector(find_precision, alone=True, as_given=True),
@@ -99,29 +106,38 @@ def check_batch(
 ) -> CheckResult:
     """Look for every fault. accept: faults that are meant: reported, but they do not make the batch faulty.
 
-    found: what is known already, told first.
+    found: what is known already, told first but for what the servers of the records told of themselves.
     """
     given = batch
     found = list(found)
+    told: set[FaultName] = set()
+    agree = weights_agree(given)
     if not given.has_training:
         needed = {fault for stage in STAGES for detector in stage for fault in detector.compares}
         found.append(Undecided(faults=tuple(fault for fault in FAULTS if fault in needed), reason=NO_TRAINING))
     for number, stage in enumerate(STAGES):
         named: set[FaultName] = set()
         for detector in stage:
-            known = {item.fault for item in found if isinstance(item, Finding)}
+            known = {item.fault for item in found if isinstance(item, Finding) and item.severity == "fault"}
             if not (detector.alone or given.has_training) or known & {*detector.unless}:
+                continue
+            if detector.untold and (agree or told & {*detector.untold}):
                 continue
             items, after = detector.find(given if detector.as_given else batch)
             batch = batch if detector.as_given else after
-            found += [item for item in items if isinstance(item, Undecided) or not (number and item.fault in named)]
+            again = (named if number else set()) | told
+            new = [item for item in items if isinstance(item, Undecided) or item.fault not in again]
+            found = [*new, *found] if detector.told else [*found, *new]
+            if detector.told:
+                told = {item.fault for item in new if isinstance(item, Finding) and item.severity == "fault"}
             named |= {item.fault for item in items if isinstance(item, Finding)}
             if named & {*detector.ends}:
                 break
     findings = [item for item in found if isinstance(item, Finding)]
     findings = [item.model_copy(update={"accepted": item.fault in accept}) for item in findings]
-    undecided = [item for item in found if isinstance(item, Undecided)]
-    before, after = mismatch(given), mismatch(batch)
+    undecided = [rest for item in found if isinstance(item, Undecided) and (rest := _without(item, told)) is not None]
+    before = mismatch(given)
+    after = before if batch is given else mismatch(batch)
     compared = len(batch.tokens)
     few = given.has_training and compared < ENOUGH_TOKENS
     status: Status = "faults" if any(item.counts for item in findings) else "undecided" if few else "clean"
@@ -137,6 +153,12 @@ def check_batch(
         fixed=after if after != before else None,
         notes=(*notes, *([remark] if remark else [])),
     )
+
+
+def _without(item: Undecided, told: Collection[FaultName]) -> Undecided | None:
+    """What is left of it without faults that were told; None where nothing is."""
+    faults = tuple(fault for fault in item.faults if fault not in told)
+    return item.model_copy(update={"faults": faults}) if faults else None
 
 
 def _verdict(

@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome, Sample, median
 from mismatch_plugin.check.findings import SIDES, FaultName, Item, LogProbSide, too_few
 
 POSITIVE_SHARE = 0.9
@@ -30,6 +30,13 @@ _FIXES: dict[FaultName, str] = {
 }
 
 
+_BASES: list[tuple[LogProbSide, float, float, float]] = [
+    (side, base, math.log(base), math.log(math.log(base)) * (-1 if side == "rollout" else 1))
+    for side, base in product(SIDES, (2.0, 10.0))
+]
+"""Side, base, its log: numbers of base b are natural ones / ln b; and the log of the ratio of the sides then."""
+
+
 def find_scale(batch: Batch) -> Outcome:
     """Judge each side, and go on with natural logs."""
     found: list[Item] = []
@@ -48,6 +55,8 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     short: list[Sample] = []
     for sample in batch:
         shared = sample.values(side)[: sample.tokens]
+        if not len(shared) or shared.max() <= 0:
+            continue
         numbers = shared[sample.mask[: len(shared)]]
         numbers = numbers[np.isfinite(numbers) & (numbers != 0.0)]
         if len(numbers) >= MIN_VALUES and (numbers > 0).mean() >= POSITIVE_SHARE:
@@ -103,22 +112,23 @@ def _base(batch: Batch) -> Outcome:
     tokens = batch.tokens
     # By the product of the two sides, so that neither side's scale chooses the tokens.
     size = tokens.rollout * tokens.training
-    tokens = tokens.where((tokens.rollout < 0) & (tokens.training < 0) & (size > SMALLEST**2))
-    if len(tokens) < MIN_TOKENS:
-        few = f"{len(tokens)} with log-probs clearly below 0 on both sides, {MIN_TOKENS} needed"
+    told = (tokens.rollout < 0) & (tokens.training < 0) & (size > SMALLEST**2)
+    if told.sum() < MIN_TOKENS:
+        few = f"{told.sum()} with log-probs clearly below 0 on both sides, {MIN_TOKENS} needed"
         return [too_few(few, "log_base")], batch
-    log_ratio = np.log(tokens.rollout / tokens.training)
-    parts = np.array_split(np.argsort(tokens.rollout * tokens.training), 3)
-    thirds = [float(np.median(log_ratio[part])) for part in parts]
+    log_ratio = np.log(tokens.rollout[told] / tokens.training[told])
+    parts = np.array_split(np.argsort(size[told]), 3)
+    thirds = [median(log_ratio[part]) for part in parts]
+    if all(max(abs(third - expected) for third in thirds) > BASE_WORST for _, _, _, expected in _BASES):
+        return [], batch
     spreads = [float(np.median(np.abs(log_ratio[part] - third))) for part, third in zip(parts, thirds, strict=True)]
     # Median of n normal values: 1.253 σ/√n, and σ is 1.483 times their median deviation.
     errors = [1.86 * spread / math.sqrt(len(part)) for part, spread in zip(parts, spreads, strict=True)]
     allowed = [min(BASE_TOLERANCE + BASE_ERRORS * error, BASE_WORST) for error in errors]
     if spreads[2] > BASE_SPREAD:
         return [], batch  # not proportional at all, whatever the medians happen to be
-    for side, base in product(SIDES, (2.0, 10.0)):
-        factor = math.log(base)  # numbers of base b are natural ones / ln b
-        expected = -math.log(factor) if side == "rollout" else math.log(factor)
+    tokens = tokens.where(told)
+    for side, base, factor, expected in _BASES:
         if any(abs(third - expected) > most for third, most in zip(thirds, allowed, strict=True)):
             continue
         finding = batch.finding(

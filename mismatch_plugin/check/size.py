@@ -119,8 +119,9 @@ def find_size(batch: Batch) -> Outcome:
 def is_far(batch: Batch) -> bool:
     """k3 or mean |gap| is above its bar by `SURE` standard errors, of samples where there are 8, else of tokens."""
     tokens = batch.tokens
-    groups = tokens.sample if len(np.unique(tokens.sample)) >= 8 else np.arange(len(tokens))
-    _, index = np.unique(groups, return_inverse=True)
+    index = np.cumsum(np.diff(tokens.sample, prepend=-1) != 0) - 1  # sample after sample
+    if index[-1] < 7:
+        index = np.arange(len(tokens))
     counts = np.bincount(index)
     for values, bar in ((k3(tokens.gap), FAR_K3), (np.abs(tokens.gap), FAR_ABS_MEAN)):
         mean = float(values.mean())

@@ -73,7 +73,7 @@ class Checkpoint:
         """The training side: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
         samples = []
         for index, record in enumerate(records):
-            log_probs = (self.logits(record, index) / record.sampling.log_prob_temperature).log_softmax(-1)
+            log_probs = (self.logits(record, index) / record.log_prob_temperature).log_softmax(-1)
             ids = torch.as_tensor(record.response_ids, dtype=torch.long)
             samples.append(Scored(log_probs=log_probs.gather(-1, ids[:, None])[:, 0].double().numpy()))
         return samples
@@ -141,7 +141,7 @@ def from_checkpoint(model: Checkpoint, records: Sequence[Response]) -> TrainingS
 def from_server(url: str, records: Sequence[Response]) -> TrainingSide:
     """--url. It rescores at temperature 1 only."""
     for index, record in enumerate(records):
-        if record.sampling.log_prob_temperature != 1.0:
+        if record.log_prob_temperature != 1.0:
             raise InputError(
                 f"sample {index} was drawn at temperature {record.sampling.temperature:g}, but a server rescores at "
                 f"temperature 1 only: give --checkpoint or TRAINING instead of --url."

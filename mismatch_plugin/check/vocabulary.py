@@ -101,7 +101,7 @@ def gather_rows(batch: Batch) -> Rows | None:
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
         at = usable[index % step :: step]
-        seen = _picked(logits[1:] / sample.record.sampling.log_prob_temperature, _ids(sample)[:-1])
+        seen = _picked(logits[1:] / sample.record.log_prob_temperature, _ids(sample)[:-1])
         tokens += [(sample, int(position)) for position in at]
         rows.append(logits[at])
         late.append(np.append(seen, np.nan)[at])
@@ -113,7 +113,7 @@ def gather_rows(batch: Batch) -> Rows | None:
         logits=raw,
         drawn_from=_penalised(raw, tokens),
         ids=torch.tensor([int(sample.record.response_ids[at]) for sample, at in tokens]),
-        temperature=torch.tensor([sample.record.sampling.log_prob_temperature for sample, _ in tokens]),
+        temperature=torch.tensor([sample.record.log_prob_temperature for sample, _ in tokens]),
         rollout=np.array([sample.rollout[at] for sample, at in tokens]),
         training=np.array([sample.training[at] for sample, at in tokens]),
         late=np.concatenate(late),

@@ -131,6 +131,8 @@ class MismatchConfig(Settings):
             invalid = "counted and left out of the metrics (nothing else reads them)"
         if self.log_prob_backend != "auto":
             lines.append(f"log-probs from logits: {self.log_prob_backend}")
+        if self.fused_head:
+            lines.append("log-probs from hidden states: logits are never whole")
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         if self.gate_kl is not None:

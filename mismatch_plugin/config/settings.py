@@ -19,6 +19,8 @@ Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
 InvalidPolicy = Literal["error", "neutral", "drop-token", "drop-sequence"]
 MetricsLevel = Literal["off", "basic", "full"]
 LogProbBackend = Literal["auto", "torch", "triton", "megatron", "transformer-engine"]
+InplaceLogits = Literal["auto", "off"]
+VerifyWeights = Literal["error", "warn", "off"]
 
 ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 
@@ -105,12 +107,33 @@ class Settings(Section):
         "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
         flag="--mismatch-report-dir",
     )
+    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "warn",
+        "what it is where, after a weight update, servers with our SGLang plugin hold other weights than the trainer "
+        "sent: a warning, or an error on all ranks; off = not compared. slime and miles",
+        flag="--mismatch-verify-weights",
+    )
     log_prob_backend: LogProbBackend = described(
         "auto",
         "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two give "
         "no entropy); auto = triton where it can run, else torch. Only where the plugin computes them (megatron-core)",
         flag="--mismatch-log-prob-backend",
         source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
+    )
+    # YAML 1.1 reads a bare off as false.
+    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described(
+        "auto",
+        "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
+        "their size; off = never. Only where the plugin computes log-probs (megatron-core)",
+        flag="--mismatch-inplace-logits",
+    )
+    fused_head: bool = described(
+        False,
+        "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, vocabulary] "
+        "never exist, for a fourth product with the weight. Only where the plugin computes log-probs (megatron-core)",
+        flag="--mismatch-fused-head",
+        verl="use_fused_kernels",
+        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009",
     )
 
     @model_validator(mode="after")

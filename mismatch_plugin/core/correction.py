@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Protocol
 
@@ -78,6 +78,10 @@ class Correction:
     def applied(self) -> Tensor:
         """[T] w · keep: what a token's loss is multiplied by."""
         return self.weights * self.keep
+
+    def divided_by(self, factor: Tensor | float | None) -> Correction:
+        """This correction, made with batch_factor 1, with the step's. None: as it is."""
+        return self if factor is None else replace(self, weights=self.weights / factor, factor=factor)
 
     def applied_to(self, loss_T: Tensor) -> Tensor:
         """w · keep · a loss of the host's own, [T]. Selected: inf or NaN where nothing trains must not become NaN."""
@@ -188,7 +192,7 @@ def compute_correction(
             stage.read(names, sums if groups is None else groups.sum(sums))
 
     # Back to tokens.
-    mask, index = tokens.mask, packed.sequence_index
+    mask = tokens.mask
     stage.settle(rejected_T)
     keep = stage.keep_T
     if config.normalizes:
@@ -209,7 +213,7 @@ def compute_correction(
     if stage.weights_U is not None:
         weights = stage.weights_U.to(mask.dtype)
         if not stage.units.on_tokens:
-            weights = mask * spread(weights, index if stage.parts is None else stage.parts.index)
+            weights = mask * spread(weights, packed.sequence_index if stage.parts is None else stage.parts.index)
     if stage.factor is not None:
         weights = weights / stage.factor
     return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor, stage.sums_N)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ def refuse_not_finite(
     name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> None:
     """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
+    if values_T.sum().isfinite():  # then every value is
+        return
     bad = trained_T & ~values_T.isfinite()
     if bad.any():
         token, sequence, position = _first(bad, lengths)
@@ -103,6 +108,68 @@ def flatten_entries(
     """
     if len(values) != len(lengths):
         raise ValueError(f"{name} has {len(values)} sequences, loss_masks {len(lengths)}: pass one entry a sequence.")
+    flat = _in_bulk(name, values, lengths, integer)
+    if flat is None:
+        flat = _one_by_one(name, values, lengths, ids, integer)
+    if not integer:
+        return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    if flat.is_floating_point() and flat.device.type == "cpu":
+        odd = (flat.frac() != 0) | (flat.abs() >= 2**53)  # NaN and infinities as well
+        if odd.any():
+            token, sequence, position = _first(odd, lengths)
+            raise ValueError(
+                f"{name} of sequence {ids[sequence]} is {float(flat[token]):g} at position {position}: pass whole "
+                f"numbers."
+            )
+    return flat.long()
+
+
+def _in_bulk(name: str, values: Sequence[Any], lengths: tuple[int, ...], integer: bool) -> Tensor | None:
+    """What `_one_by_one` gives, without a Python call a token, for lists of Python's own numbers and None as long as
+    they have to be. None for all else: that is for `_one_by_one` to convert as torch does, or to refuse by name."""
+    kinds = {*map(type, values)}
+    if name == "advantages" and kinds == {float}:  # one a sequence
+        return torch.tensor(values).repeat_interleave(torch.tensor(lengths))
+    if not kinds <= {list, tuple} or tuple(map(len, values)) != lengths or not any(lengths):
+        return None
+    try:
+        if name == "loss_masks" and type(sum(chain.from_iterable(values))) is int:  # else of another library
+            flat = torch.frombuffer(bytearray().join(map(bytes, values)), dtype=torch.uint8)
+            return flat.to(torch.get_default_device())
+        buffer, start, codes = bytearray(8 * sum(lengths)), 0, set[str]()
+        for row in filter(None, values):
+            codes.add(_pack(row, buffer, start))
+            start += 8 * len(row)
+    except (TypeError, ValueError, OverflowError, struct.error):
+        return None
+    if len(codes) > 1:  # torch.cat rounds whole numbers once, by way of float64 it would be twice
+        return None
+    if codes == {"q"}:
+        flat = torch.frombuffer(buffer, dtype=torch.int64)
+    else:
+        flat = torch.frombuffer(buffer, dtype=torch.float64)
+        flat = flat if integer else flat.to(torch.get_default_dtype())
+    return flat.to(torch.get_default_device())
+
+
+def _pack(row: Sequence[Any], buffer: bytearray, start: int) -> str:
+    """Write the row as float64 ("d"; NaN for None) or, where all are whole, as int64 ("q").
+
+    Raises TypeError for what is none of Python's own numbers and would be refused by torch, or give another dtype.
+    """
+    kinds = {*map(type, row)}
+    if not kinds <= {float, int, bool, type(None)}:
+        raise TypeError
+    if type(None) in kinds:
+        row = [math.nan if value is None else value for value in row]
+    code = "q" if kinds <= {int, bool} else "d"
+    struct.pack_into(f"{len(row)}{code}", buffer, start, *row)
+    return code
+
+
+def _one_by_one(
+    name: str, values: Sequence[Any], lengths: tuple[int, ...], ids: tuple[object, ...], integer: bool
+) -> Tensor:
     rows = []
     for row, length, label in zip(values, lengths, ids, strict=True):
         if row is None:
@@ -127,20 +194,7 @@ def flatten_entries(
                 f"{name} of sequence {label} has shape {tuple(tensor.shape)}, its loss mask {length} tokens: {fix}."
             )
         rows.append(tensor)
-    if not rows:
-        return torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
-    flat = torch.cat(rows)
-    if integer:
-        if flat.is_floating_point() and flat.device.type == "cpu":
-            odd = (flat.frac() != 0) | (flat.abs() >= 2**53)  # NaN and infinities as well
-            if odd.any():
-                token, sequence, position = _first(odd, lengths)
-                raise ValueError(
-                    f"{name} of sequence {ids[sequence]} is {float(flat[token]):g} at position {position}: pass whole "
-                    f"numbers."
-                )
-        return flat.long()
-    return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+    return torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int64 if integer else torch.float32)
 
 
 def _tensor(row: Any, integer: bool) -> Tensor:

@@ -17,7 +17,7 @@ from mismatch_plugin.core.correction import (
     refuse_no_config,
 )
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.objectives import OBJECTIVES, Entering, kl_from_rollout, kl_to_reference
+from mismatch_plugin.core.objectives import OBJECTIVES, Entering, Objective, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
 from mismatch_plugin.core.tokens import Tokens
@@ -126,6 +126,7 @@ def token_loss(
     groups: SequenceGroups | None = None,
     batch_factor: Tensor | float | None = None,
     weights: Tensor | None = None,
+    correction: Correction | None = None,
 ) -> TokenLoss:
     """The corrected loss per token of the algorithm that the two flags choose; every host's loss is made of it.
 
@@ -139,6 +140,7 @@ def token_loss(
     log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
         precision is widened to float32. packed.advantages: [T].
     weights: [T], made elsewhere (verl's driver): they take the place of the correction, and nothing is judged again.
+    correction: that of this batch where it is known before (`known_before_loss`), with the batch_factor it was given.
     groups, batch_factor, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy only.
     Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
     """
@@ -161,7 +163,9 @@ def token_loss(
     def further(tokens: Tokens) -> Iterator[Column]:
         return objective.columns(lambda: entering(tokens))
 
-    if weights is None:
+    if correction is not None:
+        correction = correction.divided_by(batch_factor)
+    elif weights is None:
         current = log_probs.detach() if config.judges_current else None
         correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
     else:
@@ -172,6 +176,12 @@ def token_loss(
     losses = objective.loss(enters.log_probs, log_r, advantages, config.ppo)
     policy = losses * correction.applied.to(losses.dtype)
     return TokenLoss(policy, enters.selected, enters.log_probs, advantages, log_r, correction, packed, config)
+
+
+def known_before_loss(config: MismatchConfig) -> bool:
+    """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
+    sums_nothing = type(OBJECTIVES[config.policy_objective]).columns is Objective.columns
+    return not config.use_rollout_log_probs and not config.judges_current and sums_nothing
 
 
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:

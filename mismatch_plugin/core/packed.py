@@ -21,6 +21,7 @@ from mismatch_plugin.core.entries import (
     version_number,
     whole_number,
 )
+from mismatch_plugin.core.host import to_rows
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
@@ -198,9 +199,7 @@ class PackedSequences:
         width = self.padded_width
         if width is None or all(length == width for length in self.lengths):
             return None
-        rows = self.sequence_index.long()
-        tokens = torch.arange(self.loss_mask.shape[0], device=rows.device)
-        return rows * width + tokens - self.offsets.index_select(0, rows)
+        return self._places(width)
 
     def flatten(self, values: Tensor, name: str = "values") -> Tensor:
         """[B, S], laid out as the tensors of `from_padded` were, → [T]; [T] stays. Padding gets zero gradient.
@@ -222,12 +221,14 @@ class PackedSequences:
         return list(values_T.split(list(self.lengths)))
 
     def to_padded(self, values_T: Tensor, padding: float = 0.0) -> Tensor:
-        """[T] → [N, longest], or [B, S] for a batch from `from_padded`, filled up with `padding`."""
-        if not self.lengths:
-            return values_T.new_zeros((0, self.padded_width or 0))
-        square = torch.nn.utils.rnn.pad_sequence(self.unpack(values_T), batch_first=True, padding_value=padding)
-        missing = (self.padded_width or 0) - square.shape[1]
-        return square if missing <= 0 else torch.nn.functional.pad(square, (0, missing), value=padding)
+        """[T] (or [T, …]) → [N, longest], or [B, S] for a batch from `from_padded`, filled up with `padding`."""
+        width = max(self.lengths, default=0) if self.padded_width is None else self.padded_width
+        return to_rows(values_T, self.lengths, width, lambda: self._places(width), padding)
+
+    def _places(self, width: int) -> Tensor:
+        tokens = torch.arange(self.loss_mask.shape[0], device=self.loss_mask.device)
+        index = self.sequence_index.long()
+        return index * width + tokens - self.offsets.index_select(0, index)
 
     @classmethod
     def from_lists(
@@ -282,19 +283,20 @@ class PackedSequences:
             if values is not None
         }
         mask = flatten_entries("loss_masks", loss_masks, lengths, ids)
-        if mask.device.type == "cpu" and not ((mask == 0) | (mask == 1)).all():
+        trained = mask != 0
+        if mask.device.type == "cpu" and not (mask == trained).all():
             odd = mask[(mask != 0) & (mask != 1)][0]
             raise ValueError(f"loss_masks holds {odd:g}: a mask is 1 where a token trains and 0 elsewhere.")
         for name in ("advantages", "ref_log_probs", "entropy"):
             if name in fields and mask.device.type == "cpu":
-                refuse_not_finite(name, fields[name].cpu(), mask != 0, lengths, ids)
+                refuse_not_finite(name, fields[name].cpu(), trained, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
         train = fields.pop("train_log_probs", None)
         if train is not None and fields.setdefault("old_log_probs", train) is not train:
-            refuse_two_policies(fields["old_log_probs"], train, mask != 0, lengths, ids)
+            refuse_two_policies(fields["old_log_probs"], train, trained, lengths, ids)
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
-        packed = cls(loss_mask=mask != 0, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
+        packed = cls(loss_mask=trained, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
         return packed._checked()
 
     @classmethod

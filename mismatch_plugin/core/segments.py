@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.host import SequenceSums, on_host
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -36,12 +37,19 @@ def segment_sums(columns: Iterable[Column], offsets: Tensor) -> tuple[list[str],
     names: list[str] = []
     sums: list[Tensor] = []
     buffer: Tensor | None = None
+    on_cpu = SequenceSums(offsets) if on_host(offsets) else None
 
     def add(name: str, wide: Tensor) -> None:
         names.append(name)
         sums.append(torch.segment_reduce(wide, "sum", offsets=offsets, unsafe=True))
 
     for name, values, squares in columns:
+        if on_cpu is not None and on_host(values):
+            plain, squared = on_cpu.add(values, squares is not None)
+            found = [(name, plain), (squares, squared)]
+            names += [each for each, _ in found if each is not None]
+            sums += [total for each, total in found if each is not None and total is not None]
+            continue
         if buffer is None:
             buffer = torch.empty_like(values, dtype=torch.float64)
         wide = buffer.view(torch.float32)[: len(values)] if values.dtype == torch.bool else buffer

@@ -157,20 +157,21 @@ class Stage:
 
     def settle(self, rejected_T: Tensor | None) -> None:
         """Which tokens stay, and how many of each sequence and unit, once everything is judged."""
-        rejected_N, mask, index = any_of(self.outside_N.values()), self.tokens.mask, self.packed.sequence_index
+        rejected_N, mask = any_of(self.outside_N.values()), self.tokens.mask
         self.keep_T = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
-        sums, tokens = self.sums_N, self.tokens_N
-        if self.parts is not None and not self.units.on_tokens:
-            sums, tokens, index = self.sums_U, self.sums_U["tokens"], self.parts.index
-            of_parts = None if rejected_N is None else spread(rejected_N, self.parts.sequence)
+        sums, tokens, parts = self.sums_N, self.tokens_N, None if self.units.on_tokens else self.parts
+        if parts is not None:
+            sums, tokens = self.sums_U, self.sums_U["tokens"]
+            of_parts = None if rejected_N is None else spread(rejected_N, parts.sequence)
             rejected_N = any_of([of_parts, *self.outside_U.values()])
         kept = tokens if rejected_T is None else tokens - sums["rejected"]
         if rejected_N is not None:
             kept = kept.masked_fill(rejected_N, 0.0)
+            index = self.packed.sequence_index if parts is None else parts.index
             self.keep_T = self.keep_T.masked_fill(spread(rejected_N, index), 0.0)
         self.kept_U = self.kept_N = kept
-        if sums is not self.sums_N and self.parts is not None:
-            self.kept_N = self.parts.to_sequences(kept.unsqueeze(0)).squeeze(0)
+        if sums is not self.sums_N and parts is not None:
+            self.kept_N = parts.to_sequences(kept.unsqueeze(0)).squeeze(0)
 
     def batch_factor(self) -> Tensor:
         """Mean weight of this batch (0-d, float64), the same on every rank of a context-parallel group."""

@@ -9,13 +9,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.host import on_host
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import (
+    KINDS,
     PADDING,
     POSITIVE_TOLERANCE,
     SOUND,
     TRAIN_NOT_FINITE,
+    all_sound,
     classify,
+    count_kinds,
     train_is_valid,
 )
 
@@ -31,6 +35,7 @@ class Tokens:
     train: log π_train, 0 at padding and where it is invalid. rollout: log π_rollout, equal to train at padding and
     where either value is invalid. log_ratio: train − rollout, so exactly 0 there. code: what each token is
     (`validity.KINDS`), None where no rollout log-probs were given at all.
+    all_sound: known on the host: nothing but sound tokens and padding.
     """
 
     mask: Tensor
@@ -39,6 +44,16 @@ class Tokens:
     rollout: Tensor
     log_ratio: Tensor
     code: Tensor | None
+    all_sound: bool = False
+
+    def count_kinds(self) -> Tensor:
+        """How many tokens have each code: [len(KINDS)]. No host sync."""
+        assert self.code is not None
+        if not self.all_sound:
+            return count_kinds(self.code)
+        padding = int(self.padding.count_nonzero())
+        known = {SOUND: float(len(self.code) - padding), PADDING: float(padding)}
+        return torch.tensor([known.get(code, 0.0) for code in range(len(KINDS))], dtype=torch.float64)
 
     @property
     def defective(self) -> Tensor | None:
@@ -75,6 +90,10 @@ def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = F
         valid = (train_T > -math.inf).logical_and_(train_T <= POSITIVE_TOLERANCE).logical_and_(loss_mask)
         train = torch.where(valid, train_T, 0.0)
         return Tokens(loss_mask.to(dtype), padding, train, train, torch.zeros_like(train), None)
+    if on_host(train_T):
+        tokens = _select_sound(train_T, rollout, loss_mask.to(dtype), padding)
+        if tokens is not None:
+            return tokens
     code = classify(train_T, rollout, padding)
     sound = code == SOUND
     if leaves_out:
@@ -82,3 +101,13 @@ def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = F
     train = torch.where(sound if leaves_out else train_is_valid(code), train_T, 0.0)
     selected = torch.where(sound, rollout, train)
     return Tokens(loss_mask.to(dtype), padding, train, selected, train - selected, code)
+
+
+def _select_sound(train_T: Tensor, rollout_T: Tensor, mask: Tensor, padding: Tensor) -> Tokens | None:
+    """`select_tokens` where every training token is sound; None where one is not, or padding is not finite."""
+    train, rollout = train_T * mask.to(train_T.dtype), rollout_T * mask  # padding that is NaN or infinite stays NaN
+    log_ratio = train - rollout
+    if not all_sound(train, rollout, log_ratio):
+        return None
+    code = padding.view(torch.int8).mul(PADDING - SOUND).add_(SOUND)
+    return Tokens(mask, padding, train, rollout, log_ratio, code, all_sound=True)

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.host import on_host
+
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
@@ -90,6 +92,18 @@ def classify(train_T: Tensor, rollout_T: Tensor, padding_T: Tensor) -> Tensor:
     return code.masked_fill_(padding_T, PADDING)
 
 
+def all_sound(train_T: Tensor, rollout_T: Tensor, log_ratio_T: Tensor) -> bool:
+    """Whether `classify` finds nothing but sound tokens; all three are 0 at padding. On the CPU only: it syncs."""
+    if train_T.numel() == 0:
+        return True
+    (lowest, highest), (floor, ceiling) = torch.aminmax(train_T), torch.aminmax(rollout_T)  # NaN where one value is
+    if not (lowest > -math.inf and floor > FLOOR and torch.maximum(highest, ceiling) <= POSITIVE_TOLERANCE):
+        return False
+    if log_ratio_T.amin() >= -ZERO_FILL_GAP:
+        return True
+    return bool(train_T.masked_fill(rollout_T != 0.0, 0.0).amin() >= -ZERO_FILL_GAP)
+
+
 def train_is_valid(code_T: Tensor) -> Tensor:
     """[T] bool: a token that trains, whose training log-prob is finite and not above 0."""
     return code_T < TRAIN_NOT_FINITE
@@ -128,6 +142,11 @@ def find_invalid(
 
     It syncs: for data preparation on the CPU, or once a defect was counted.
     """
+    if on_host(train_T):
+        mask = loss_mask_T.to(rollout_T.dtype)
+        train, rollout = train_T * mask, rollout_T * mask
+        if all_sound(train, rollout, train - rollout):
+            return (), {}
     codes = classify(train_T, rollout_T, loss_mask_T.logical_not())
     counts: dict[str, int] = dict(zip(KINDS, count_kinds(codes).long().tolist(), strict=True))
     counts = {kind: counts[kind] for kind in DEFECTS if counts[kind]}

@@ -163,11 +163,14 @@ def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfi
 
     Raises: ValueError for settings of how they are computed.
     """
-    if config.log_prob_backend != "auto":
-        raise ValueError(
-            f"--mismatch-log-prob-backend {config.log_prob_backend} has no effect on {host}, which computes log-probs "
-            f"itself: leave it out."
-        )
+    asked = {
+        f"--mismatch-log-prob-backend {config.log_prob_backend}": config.log_prob_backend != "auto",
+        f"--mismatch-inplace-logits {config.inplace_logits}": config.inplace_logits != "auto",
+        "--mismatch-fused-head": config.fused_head,
+    }
+    for flag, given in asked.items():
+        if given:
+            raise ValueError(f"{flag} has no effect on {host}, which computes log-probs itself: leave it out.")
     return config
 
 

@@ -94,12 +94,12 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
         labels = ("ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown")
         codes = np.where(steps == UNKNOWN, len(labels) - 1, np.clip(steps, -1, MAX_STALENESS + 1) + 1)
         yield Breakdown("staleness", labels, codes.astype(np.int8))
-    for name in ("server", "dp_rank"):
-        values = [getattr(sample.record, name) for sample in samples]
+    for part, name in enumerate(("server", "dp_rank")):
+        values = [sample.record.worker[part] for sample in samples]
         if any(value is not None for value in values):
             known = sorted({value for value in values if value is not None})[:MAX_NAMES]
             place = {value: index for index, value in enumerate(known)}
-            of_sample = [place.get(value, len(known) + (value is None)) for value in values]
+            of_sample = [len(known) + 1 if value is None else place.get(value, len(known)) for value in values]
             labels = (*map(str, known), "others", "unknown")
             yield Breakdown(name, labels, np.repeat(np.array(of_sample, dtype=np.int8), lengths))
     if packed.advantages is not None:

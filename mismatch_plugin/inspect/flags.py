@@ -31,6 +31,8 @@ _RAY_OWNED = {
     "aggregation": "--calculate-per-token-loss",
     "length_norm": "nothing",
     "log_prob_backend": "nothing",
+    "fused_head": "nothing",
+    "inplace_logits": "nothing",
 }
 _ACTOR = "actor_rollout_ref.actor"
 _OWNED: dict[str, dict[str, str]] = {
@@ -47,6 +49,8 @@ _OWNED: dict[str, dict[str, str]] = {
         "aggregation": "nothing",
         "length_norm": "nothing",
         "log_prob_backend": "nothing",
+        "fused_head": "nothing",
+        "inplace_logits": "nothing",
     },
     "verl": {
         "ppo.": f"{_ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
@@ -56,6 +60,8 @@ _OWNED: dict[str, dict[str, str]] = {
         "aggregation": f"{_ACTOR}.loss_agg_mode",
         "length_norm": f"{_ACTOR}.loss_scale_factor",
         "log_prob_backend": "actor_rollout_ref.model.use_fused_kernels",
+        "fused_head": "actor_rollout_ref.model.use_fused_kernels",
+        "inplace_logits": "nothing",
     },
     "nemo_rl": {
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
@@ -65,6 +71,8 @@ _OWNED: dict[str, dict[str, str]] = {
         "aggregation": "loss_fn.token_level_loss",
         "length_norm": "nothing",
         "log_prob_backend": "nothing",
+        "fused_head": "nothing",
+        "inplace_logits": "nothing",
     },
 }
 """Host → start of the path of a setting that is its own to set → what sets it there ("nothing": it cannot be had)."""

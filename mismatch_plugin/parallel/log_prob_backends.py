@@ -1,17 +1,22 @@
-"""The cross entropies of megatron-core and transformer-engine behind the arguments of `vocab_parallel_log_probs`.
+"""Which arithmetic a backend's name means: ours in torch or Triton, or the cross entropy of another library.
 
-Neither is imported before it is asked for. Both know nothing of temperature, picked rows and our ignored targets, so
-they get a copy of the logits with all that in it (megatron-core overwrites float32 logits, too). What they cannot do
-at all is refused in `log_probs`. Results are float32; memory: a copy of the logits, and what the library keeps.
+Those of megatron-core and transformer-engine are not imported before they are asked for. Both know nothing of
+temperature, picked rows and our ignored targets, so they get a copy of the logits with all that in it (megatron-core
+overwrites float32 logits, too). What they cannot do at all is refused in `log_probs`. Their results are float32;
+memory: a copy of the logits, and what the library keeps.
 """
 
 from __future__ import annotations
 
+import inspect
+from importlib import import_module
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from mismatch_plugin.parallel import log_prob_torch
 
 _TE_IGNORE = -100
 
@@ -58,7 +63,8 @@ def transformer_engine_log_probs(
 ) -> Tensor:
     """[R] by transformer-engine's Triton `parallel_cross_entropy` (CUDA, one all-gather).
 
-    Its releases before #2139, #2402 and #3193 were fixed give a wrong gradient for some per-token upstream gradients.
+    Releases that cannot overwrite their input (2.18 and older) get it in float32: up to 2.16 they round p to the
+    logits' dtype before they subtract 1, which leaves a confident token in bfloat16 no gradient. Those before 2.8 fail.
     """
     try:
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy  # pyright: ignore
@@ -72,7 +78,10 @@ def transformer_engine_log_probs(
     copy_RV = _prepared_copy(logits_TV, ignored_R, rows_R, temperature)
     targets = torch.where(ignored_R, _TE_IGNORE, targets_R).to(torch.int64)
     # By position: the names differ between releases. Label smoothing 0, no reduction of the loss.
-    loss_R = parallel_cross_entropy(copy_RV[:, None], targets[:, None], 0.0, False, tp_group, _TE_IGNORE)
+    newer = "overwrite_input" in inspect.signature(parallel_cross_entropy).parameters
+    x_R1V = (copy_RV if newer else copy_RV.float())[:, None]
+    options = {"overwrite_input": True} if newer else {}  # or it makes another copy
+    loss_R = parallel_cross_entropy(x_R1V, targets[:, None], 0.0, False, tp_group, _TE_IGNORE, **options)
     return torch.where(ignored_R, 0.0, -loss_R.reshape(-1).float())
 
 
@@ -84,3 +93,27 @@ def _prepared_copy(logits_TV: Tensor, ignored_R: Tensor, rows_R: Tensor | None, 
     elif temperature != 1.0:
         x_RV = x_RV.float() / temperature
     return x_RV.masked_fill(ignored_R[:, None], 0.0)
+
+
+def choose_arithmetic(inputs: Tensor, backend: str) -> Any:
+    """The module `log_prob_torch` or its twin `log_prob_triton`: the same functions in both.
+
+    inputs: the logits, or the hidden states that they are made of. Raises ValueError or RuntimeError if the backend
+    asked for cannot be had.
+    """
+    if backend == "torch" or (backend == "auto" and (not inputs.is_cuda or inputs.dtype == torch.float64)):
+        return log_prob_torch
+    if inputs.dtype == torch.float64:
+        raise ValueError("backend='triton' cannot do torch.float64 logits: use backend='torch'.")
+    try:
+        log_prob_triton = import_module("mismatch_plugin.parallel.log_prob_triton")
+    except ImportError as error:
+        if backend == "auto":
+            return log_prob_torch
+        raise RuntimeError(f"backend='triton' needs Triton ({error}): install it or use backend='torch'.") from error
+    if not inputs.is_cuda and not log_prob_triton.INTERPRETED:
+        raise RuntimeError(
+            f"backend='triton' needs logits on CUDA, not on {inputs.device}: use backend='torch', or set "
+            "TRITON_INTERPRET=1 before the start for Triton's slow interpreter."
+        )
+    return log_prob_triton

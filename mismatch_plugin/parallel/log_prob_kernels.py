@@ -1,7 +1,8 @@
 """The Triton kernels of `log_prob_triton`; formulas, legend and edge cases are those of `log_prob_torch`.
 
 No atomics: equal inputs give equal bits. Indices of rows are int64, as T · V exceeds 2^31. `tl.fma` is written out,
-where a rounding would cost digits of huge logits: whether the compiler fuses is one of its options.
+where a rounding would cost digits of huge logits: whether the compiler fuses is one of its options. Nothing that
+depends on the number of rows makes another variant of a kernel: not the count, nor where its few floats a row lie.
 """
 
 # A kernel is written in Triton's language, whose types Python's checkers do not know.
@@ -10,6 +11,7 @@ where a rounding would cost digits of huge logits: whether the compiler fuses is
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -21,8 +23,18 @@ LN2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 NEVER = tl.constexpr(ZERO_EXPONENT)
 
+# Sizes and strides that need no variant of their own where they are 1 or a multiple of 16.
+_ANY = (
+    "targets_count", "vocab_start", "stride_v", "gradient_stride_v", "mask_stride_v", "g_stride", "h_stride",
+)  # fmt: skip
+
 # FILTER, what a kernel does about the sampling mask.
 UNFILTERED, BOOLEAN, RAGGED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+def _kernel(*per_row: str) -> Any:
+    """`triton.jit`; `per_row` are the tensors whose alignment follows the number of rows."""
+    return triton.jit(do_not_specialize=_ANY, do_not_specialize_on_alignment=per_row)
 
 
 @triton.jit
@@ -55,10 +67,20 @@ def _add_tile(x, unit, maximum, total, weighted, ENTROPY: tl.constexpr):
     return maximum, total, weighted
 
 
-@triton.jit(do_not_specialize=["targets_count", "vocab_start"])
+@triton.jit
+def _add_alone(x, unit, condition, maximum, total):
+    """The first logit x in statistics [N] that are empty: a filter's target counts once, whether it is kept or not."""
+    first = (tl.arange(0, maximum.shape[0]) == 0) & condition
+    maximum = tl.where(first, tl.maximum(maximum, x * unit), maximum)
+    z = tl.where(first, _clamped(tl.fma(total + x, total + unit, -maximum)), NEVER)
+    total = tl.exp2(z)
+    return maximum, total, total * z
+
+
+@_kernel("rows", "targets", "units", "offsets", "statistics")
 def statistics_kernel(
     logits, stride_t, stride_v, rows, targets, unit, units, mask, mask_stride_r, mask_stride_v, kept, offsets,
-    statistics, targets_count, vocab_start, columns, FILTER: tl.constexpr, ENTROPY: tl.constexpr,
+    statistics, targets_count, vocab_start, columns, width, FILTER: tl.constexpr, ENTROPY: tl.constexpr,
     CONTIGUOUS: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr,
 ):  # fmt: skip
     """[4, R]: maximum·unit, Σ e, Σ e·z, the target's z; those of 1 certain token if it is ignored."""
@@ -81,14 +103,14 @@ def statistics_kernel(
         total = tl.zeros([LINES], tl.float32)
         weighted = tl.zeros([LINES], tl.float32)
         read = columns
+        if FILTER == BOOLEAN:
+            kept_too = tl.load(mask + i * mask_stride_r + target * mask_stride_v, mask=owned, other=1) != 0
+            maximum, total, weighted = _add_alone(target_x, unit, ~kept_too, maximum, total)
         if FILTER == RAGGED:
             begin = tl.load(offsets + i)
             count = tl.load(offsets + i + 1) - begin
-            filtered = count > 0
-            read = tl.where(filtered, 0, columns)
-            # The target counts once, whether it is among the ids or not.
-            x = tl.where((j == 0) & filtered, target_x, -float("inf"))
-            maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
+            read = tl.where(count > 0, 0, columns)
+            maximum, total, weighted = _add_alone(target_x, unit, count > 0, maximum, total)
             for start in range(0, count, BLOCK):
                 column = tl.load(kept + begin + start + j, mask=start + j < count, other=columns)
                 inside = (column < columns) & (column != target)
@@ -100,15 +122,18 @@ def statistics_kernel(
         for start in range(0, whole, BLOCK):
             x = tl.load(_at(base, start + j, stride_v, CONTIGUOUS)).to(tl.float32)
             if FILTER == BOOLEAN:
-                keep = tl.load(_at(mask + i * mask_stride_r, start + j, mask_stride_v, CONTIGUOUS)) != 0
-                x = tl.where(keep | (start + j == target), x, -float("inf"))
+                keep = tl.load(_at(mask + i * mask_stride_r, start + j, mask_stride_v, CONTIGUOUS))
+                x = tl.where(keep != 0, x, -float("inf"))
             maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
         if whole < read:
+            # Padding is read with its neighbours: a limit at `width` keeps loads wide, one at `columns` would not.
             j += whole
-            x = tl.load(_at(base, j, stride_v, CONTIGUOUS), mask=j < read, other=-float("inf")).to(tl.float32)
+            x = tl.load(_at(base, j, stride_v, CONTIGUOUS), mask=j < width, other=0.0).to(tl.float32)
+            inside = j < columns
             if FILTER == BOOLEAN:
-                keep = tl.load(_at(mask + i * mask_stride_r, j, mask_stride_v, CONTIGUOUS), mask=j < read, other=0) != 0
-                x = tl.where(keep | (j == target), x, -float("inf"))
+                keep = tl.load(_at(mask + i * mask_stride_r, j, mask_stride_v, CONTIGUOUS), mask=j < width, other=0)
+                inside = inside & (keep != 0)
+            x = tl.where(inside, x, -float("inf"))
             maximum, total, weighted = _add_tile(x, unit, maximum, total, weighted, ENTROPY)
 
         highest = tl.max(maximum, 0)
@@ -125,7 +150,7 @@ def statistics_kernel(
         tl.store(statistics + 3 * targets_count + i, 0.0)
 
 
-@triton.jit(do_not_specialize=["targets_count"])
+@_kernel("statistics", "targets", "log_probs", "entropy", "shift", "sums")
 def finish_kernel(
     statistics, targets, log_probs, entropy, shift, sums, targets_count, RANKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -158,11 +183,11 @@ def finish_kernel(
     tl.store(sums + i, total, mask=inside)
 
 
-@triton.jit(do_not_specialize=["targets_count", "g_stride", "h_stride"])
+@_kernel("units", "shift", "sums", "entropy", "g", "h", "coefficients")
 def coefficients_kernel(
     unit, units, shift, sums, entropy, g, g_stride, h, h_stride, coefficients, targets_count, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """[5, R]: unit, shift, constant, slope, at_target: dL/dx_j = e·(constant + slope·z) + at_target·1[j = target].
+    """[R, 5]: unit, shift, constant, slope, at_target: dL/dx_j = e·(constant + slope·z) + at_target·1[j = target].
 
     `g` and `h` are the gradients of log-prob and entropy.
     """
@@ -183,41 +208,47 @@ def coefficients_kernel(
         constant -= h_i * (tl.load(entropy + i, mask=inside, other=0.0) - LN2 * tl.log2(total))
         slope = tl.div_rn(-LN2 * h_i * inverse_temperature, total)
     constant = tl.div_rn(constant * inverse_temperature, total)
-    tl.store(coefficients + i, unit_i, mask=inside)
-    tl.store(coefficients + targets_count + i, tl.load(shift + i, mask=inside), mask=inside)
-    tl.store(coefficients + 2 * targets_count + i, constant, mask=inside)
-    tl.store(coefficients + 3 * targets_count + i, slope, mask=inside)
-    tl.store(coefficients + 4 * targets_count + i, at_target, mask=inside)
+    coefficients += 5 * i
+    tl.store(coefficients, unit_i, mask=inside)
+    tl.store(coefficients + 1, tl.load(shift + i, mask=inside), mask=inside)
+    tl.store(coefficients + 2, constant, mask=inside)
+    tl.store(coefficients + 3, slope, mask=inside)
+    tl.store(coefficients + 4, at_target, mask=inside)
 
 
 @triton.jit
-def _gradient(x, at, coefficients, targets_count, i, SLOPE: tl.constexpr):
-    """Of the logits x [B] of row i; `at` is where its target is."""
-    unit = tl.load(coefficients + i)
-    shift = tl.load(coefficients + targets_count + i)
-    constant = tl.load(coefficients + 2 * targets_count + i)
-    at_target = tl.load(coefficients + 4 * targets_count + i)
+def _gradient(x, coefficients, i, SLOPE: tl.constexpr):
+    """Of the logits x [B] of row i, and what the target's has more."""
+    coefficients += 5 * i
+    unit = tl.load(coefficients)
+    shift = tl.load(coefficients + 1)
+    constant = tl.load(coefficients + 2)
+    at_target = tl.load(coefficients + 4)
     none = tl.zeros_like(x)
     z = tl.fma(x, none + unit, none - shift)
     if SLOPE:
         z = _clamped(z)
-        slope = tl.load(coefficients + 3 * targets_count + i)
+        slope = tl.load(coefficients + 3)
         result = tl.exp2(z) * tl.fma(z, none + slope, none + constant)
     else:
         result = tl.exp2(z) * constant
-    return tl.where(at, result + at_target, result)
+    return result, at_target
 
 
-@triton.jit(do_not_specialize=["targets_count", "vocab_start"])
+@_kernel("target_of_row", "targets", "offsets", "coefficients")
 def gradient_kernel(
     logits, stride_t, stride_v, gradient, gradient_stride_t, gradient_stride_v, target_of_row, targets, mask,
-    mask_stride_r, mask_stride_v, offsets, coefficients, targets_count, vocab_start, columns, width, blocks,
-    FILTER: tl.constexpr, SLOPE: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr,
+    mask_stride_r, mask_stride_v, offsets, coefficients, vocab_start, columns, width,
+    FILTER: tl.constexpr, SLOPE: tl.constexpr, CONTIGUOUS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dL/dlogits, each element read and written once; rows with ragged ids get 0, for `kept_write_kernel` to fill."""
+    """dL/dlogits, each element read and written once; rows with ragged ids get 0, for `kept_write_kernel` to fill.
+
+    Instructions are what bounds it where memory is fast: only a program with the target or with padding looks for it.
+    """
     program = tl.program_id(0)
-    row = (program // blocks).to(tl.int64)
-    j = program % blocks * BLOCK + tl.arange(0, BLOCK)
+    row = (program // BLOCKS).to(tl.int64)
+    start = program % BLOCKS * BLOCK
+    j = start + tl.arange(0, BLOCK)
     out = _at(gradient + row * gradient_stride_t, j, gradient_stride_v, CONTIGUOUS)
     i = row
     if target_of_row is not None:
@@ -228,22 +259,26 @@ def gradient_kernel(
         begin = tl.load(offsets + i, mask=i >= 0, other=0)
         computed = computed & (tl.load(offsets + i + 1, mask=i >= 0, other=0) == begin)
     if computed:
-        # Padding is read with its neighbours: a limit at `width` keeps loads wide, one at `columns` would not.
+        # A limit at `width`, as in the forward.
         x = tl.load(_at(logits + row * stride_t, j, stride_v, CONTIGUOUS), mask=j < width, other=0.0)
-        keep = j < columns
-        at = j == target - vocab_start
+        value, at_target = _gradient(x.to(tl.float32), coefficients, i, SLOPE)
+        result = value
         if FILTER == BOOLEAN:
             allowed = tl.load(_at(mask + i * mask_stride_r, j, mask_stride_v, CONTIGUOUS), mask=j < width, other=0)
-            keep = keep & (at | (allowed != 0))
-        result = _gradient(x.to(tl.float32), at, coefficients, targets_count, i, SLOPE)
-        tl.store(out, tl.where(keep, result, 0.0).to(gradient.dtype.element_ty), mask=j < width)
+            result = tl.where(allowed != 0, value, 0.0)
+        target -= vocab_start + start
+        has_target = (target >= 0) & (target < BLOCK)
+        if has_target | (start + BLOCK > columns):
+            at = tl.arange(0, BLOCK) == tl.where(has_target, target, -1).to(tl.int32)
+            result = tl.where(j < columns, tl.where(at, value + at_target, result), 0.0)
+        tl.store(out, result.to(gradient.dtype.element_ty), mask=j < width)
     else:
         tl.store(out, tl.zeros([BLOCK], gradient.dtype.element_ty), mask=j < width)
 
 
-@triton.jit(do_not_specialize=["targets_count", "vocab_start"])
+@_kernel("rows", "targets", "kept", "offsets", "coefficients", "values", "target_values")
 def kept_gradient_kernel(
-    logits, stride_t, stride_v, rows, targets, kept, offsets, coefficients, values, target_values, targets_count,
+    logits, stride_t, stride_v, rows, targets, kept, offsets, coefficients, values, target_values,
     vocab_start, columns, SLOPE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The gradient at the ragged ids [K] and the targets [R], before `gradient_kernel`, which may write in place."""
@@ -261,15 +296,16 @@ def kept_gradient_kernel(
             k = start + tl.arange(0, BLOCK)
             column = tl.load(kept + begin + k, mask=k < count, other=columns).to(tl.int64)
             x = tl.load(base + column * stride_v, mask=column < columns, other=0.0).to(tl.float32)
-            result = _gradient(x, column == target, coefficients, targets_count, i, SLOPE)
+            result, at_target = _gradient(x, coefficients, i, SLOPE)
+            result = tl.where(column == target, result + at_target, result)
             tl.store(values + begin + k, result.to(values.dtype.element_ty), mask=k < count)
         owned = (target >= 0) & (target < columns)
         x = tl.load(base + target * stride_v, mask=owned, other=0.0).to(tl.float32)
-        result = _gradient(x, owned, coefficients, targets_count, i, SLOPE)
-        tl.store(target_values + i, result.to(values.dtype.element_ty))
+        result, at_target = _gradient(x, coefficients, i, SLOPE)
+        tl.store(target_values + i, (result + at_target).to(values.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["vocab_start"])
+@_kernel("rows", "targets", "kept", "offsets", "values", "target_values")
 def kept_write_kernel(
     gradient, stride_t, stride_v, rows, targets, kept, offsets, values, target_values, vocab_start, columns,
     BLOCK: tl.constexpr,

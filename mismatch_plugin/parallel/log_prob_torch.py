@@ -15,54 +15,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from mismatch_plugin.parallel.log_prob_arguments import (
+    OVERWRITTEN,
+    Layout,
+    RaggedSamplingMask,
+    declare_outputs,
+    gather_statistics,
+    keep_arguments,
+    kept_arguments,
+)
 
 ZERO_EXPONENT = -1e4
 """2^-1e4 is 0 in every dtype, while -1e4 · 0 is 0 where −inf · 0 would be NaN."""
 
-_CPU_BLOCK = 2**20
-"""Elements of a block on CPU: 4 MiB of float32: small enough for the cache, large enough to hide the calls."""
+_CPU_BLOCK = 2**16
+"""Elements of a block on CPU: 256 KiB of float32, so that logits, exponents and exponentials stay in a core's cache."""
 
 _DEVICE_BLOCK = 2**24
 """Elements of a block elsewhere: 64 MiB of float32, so that kernels outlast their launch."""
-
-OVERWRITTEN = (
-    "inplace_gradient=True has overwritten the logits with their gradient in the first backward: a second backward "
-    "through the same log-probs needs inplace_gradient=False."
-)
-
-
-@dataclass(frozen=True, eq=False)
-class RaggedSamplingMask:
-    """The token ids that the sampler's filters (top-p, top-k, min-p) left to choose from, for each target.
-
-    token_ids: [K] int64 or int32, global ids, on the device of the logits; target i's are [offsets[i], offsets[i + 1]).
-    offsets: [R + 1] int64 on the *CPU* (pin it to copy it asynchronously): the host slices by it, so reading it from a
-        device would be a host sync. A target without ids was sampled unfiltered.
-    """
-
-    token_ids: Tensor
-    offsets: Tensor
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """What a call fixes next to its tensors."""
-
-    tp_group: dist.ProcessGroup | None
-    vocab_start: int
-    """Global id of this shard's first column."""
-    columns: int
-    """W: the leading columns of this shard that are inside the vocabulary; the rest is padding."""
-    entropy: str
-    inplace_gradient: bool
-    block_rows: int
 
 
 def default_block_rows(logits_TV: Tensor) -> int:
@@ -71,7 +48,7 @@ def default_block_rows(logits_TV: Tensor) -> int:
     return max(1, elements // max(1, logits_TV.shape[1]))
 
 
-class VocabParallelLogProbs(torch.autograd.Function):
+class LogProbsFunction(torch.autograd.Function):
     """(log_probs [R], entropy [R] or None); the gradient goes to the logits only. Collectives: one all-gather forward.
 
     Keeps the inputs (no copies) and three floats a target; the exponentials are computed again in backward.
@@ -87,28 +64,16 @@ class VocabParallelLogProbs(torch.autograd.Function):
         sampling_mask: Tensor | RaggedSamplingMask | None,
         layout: Layout,
     ) -> tuple[Tensor, Tensor | None]:
-        blocks = _Blocks(logits_TV, targets_R, rows_R, temperature, sampling_mask, layout)
-        with_entropy = layout.entropy != "none"
-        shift_R, total_R, weighted_R, target_R = _combine(_local_statistics(blocks, with_entropy), layout.tp_group)
-        log2_total_R = total_R.log2()
-        # Rounding may leave a certain token a hair above 0.
-        log_probs_R = blocks.select((target_R - log2_total_R) * math.log(2)).clamp_max_(0.0)
-        entropy_R = None
-        if with_entropy:
-            entropy_R = blocks.select((log2_total_R - weighted_R / total_R) * math.log(2)).clamp_min_(0.0)
+        blocks = prepare(logits_TV, targets_R, rows_R, temperature, sampling_mask, layout)
+        statistics_P4R = gather_statistics(local_statistics(blocks), layout.tp_group)
+        log_probs_R, entropy_R, shift_R, total_R = finish(statistics_P4R, targets_R, layout.entropy != "none")
 
-        ragged = isinstance(sampling_mask, RaggedSamplingMask)
-        ctx.offsets = sampling_mask.offsets if ragged else None
-        mask = sampling_mask.token_ids if ragged else sampling_mask
-        ctx.temperature = None if isinstance(temperature, Tensor) else temperature
-        temperature_R = temperature if isinstance(temperature, Tensor) else None
+        temperature_R, mask = keep_arguments(ctx, temperature, sampling_mask)
         kept_entropy_R = entropy_R if layout.entropy == "grad" else None
         ctx.save_for_backward(logits_TV, targets_R, rows_R, temperature_R, mask, shift_R, total_R, kept_entropy_R)
         ctx.layout = layout
         ctx.overwritten = False
-        ctx.set_materialize_grads(False)
-        if entropy_R is not None and layout.entropy == "detached":
-            ctx.mark_non_differentiable(entropy_R)
+        declare_outputs(ctx, entropy_R, layout)
         return log_probs_R, entropy_R
 
     @staticmethod
@@ -119,15 +84,14 @@ class VocabParallelLogProbs(torch.autograd.Function):
         if ctx.overwritten:
             raise RuntimeError(OVERWRITTEN)
         logits_TV, targets_R, rows_R, temperature_R, mask, shift_R, total_R, entropy_R = ctx.saved_tensors
-        temperature = ctx.temperature if temperature_R is None else temperature_R
-        sampling_mask = mask if ctx.offsets is None else RaggedSamplingMask(mask, ctx.offsets)
-        blocks = _Blocks(logits_TV, targets_R, rows_R, temperature, sampling_mask, ctx.layout)
+        temperature, sampling_mask = kept_arguments(ctx, temperature_R, mask)
+        blocks = prepare(logits_TV, targets_R, rows_R, temperature, sampling_mask, ctx.layout)
         ctx.overwritten = ctx.layout.inplace_gradient
-        gradient_TV = _gradient(blocks, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
+        gradient_TV = gradient(blocks, shift_R, total_R, entropy_R, grad_log_probs_R, grad_entropy_R)
         return gradient_TV, None, None, None, None, None
 
 
-class _Blocks:
+class Blocks:
     """Reads the logits by blocks: picked rows, columns inside the vocabulary, filtered, in the accumulation dtype."""
 
     def __init__(
@@ -158,43 +122,68 @@ class _Blocks:
 
         self.size = min(layout.block_rows, max(1, self.count))
         self.scratch_BW = logits_TV.new_empty((self.size, layout.columns), dtype=self.dtype)
-        self.picked_BV = None if rows_R is None else logits_TV.new_empty((self.size, logits_TV.shape[1]))
         self.filter = None if sampling_mask is None else _Filter(sampling_mask, self)
 
-    def __iter__(self) -> Iterator[slice]:
-        for begin in range(0, self.count, self.size):
-            yield slice(begin, min(begin + self.size, self.count))
+    def split(self, values: Tensor) -> tuple[Tensor, ...]:
+        """[R, …] by blocks: views made all at once, which on CPU would otherwise cost as much as what is computed."""
+        return values.split(self.size)
 
-    def read(self, block: slice) -> Tensor:
-        """[B, W] logits in the accumulation dtype: a view of the logits where that will do, else in `scratch_BW`."""
-        scratch_BW = self.scratch_BW[: block.stop - block.start]
-        if self.rows_R is None or self.picked_BV is None:
-            x_BW = self.logits_TV[block, : self.layout.columns]
-        else:
-            picked_BV = self.picked_BV[: block.stop - block.start]
-            torch.index_select(self.logits_TV, 0, self.rows_R[block], out=picked_BV)
-            x_BW = picked_BV[:, : self.layout.columns]
-        if x_BW.dtype != self.dtype:
-            x_BW = scratch_BW.copy_(x_BW)
-        return x_BW if self.filter is None else torch.add(x_BW, self.filter.penalty(block), out=scratch_BW)
+    def exponents(self, negative_shift_R1: Tensor, of_maxima: bool = False) -> Iterator[Tensor]:
+        """z = x·unit − shift [B, W] of every block, in `scratch_BW`.
 
-    def exponent(self, x_BW: Tensor, shift_B: Tensor, block: slice) -> Tensor:
-        """z = x·unit − shift, in `scratch_BW`."""
-        scratch_BW = self.scratch_BW[: block.stop - block.start]
+        of_maxima: the shift is each row's scaled maximum, found here and written, negated, to negative_shift_R1.
+        """
+        units = self.split(self.unit[:, None]) if isinstance(self.unit, Tensor) else repeat(self.unit)
+        for x_BW, shift_B1, unit in zip(self._logits(), self.split(negative_shift_R1), units, strict=False):
+            if of_maxima:  # finite even where every logit is −inf: −inf − (−inf) would be NaN
+                torch.amax(x_BW, -1, keepdim=True, out=shift_B1).mul_(-unit).clamp_max_(torch.finfo(self.dtype).max)
+            scratch_BW = self.scratch_BW[: len(x_BW)]
+            if isinstance(unit, Tensor):
+                yield torch.mul(x_BW, unit, out=scratch_BW).add_(shift_B1)
+            else:  # One fused multiply-add: differences are exact even for huge logits.
+                yield torch.add(shift_B1, x_BW, alpha=unit, out=scratch_BW)
+
+    def target_exponents(self, negative_shift_R: Tensor) -> Tensor:
+        """[R]: the target's z, −inf where another shard owns it."""
+        row_R = self.rows_R
+        if row_R is None:
+            row_R = torch.arange(self.count, device=self.logits_TV.device)
+        x_R = self.logits_TV[row_R, self.target_column_R].to(self.dtype)
         if isinstance(self.unit, Tensor):
-            return torch.mul(x_BW, self.unit[block, None], out=scratch_BW).sub_(shift_B[:, None])
-        # One fused multiply-add: differences are exact even for huge logits.
-        return torch.add(-shift_B[:, None], x_BW, alpha=self.unit, out=scratch_BW)
+            z_R = (x_R * self.unit).add_(negative_shift_R)
+        else:
+            z_R = torch.add(negative_shift_R, x_R, alpha=self.unit)
+        return torch.where(self.owned_R, z_R, -math.inf)
+
+    def _logits(self) -> Iterator[Tensor]:
+        """[B, W] in the accumulation dtype, −inf where filtered: views of the logits where that will do."""
+        columns, penalties = self.layout.columns, repeat(None) if self.filter is None else self.filter.penalties(self)
+        if self.rows_R is None:
+            parts = iter(self.split(self.logits_TV[:, :columns]))
+        else:
+            picked_BV = self.logits_TV.new_empty((self.size, self.logits_TV.shape[1]))
+            parts = (
+                torch.index_select(self.logits_TV, 0, row_B, out=picked_BV[: len(row_B)])[:, :columns]
+                for row_B in self.split(self.rows_R)
+            )
+        for x_BW, penalty_BW in zip(parts, penalties, strict=False):
+            if x_BW.dtype != self.dtype:
+                x_BW = self.scratch_BW[: len(x_BW)].copy_(x_BW)
+            yield x_BW if penalty_BW is None else torch.add(x_BW, penalty_BW, out=self.scratch_BW[: len(x_BW)])
 
     def select(self, values_R: Tensor) -> Tensor:
         """The values, 0 at ignored targets whatever stood there (NaN included)."""
         return torch.where(self.ignored_R, 0.0, values_R)
 
 
+prepare = Blocks
+"""As `log_prob_triton.prepare`: what the functions below read."""
+
+
 class _Filter:
     """The sampling mask as what is added to a block of logits: 0 for kept columns, −inf for the others."""
 
-    def __init__(self, mask: Tensor | RaggedSamplingMask, blocks: _Blocks) -> None:
+    def __init__(self, mask: Tensor | RaggedSamplingMask, blocks: Blocks) -> None:
         # Keeps nothing of `blocks`: a cycle would hold the logits and the scratch until the garbage collector runs.
         self.mask_RV = mask if isinstance(mask, Tensor) else None
         columns = blocks.layout.columns
@@ -212,63 +201,68 @@ class _Filter:
             self.column_K = torch.where((local_K >= 0) & (local_K < columns), local_K, columns)
             self.start_R1 = torch.where(counts_R[:, None] > 0, -math.inf, 0.0)
 
-    def penalty(self, block: slice) -> Tensor:
-        """[B, W]. The target is always kept: a sampled token cannot have been outside its own filter."""
-        penalty_BW1 = self.penalty_BW1[: block.stop - block.start]
-        penalty_BW = penalty_BW1[:, :-1]
-        if self.mask_RV is not None:
-            penalty_BW.copy_(self.mask_RV[block, : penalty_BW.shape[1]])
-            penalty_BW.reciprocal_().neg_().add_(1.0)  # 1 − 1/kept is 0 or −inf, and much faster than log or where
-        else:
-            penalty_BW1.copy_(self.start_R1[block])
-            ids = slice(self.offsets[block.start], self.offsets[block.stop])
-            flat = (self.row_K[ids] - block.start) * penalty_BW1.shape[1] + self.column_K[ids]
-            penalty_BW1.view(-1).index_fill_(0, flat, 0.0)
-        penalty_BW1.scatter_(1, self.target_column_R1[block], 0.0)
-        return penalty_BW
+    def penalties(self, blocks: Blocks) -> Iterator[Tensor]:
+        """[B, W] of every block. The target is always kept: a sampled token cannot have been outside its own filter."""
+        begin = 0
+        for target_column_B1 in blocks.split(self.target_column_R1):
+            block = slice(begin, begin + len(target_column_B1))
+            penalty_BW1 = self.penalty_BW1[: len(target_column_B1)]
+            penalty_BW = penalty_BW1[:, :-1]
+            if self.mask_RV is not None:
+                penalty_BW.copy_(self.mask_RV[block, : penalty_BW.shape[1]])
+                penalty_BW.reciprocal_().neg_().add_(1.0)  # 1 − 1/kept is 0 or −inf, and much faster than log or where
+            else:
+                penalty_BW1.copy_(self.start_R1[block])
+                ids = slice(self.offsets[block.start], self.offsets[block.stop])
+                flat = (self.row_K[ids] - block.start) * penalty_BW1.shape[1] + self.column_K[ids]
+                penalty_BW1.view(-1).index_fill_(0, flat, 0.0)
+            yield penalty_BW1.scatter_(1, target_column_B1, 0.0)[:, :-1]
+            begin = block.stop
 
 
-def _local_statistics(blocks: _Blocks, with_entropy: bool) -> Tensor:
+def local_statistics(blocks: Blocks) -> Tensor:
     """[4, R] of this shard: maximum·unit, Σ e, Σ e·z and the target's z (−inf where another shard owns it)."""
+    with_entropy = blocks.layout.entropy != "none"
     statistics_4R = blocks.scratch_BW.new_zeros((4, blocks.count))
-    lowest = torch.finfo(blocks.dtype).min
+    maximum_R, total_R, weighted_R, target_R = statistics_4R.unbind(0)
     if blocks.layout.columns == 0:  # all of it is padding
-        statistics_4R[0].fill_(lowest)
-        statistics_4R[3].fill_(-math.inf)
+        maximum_R.fill_(torch.finfo(blocks.dtype).min)
+        target_R.fill_(-math.inf)
         return statistics_4R
     exp_BW = torch.empty_like(blocks.scratch_BW) if with_entropy else blocks.scratch_BW
-    for block in blocks:
-        maximum_B, total_B, weighted_B, target_B = statistics_4R[:, block].unbind(0)
-        x_BW = blocks.read(block)
-        unit = blocks.unit[block] if isinstance(blocks.unit, Tensor) else blocks.unit
-        # Finite even where every logit is −inf: −inf − (−inf) would be NaN.
-        torch.mul(x_BW.amax(-1), unit, out=maximum_B).clamp_min_(lowest)
-        z_BW = blocks.exponent(x_BW, maximum_B, block)
-        target_z_B = z_BW.gather(1, blocks.target_column_R[block, None]).squeeze(1)
-        target_B.copy_(torch.where(blocks.owned_R[block], target_z_B, -math.inf))
+    z_blocks = blocks.exponents(maximum_R[:, None], of_maxima=True)
+    for z_BW, total_B, weighted_B in zip(z_blocks, blocks.split(total_R), blocks.split(weighted_R), strict=True):
         if with_entropy:
             e_BW = torch.exp2(z_BW.clamp_min_(ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
             torch.sum(e_BW, -1, out=total_B)
             torch.sum(z_BW.mul_(e_BW), -1, out=weighted_B)
         else:
             torch.sum(z_BW.exp2_(), -1, out=total_B)
+    target_R.copy_(blocks.target_exponents(maximum_R))
+    maximum_R.neg_()
     return statistics_4R
 
 
-def gather_statistics(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> Tensor:
-    """[P, 4, R]: every rank's statistics, by the one all-gather of four floats a target; none without a group."""
-    if tp_group is None or tp_group.size() == 1:
-        return statistics_4R[None]
-    gathered = statistics_4R.new_empty((tp_group.size() * 4, statistics_4R.shape[1]))
-    dist.all_gather_into_tensor(gathered, statistics_4R, group=tp_group)
-    return gathered.unflatten(0, (-1, 4))
+def finish(
+    statistics_P4R: Tensor, targets_R: Tensor, with_entropy: bool
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """(log_probs, entropy, shift, Σ e), each [R], of the whole vocabulary: the same bits on every rank."""
+    shift_R, total_R, weighted_R, target_R = _combine(statistics_P4R)
+    log2_total_R, ignored_R = total_R.log2(), targets_R < 0
+
+    def select(bits_R: Tensor) -> Tensor:
+        return torch.where(ignored_R, 0.0, bits_R * math.log(2))
+
+    # Rounding may leave a certain token a hair above 0.
+    log_probs_R = select(target_R - log2_total_R).clamp_max_(0.0)
+    entropy_R = select(log2_total_R - weighted_R / total_R).clamp_min_(0.0) if with_entropy else None
+    return log_probs_R, entropy_R, shift_R, total_R
 
 
-def _combine(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The statistics of the whole vocabulary, the same bits on every rank."""
-    statistics_P4R = gather_statistics(statistics_4R, tp_group)
+def _combine(statistics_P4R: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The statistics of the whole vocabulary."""
     if len(statistics_P4R) == 1:
-        maximum_R, total_R, weighted_R, target_R = statistics_4R.unbind(0)
+        maximum_R, total_R, weighted_R, target_R = statistics_P4R[0].unbind(0)
         return maximum_R, total_R, weighted_R, target_R
     maximum_PR, total_PR, weighted_PR, target_PR = statistics_P4R.unbind(1)
     maximum_R = maximum_PR.amax(0)
@@ -280,8 +274,8 @@ def _combine(statistics_4R: Tensor, tp_group: dist.ProcessGroup | None) -> tuple
     return maximum_R, total_R, weighted_R, target_R
 
 
-def _gradient(
-    blocks: _Blocks,
+def gradient(
+    blocks: Blocks,
     shift_R: Tensor,
     total_R: Tensor,
     entropy_R: Tensor | None,
@@ -308,33 +302,34 @@ def _gradient(
     bits = torch.int64 if blocks.dtype == torch.float64 else torch.int32
     computed_bits_R = torch.where(blocks.ignored_R, 0, -1).to(bits)
 
-    if blocks.layout.inplace_gradient:
-        gradient_TV = logits_TV
-    elif blocks.rows_R is None:
-        gradient_TV = torch.empty_like(logits_TV)
-    else:
-        gradient_TV = torch.zeros_like(logits_TV)
+    gradient_TV = logits_TV if blocks.layout.inplace_gradient else torch.empty_like(logits_TV)
     direct = blocks.rows_R is None and logits_TV.dtype == blocks.dtype
     exp_BW = blocks.scratch_BW if slope_R is None else torch.empty_like(blocks.scratch_BW)
 
-    for block in blocks if columns else ():
-        z_BW = blocks.exponent(blocks.read(block), shift_R[block], block)
-        result_BW = gradient_TV[block, :columns] if direct else z_BW
-        if slope_R is None:
-            torch.mul(z_BW.exp2_(), constant_R[block, None], out=result_BW)
+    outs = blocks.split(gradient_TV[:, :columns]) if blocks.rows_R is None else blocks.split(blocks.rows_R)
+    per_row = (values_R[:, None] for values_R in (constant_R, at_target_R, blocks.target_column_R, computed_bits_R))
+    slopes = repeat(None) if slope_R is None else blocks.split(slope_R[:, None])
+    z_blocks = blocks.exponents(-shift_R[:, None]) if columns else ()
+    for z_BW, out, slope_B1, constant_B1, at_target_B1, column_B1, computed_bits_B1 in zip(
+        z_blocks, outs, slopes, *(blocks.split(values_R1) for values_R1 in per_row), strict=False
+    ):
+        result_BW = out if direct else z_BW
+        if slope_B1 is None:
+            torch.mul(z_BW.exp2_(), constant_B1, out=result_BW)
         else:
             e_BW = torch.exp2(z_BW.clamp_min_(ZERO_EXPONENT), out=exp_BW[: len(z_BW)])
-            torch.mul(e_BW, z_BW.mul_(slope_R[block, None]).add_(constant_R[block, None]), out=result_BW)
-        column_B1 = blocks.target_column_R[block, None]
-        result_BW.scatter_(1, column_B1, result_BW.gather(1, column_B1) + at_target_R[block, None])
-        result_BW.view(bits).bitwise_and_(computed_bits_R[block, None])
+            torch.mul(e_BW, z_BW.mul_(slope_B1).add_(constant_B1), out=result_BW)
+        result_BW.scatter_(1, column_B1, result_BW.gather(1, column_B1).add_(at_target_B1))
+        result_BW.view(bits).bitwise_and_(computed_bits_B1)
         if blocks.rows_R is not None:
-            gradient_TV[:, :columns].index_copy_(0, blocks.rows_R[block], result_BW.to(logits_TV.dtype))
+            gradient_TV[:, :columns].index_copy_(0, out, result_BW.to(logits_TV.dtype))
         elif not direct:
-            gradient_TV[block, :columns].copy_(result_BW)
+            out.copy_(result_BW)
 
     gradient_TV[:, columns:].zero_()
-    if blocks.layout.inplace_gradient and blocks.rows_R is not None:
-        unread_T = logits_TV.new_ones(logits_TV.shape[0], dtype=torch.bool).index_fill_(0, blocks.rows_R, False)
-        gradient_TV.masked_fill_(unread_T[:, None], 0.0)
+    if blocks.rows_R is not None:
+        # The rows are distinct, so that the number of the others is known.
+        picked_T = torch.zeros(len(logits_TV), dtype=torch.uint8, device=logits_TV.device)
+        order_T = picked_T.index_fill_(0, blocks.rows_R, 1).argsort()
+        gradient_TV.index_fill_(0, order_T[: len(logits_TV) - blocks.count], 0.0)
     return gradient_TV

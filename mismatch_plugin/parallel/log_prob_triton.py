@@ -26,7 +26,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mismatch_plugin.parallel import log_prob_kernels
-from mismatch_plugin.parallel.log_prob_torch import OVERWRITTEN, Layout, RaggedSamplingMask, gather_statistics
+from mismatch_plugin.parallel.log_prob_arguments import (
+    OVERWRITTEN,
+    Layout,
+    RaggedSamplingMask,
+    declare_outputs,
+    gather_statistics,
+)
 
 kernels: Any = log_prob_kernels  # A launch has other arguments than the kernel's signature says.
 
@@ -49,6 +55,9 @@ _KEPT_BLOCK = 512
 """Ragged ids that a program has in hand."""
 
 _NO_COLUMN = 2**31 - 1
+
+FUSION = True
+"""Products and sums that may become one instruction do: left out, it would depend on the release of Triton."""
 
 
 class Inputs(NamedTuple):
@@ -77,8 +86,8 @@ class Inputs(NamedTuple):
         return chosen.value
 
 
-class TritonLogProbs(torch.autograd.Function):
-    """(log_probs [R], entropy [R] or None), as `log_prob_torch.VocabParallelLogProbs`, except for float64 logits."""
+class LogProbsFunction(torch.autograd.Function):
+    """(log_probs [R], entropy [R] or None), as `log_prob_torch.LogProbsFunction`, except for float64 logits."""
 
     @staticmethod
     def forward(
@@ -101,9 +110,7 @@ class TritonLogProbs(torch.autograd.Function):
         )  # fmt: skip
         ctx.unit, ctx.layout = inputs.unit, layout
         ctx.overwritten = False
-        ctx.set_materialize_grads(False)
-        if entropy_R is not None and layout.entropy == "detached":
-            ctx.mark_non_differentiable(entropy_R)
+        declare_outputs(ctx, entropy_R, layout)
         return log_probs_R, entropy_R
 
     @staticmethod
@@ -147,10 +154,7 @@ def prepare(
         kept_K, offsets_R1 = _kept_columns(sampling_mask, layout)
     elif sampling_mask is not None:
         mask_RV = sampling_mask.view(torch.uint8)
-    if rows_R is not None:  # asserted on the device: a load beyond the logits would go unnoticed
-        rows_R = rows_R.contiguous()
-        inside = ((rows_R >= 0) & (rows_R < len(logits_TV))).all()
-        torch._assert_async(inside, "rows must lie in [0, T)")  # pyright: ignore[reportPrivateImportUsage]
+    rows_R = None if rows_R is None else rows_R.contiguous()
     return Inputs(logits_TV, targets_R.contiguous(), rows_R, unit, units_R, mask_RV, kept_K, offsets_R1, layout)
 
 
@@ -181,9 +185,9 @@ def local_statistics(inputs: Inputs) -> Tensor:
         kernels.statistics_kernel[(len(targets_R),)](
             logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.unit, inputs.units_R,
             *_mask_arguments(inputs), inputs.kept_K, inputs.offsets_R1, statistics_4R, len(targets_R),
-            layout.vocab_start, layout.columns,
+            layout.vocab_start, layout.columns, logits_TV.shape[1],
             FILTER=inputs.filter, ENTROPY=layout.entropy != "none", CONTIGUOUS=_contiguous(logits_TV, inputs.mask_RV),
-            LINES=block // line, LINE=line, num_warps=_warps(block),
+            LINES=block // line, LINE=line, num_warps=_warps(block), enable_fp_fusion=FUSION,
         )  # fmt: skip
     return statistics_4R
 
@@ -198,7 +202,7 @@ def finish(
         with torch.cuda.device_of(statistics_P4R):
             kernels.finish_kernel[(triton.cdiv(len(targets_R), _ROW_BLOCK),)](
                 statistics_P4R, targets_R, log_probs_R, entropy_R, shift_R, total_R, len(targets_R),
-                RANKS=len(statistics_P4R), BLOCK=_ROW_BLOCK,
+                RANKS=len(statistics_P4R), BLOCK=_ROW_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
     return log_probs_R, entropy_R, shift_R, total_R
 
@@ -217,7 +221,7 @@ def gradient(
     (tokens, width), count = logits_TV.shape, len(targets_R)
     if tokens == 0 or width == 0:
         return gradient_TV
-    coefficients_5R = shift_R.new_empty((5, count))
+    coefficients_R5 = shift_R.new_empty((count, 5))
     with_slope = grad_entropy_R is not None
     target_of_row_T = values_K = target_values_R = None
     if inputs.rows_R is not None:
@@ -229,29 +233,30 @@ def gradient(
                 inputs.unit, inputs.units_R, shift_R, total_R, entropy_R,
                 grad_log_probs_R, 0 if grad_log_probs_R is None else grad_log_probs_R.stride(0),
                 grad_entropy_R, 0 if grad_entropy_R is None else grad_entropy_R.stride(0),
-                coefficients_5R, count, BLOCK=_ROW_BLOCK,
+                coefficients_R5, count, BLOCK=_ROW_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
         if inputs.kept_K is not None and count:
             values_K, target_values_R = logits_TV.new_empty(len(inputs.kept_K)), logits_TV.new_empty(count)
             kernels.kept_gradient_kernel[(count,)](
                 logits_TV, *logits_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
-                coefficients_5R, values_K, target_values_R, count, layout.vocab_start, layout.columns,
-                SLOPE=with_slope, BLOCK=_KEPT_BLOCK,
+                coefficients_R5, values_K, target_values_R, layout.vocab_start, layout.columns,
+                SLOPE=with_slope, BLOCK=_KEPT_BLOCK, enable_fp_fusion=FUSION,
             )  # fmt: skip
         block = min(BACKWARD_BLOCK, max(256, triton.next_power_of_2(width)))
         blocks = triton.cdiv(width, block)
         kernels.gradient_kernel[(tokens * blocks,)](
             logits_TV, *logits_TV.stride(), gradient_TV, *gradient_TV.stride(), target_of_row_T, targets_R,
-            *_mask_arguments(inputs), inputs.offsets_R1, coefficients_5R, count,
-            layout.vocab_start, layout.columns, width, blocks,
+            *_mask_arguments(inputs), inputs.offsets_R1, coefficients_R5,
+            layout.vocab_start, layout.columns, width,
             FILTER=inputs.filter, SLOPE=with_slope,
             CONTIGUOUS=_contiguous(logits_TV, gradient_TV, inputs.mask_RV),
-            BLOCK=block, num_warps=_warps(block),
+            BLOCKS=blocks, BLOCK=block, num_warps=_warps(block), enable_fp_fusion=FUSION,
         )  # fmt: skip
         if values_K is not None:
             kernels.kept_write_kernel[(count,)](
                 gradient_TV, *gradient_TV.stride(), inputs.rows_R, targets_R, inputs.kept_K, inputs.offsets_R1,
                 values_K, target_values_R, layout.vocab_start, layout.columns, BLOCK=_KEPT_BLOCK,
+                enable_fp_fusion=FUSION,
             )  # fmt: skip
     return gradient_TV
 

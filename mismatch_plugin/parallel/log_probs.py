@@ -6,34 +6,40 @@ libraries in `log_prob_backends`.
 
 from __future__ import annotations
 
-import math
-from typing import Literal, NamedTuple, cast, get_args
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.parallel.log_prob_backends import megatron_log_probs, transformer_engine_log_probs
-from mismatch_plugin.parallel.log_prob_torch import (
+from mismatch_plugin.parallel.linear_log_probs import vocab_parallel_linear_log_probs
+from mismatch_plugin.parallel.log_prob_arguments import (
+    Entropy,
     Layout,
+    LogProbs,
     RaggedSamplingMask,
-    VocabParallelLogProbs,
-    default_block_rows,
+    check_choice,
+    check_devices,
+    check_rows,
+    check_sampling_mask,
+    check_tensors,
+    checked_backend,
+    checked_temperature,
+    shard,
 )
+from mismatch_plugin.parallel.log_prob_backends import (
+    choose_arithmetic,
+    megatron_log_probs,
+    transformer_engine_log_probs,
+)
+from mismatch_plugin.parallel.log_prob_torch import default_block_rows
 
-Entropy = Literal["none", "detached", "grad"]
+__all__ = ["BORROWED", "Backend", "Entropy", "LogProbs", "RaggedSamplingMask", "checked_backend",
+           "vocab_parallel_linear_log_probs", "vocab_parallel_log_probs"]  # fmt: skip
+
 BORROWED = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
 """Backends that are another library's cross entropy: log-probs alone, out of place, over even and unpadded shards."""
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-class LogProbs(NamedTuple):
-    """Each [R], float32 (float64 for float64 logits), the same on every rank of the tensor-parallel group."""
-
-    log_probs: Tensor
-    entropy: Tensor | None
 
 
 def vocab_parallel_log_probs(
@@ -75,10 +81,11 @@ def vocab_parallel_log_probs(
             False keeps the target only.
         rows: [R] int64 on the device of the logits: targets[i] is predicted by logits[rows[i]]. Made on the host with
             the batch (from the loss mask), it makes prompt and tool rows free: they are not read, and their gradient is
-            exactly 0. Each row at most once. None: R = T, row i predicts target i.
+            exactly 0. Each row at most once, which is asserted on a device, without a host sync. None: R = T, row i
+            predicts target i.
         inplace_gradient: the backward writes the gradient into the storage of the logits. That saves its memory, but
             nobody may read the logits afterwards, and a second backward raises.
-        block_rows: rows per block of backend "torch"; None: about 4 MiB of float32 on CPU, 64 MiB elsewhere. With the
+        block_rows: rows per block of backend "torch"; None: about 256 KiB of float32 on CPU, 64 MiB elsewhere. With the
             gradient and a few floats a target, two blocks are all the memory taken (one more with rows, one more with a
             mask). Backend "triton" has no blocks and takes no such memory.
         backend: "auto" is "triton" where Triton can be imported and the logits are on CUDA and not float64, else
@@ -88,22 +95,20 @@ def vocab_parallel_log_probs(
 
     Sums, results and everything per row are float32 (float64 for float64 logits); the gradient has the logits' dtype.
     Collectives: one all-gather of 4 floats a target in the forward, none in the backward. Host syncs: none.
-    Raises: ValueError if an argument does not fit (contents on a device are not looked at); RuntimeError if a backend
-        is missing.
+    Raises: ValueError if an argument does not fit (of what is on a device, only `rows` are looked at, and asserted
+        there); RuntimeError if a backend is missing.
     Source: the online softmax of Milakov & Gimelshein 2018 (https://arxiv.org/abs/1805.02867), sharded as in
         Megatron-LM.
     """
     tp_rank, tp_size = (0, 1) if tp_group is None else (tp_group.rank(), tp_group.size())
-    _check_choice("entropy", entropy, get_args(Entropy))
+    check_choice("entropy", entropy, get_args(Entropy))
     backend = checked_backend(backend)
-    _check_tensors(logits, targets, rows)
-    temperature = _checked_temperature(temperature, targets)
-    ids = sampling_mask.token_ids if isinstance(sampling_mask, RaggedSamplingMask) else sampling_mask
-    for name, tensor in {"targets": targets, "rows": rows, "temperature": temperature, "sampling_mask": ids}.items():
-        if isinstance(tensor, Tensor) and tensor.device != logits.device:
-            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}: move it there.")
-    start, columns = _shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
-    _check_sampling_mask(sampling_mask, logits, targets)
+    check_tensors(logits, targets, rows, len(logits))
+    temperature = checked_temperature(temperature, targets)
+    check_devices(logits, "logits", targets=targets, rows=rows, temperature=temperature, sampling_mask=sampling_mask)
+    check_rows(rows, len(logits))
+    start, columns = shard(logits.shape[1], vocab_size, vocab_start, tp_rank, tp_size)
+    check_sampling_mask(sampling_mask, logits.shape[1], targets)
     if inplace_gradient and any(n > 1 and step == 0 for n, step in zip(logits.shape, logits.stride(), strict=True)):
         raise ValueError("logits is expanded: rows share their storage, which inplace_gradient=True would overwrite.")
     if block_rows is not None and block_rows < 1:
@@ -123,7 +128,7 @@ def vocab_parallel_log_probs(
                 raise ValueError(f"backend={backend!r} cannot do {what}: use backend='torch'.")
         return LogProbs(BORROWED[backend](logits, targets, rows, temperature, tp_group), None)
 
-    function = choose_function(logits, backend)
+    function = choose_arithmetic(logits, backend).LogProbsFunction
     layout = Layout(
         tp_group=tp_group,
         vocab_start=start,
@@ -133,126 +138,3 @@ def vocab_parallel_log_probs(
         block_rows=block_rows or default_block_rows(logits),
     )
     return LogProbs(*function.apply(logits, targets, rows, temperature, sampling_mask, layout))
-
-
-def checked_backend(backend: str) -> Backend:
-    """One of `Backend`, of which `transformer_engine` is an older spelling. Raises ValueError for any other."""
-    name = str(backend).replace("_", "-")
-    _check_choice("backend", name, get_args(Backend))
-    return cast(Backend, name)
-
-
-def choose_function(logits: Tensor, backend: str) -> type[torch.autograd.Function]:
-    """The torch Function or its Triton twin; ValueError or RuntimeError if the backend asked for cannot be had."""
-    if backend == "torch" or (backend == "auto" and (not logits.is_cuda or logits.dtype == torch.float64)):
-        return VocabParallelLogProbs
-    if logits.dtype == torch.float64:
-        raise ValueError("backend='triton' cannot do torch.float64 logits: use backend='torch'.")
-    try:
-        from mismatch_plugin.parallel.log_prob_triton import INTERPRETED, TritonLogProbs
-    except ImportError as error:
-        if backend == "auto":
-            return VocabParallelLogProbs
-        raise RuntimeError(f"backend='triton' needs Triton ({error}): install it or use backend='torch'.") from error
-    if not logits.is_cuda and not INTERPRETED:
-        raise RuntimeError(
-            f"backend='triton' needs logits on CUDA, not on {logits.device}: use backend='torch', or set "
-            "TRITON_INTERPRET=1 before the start for Triton's slow interpreter."
-        )
-    return TritonLogProbs
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(choices)}.")
-
-
-def _check_tensors(logits: Tensor, targets: Tensor, rows: Tensor | None) -> None:
-    if logits.ndim != 2:
-        raise ValueError(f"logits has shape {list(logits.shape)}, [T, V] is needed: flatten batch and sequence.")
-    if logits.dtype not in _DTYPES:
-        raise ValueError(f"logits is {logits.dtype}: hand in bfloat16, float16, float32 or float64.")
-    if targets.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"targets is {targets.dtype}: hand in int64 or int32 token ids.")
-    if targets.ndim != 1:
-        raise ValueError(f"targets has shape {list(targets.shape)}, one dimension is needed: flatten it as the logits.")
-    if rows is None and len(targets) != len(logits):
-        raise ValueError(
-            f"targets has {len(targets)} ids for {len(logits)} rows of logits: give one for each, or pass rows."
-        )
-    if rows is not None and (rows.dtype != torch.int64 or rows.shape != targets.shape):
-        raise ValueError(
-            f"rows is {rows.dtype} {list(rows.shape)}: one int64 index for each of the {len(targets)} targets is "
-            "needed."
-        )
-
-
-def _checked_temperature(temperature: float | Tensor, targets: Tensor) -> float | Tensor:
-    if not isinstance(temperature, Tensor):
-        if not isinstance(temperature, (int, float)):
-            raise TypeError(
-                f"temperature is a {type(temperature).__name__}: pass a float, or one float for each target."
-            )
-        if not 0.0 < temperature < math.inf:
-            raise ValueError(f"temperature={temperature} must be positive and finite: pass 1.0 for greedy sampling.")
-        return float(temperature)
-    if temperature.shape != targets.shape or not temperature.is_floating_point():
-        raise ValueError(
-            f"temperature is {temperature.dtype} {list(temperature.shape)}: pass a float, or one float for each of the "
-            f"{targets.shape[0]} targets."
-        )
-    return temperature
-
-
-def _shard(width: int, vocab_size: int | None, vocab_start: int | None, tp_rank: int, tp_size: int) -> tuple[int, int]:
-    """(global id of the first column, number of columns inside the vocabulary)."""
-    start = tp_rank * width if vocab_start is None else vocab_start
-    if start < 0:
-        raise ValueError(f"vocab_start={start} is negative: pass the global id of this rank's first column.")
-    if tp_size == 1 and start > 0:
-        raise ValueError(f"vocab_start={start} means a shard, and there is no group to reduce over: pass tp_group.")
-    if vocab_size is None:
-        return start, width
-    if vocab_size < 1:
-        raise ValueError(f"vocab_size={vocab_size} must be at least 1: pass the size of the tokenizer's vocabulary.")
-    if vocab_start is None and vocab_size > width * tp_size:
-        raise ValueError(
-            f"vocab_size={vocab_size} is more than the {width * tp_size} columns there are: pass the unpadded size, or "
-            "vocab_start if the shards are uneven."
-        )
-    return start, min(max(vocab_size - start, 0), width)
-
-
-def _check_sampling_mask(mask: Tensor | RaggedSamplingMask | None, logits: Tensor, targets: Tensor) -> None:
-    if mask is None:
-        return
-    if isinstance(mask, Tensor):
-        shape = [len(targets), logits.shape[1]]
-        if mask.dtype != torch.bool or list(mask.shape) != shape:
-            raise ValueError(
-                f"sampling_mask is {mask.dtype} {list(mask.shape)}: bool {shape} is needed, or ragged ids."
-            )
-        return
-    ids, offsets = mask.token_ids, mask.offsets
-    if ids.dtype not in (torch.int64, torch.int32) or ids.ndim != 1:
-        raise ValueError(f"sampling_mask.token_ids is {ids.dtype} {list(ids.shape)}: flat int64 or int32 is needed.")
-    if offsets.device.type != "cpu" or offsets.dtype != torch.int64:
-        raise ValueError(
-            f"sampling_mask.offsets is {offsets.dtype} on {offsets.device}: keep it int64 on the CPU, where reading it "
-            "is no host sync."
-        )
-    if offsets.shape != (len(targets) + 1,):
-        raise ValueError(
-            f"sampling_mask.offsets has shape {list(offsets.shape)}: [{len(targets) + 1}] is needed, one more than "
-            "there are targets."
-        )
-    first, last = offsets[:1].tolist()[0], offsets[-1:].tolist()[0]
-    if first != 0 or last != len(ids):
-        raise ValueError(
-            f"sampling_mask.offsets runs from {first} to {last}: it must run from 0 to the {len(ids)} token_ids there "
-            "are."
-        )
-    if len(targets) and offsets.diff().amin().reshape(1).tolist()[0] < 0:
-        i = int(offsets.diff().argmin())
-        before, after = offsets[i : i + 2].tolist()
-        raise ValueError(f"sampling_mask.offsets falls from {before} to {after} at target {i}: it must ascend.")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.core.correction import correct
+from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.gate import check_gate
-from mismatch_plugin.core.loss import PolicyLoss, policy_loss
+from mismatch_plugin.core.loss import PolicyLoss, known_before_loss, sum_tokens, token_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import stale_tokens
@@ -67,6 +67,7 @@ class Step:
         self.totals: StepTotals | None = None
         self.statistics: Statistics | None = None
         self.failure: str | None = None
+        self._corrections: dict[tuple[object, ...], tuple[PackedSequences, Correction]] = {}
         self.agreed = False
         """True where the ranks were compared before the step, so that `finish` need not."""
 
@@ -82,19 +83,21 @@ class Step:
         self.groups.agree(step_kind(self.config, micro_batches, self.groups.is_last_stage, **loop))
         self.agreed = True
 
-    def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0) -> StepTotals:
+    def prepare(self, micro_batches: Iterable[PackedSequences], fed_tokens: int = 0, reuse: bool = True) -> StepTotals:
         """Totals of the step from its data, before any forward pass. What is kept and weights need π_old for it.
 
         fed_tokens: that this rank feeds to the model in all of them, prompts and padding included.
+        reuse: corrections that are computed here, and need no more, are those of `loss`, where the same batches come
+            (the same tensors, not written since: on all ranks of a context-parallel group, or on none).
 
-        Collectives: the CP reductions of `correct` per micro-batch (where π_old is there), one CP SUM of the masks
-        otherwise; one SUM of seven floats over DP × CP.
+        Collectives: the CP reductions of `correct` per micro-batch where π_old is there and weights are normalised over
+        the step or something may be rejected, one CP SUM of the masks otherwise; one SUM of seven floats over DP × CP.
         """
         sums = None
         known = not self.config.use_rollout_log_probs
         for packed in micro_batches:
             known = known and packed.old_log_probs is not None
-            mine = self._sums(packed, known)
+            mine = self._sums(packed, known, reuse)
             sums = mine if sums is None else sums + mine
         if sums is None:
             raise ValueError(NO_MICRO_BATCH)
@@ -108,10 +111,11 @@ class Step:
         self.totals = StepTotals(tokens, original, accepted if accepted_known else None, factor if known else None, fed)
         return self.totals
 
-    def _sums(self, packed: PackedSequences, known: bool) -> Tensor:
+    def _sums(self, packed: PackedSequences, known: bool, reuse: bool) -> Tensor:
         """[5] float64 of this rank: tokens, original and accepted units, sum and number of the weights to average."""
         by_token = self.config.aggregation == "token-mean"
-        if not known or not self.config.corrects:  # nothing is weighed, all but what is stale is accepted
+        weighed = self.config.normalizes_step or (self.config.rejects_by_log_probs and not self.config.dry_run)
+        if not known or not weighed:  # no weight is asked for, all but what is stale is accepted
             stale_T = None if self.config.dry_run else stale_tokens(self.config, packed)
             masks = [packed.loss_mask]
             masks += [] if stale_T is None else [packed.loss_mask.logical_and(stale_T.logical_not())]
@@ -122,9 +126,15 @@ class Step:
             return sums * float(self.groups.counts_sequences)
         # What data preparation found on one rank is raised at the step's end on all of them. What π_θ judges is not
         # known yet, and changes no weight: π_old stands in for it.
-        statistics = correct(
-            packed.replace(invalid=()), self.config, self.groups, batch_factor=1.0, log_probs=packed.old_log_probs
-        ).statistics
+        reuse = reuse and known_before_loss(self.config)
+        config = self.config if reuse else self.config.model_copy(update={"metrics": "off"})
+        factor = 1.0 if config.normalizes_step else None
+        correction = correct(
+            packed.replace(invalid=()), config, self.groups, batch_factor=factor, log_probs=packed.old_log_probs
+        )
+        if reuse:
+            self._corrections[_key(packed)] = packed, correction
+        statistics = correction.statistics
         names = ["one@tokens", "one@tokens", "kept@tokens"]
         if not by_token:
             names[1:] = ["one@sequences", "kept_any@sequences"]
@@ -148,9 +158,14 @@ class Step:
         return 1.0 if known is None else known
 
     def loss(self, log_probs: Tensor, packed: PackedSequences) -> PolicyLoss:
-        """`policy_loss` of one micro-batch, its statistics merged into the step's."""
+        """`policy_loss` of one micro-batch, its statistics merged into the step's.
+
+        Where `prepare` had this batch and keeps its correction, nothing of that is computed or reduced again.
+        """
         # What data preparation found on one rank is raised at the step's end on all of them.
-        result = policy_loss(log_probs, packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
+        _, correction = self._corrections.pop(_key(packed), (None, None))
+        arguments = (packed.replace(invalid=()), self.config, self.groups, self.batch_factor)
+        result = sum_tokens(token_loss(log_probs, *arguments, correction=correction), self.groups)
         self.record(result.statistics)
         return result
 
@@ -186,6 +201,16 @@ class Step:
         counted = [reduced.sum_of(f"invalid_{kind}") for kind in kinds if f"invalid_{kind}" in reduced.sum_names]
         invalid = torch.stack(counted).sum() if counted else reduced.sums.new_zeros(())
         return reduced, torch.stack([factor, invalid, reduced.k3_kl()])
+
+
+def _key(packed: PackedSequences) -> tuple[object, ...]:
+    """What a correction of π_old depends on; copies with other fields share it. What was written since is another."""
+    tensors = (
+        packed.loss_mask, packed.rollout_log_probs, packed.old_log_probs, packed.advantages, packed.weight_versions,
+        packed.turn_ids, packed.positions,
+    )  # fmt: skip
+    seen = [(id(value), None if value is None or value.is_inference() else value._version) for value in tensors]
+    return *seen, packed.lengths, packed.trainer_version, packed.turn_counts, packed.chunk_lengths
 
 
 _NOTHING = (1.0, 0.0, 0.0)

@@ -195,10 +195,9 @@ class SGLangClient(ServerControl):
                     answer.json, [prompt], own, samples=[index], require_kept_ids=return_sampling_mask
                 )
                 _check(record, f"{name}-{answer.attempts}", prompt_log_probs, top_log_probs > 0, index)
-                faults = record.faults(index) if self.policy == "error" else []
-                if faults:
-                    more = f"; and {len(faults) - 1} more" if len(faults) > 1 else ""
-                    raise RequestError("log_probs", f"{faults[0]}{more}", answer.attempts)
+                if self.policy == "error" and (first := record.faults(index, limit=1)):
+                    more = f"; and {count - 1} more" if (count := record.count_faults()) > 1 else ""
+                    raise RequestError("log_probs", f"{first[0]}{more}", answer.attempts)
                 return record.model_copy(update={"server": self.url})
 
             body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}

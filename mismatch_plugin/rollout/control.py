@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
@@ -11,7 +12,9 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from mismatch_plugin.config import MismatchWarning
+from mismatch_plugin.rollout.fingerprints import SentWeights, served_dtypes
 from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
+from mismatch_plugin.rollout.served import META_KEY
 from mismatch_plugin.rollout.server_info import ServerInfo
 from mismatch_plugin.rollout.transport import Answer, Retries, Transport
 from mismatch_plugin.rollout.verification import ExpectChanged, UpdateVerifier, check_expectation
@@ -29,8 +32,10 @@ from mismatch_plugin.rollout.weights import (
 PauseMode = Literal["abort", "retract", "in_place"]
 T = TypeVar("T")
 GROUP_NAME = "weight_update_group"
+logger = logging.getLogger("mismatch_plugin")
 
 _ONCE = Retries(attempts=1)
+_STAGES_S = 5
 _OK = 200
 
 
@@ -38,8 +43,9 @@ class ServerControl:
     """The control half of `SGLangClient`. Nothing here is sent twice: an update may have worked though its answer was
     lost. Questions (health, server_info) are asked again.
 
-    Every weight update is verified by the server's checksums, as far as it has them: see `verification.py` for the rule
-    behind each method's `expect_changed`. verify_updates_every: only the first and every n-th; 0: none.
+    Every weight update is verified by the server's checksums, as far as it has them: see `verification.py` for the
+    rule behind each method's `expect_changed`. Where the server has our plugin, what was sent is compared with what
+    serves then (`fingerprints.py`). verify_updates_every: only the first and every n-th; 0: none.
     """
 
     def __init__(self, transport: Transport, retries: Retries, verify_updates_every: int = 1) -> None:
@@ -48,6 +54,9 @@ class ServerControl:
         self._paused: PauseMode | None = None
         self._info: ServerInfo | None = None
         self._warned: set[str] = set()
+        self.fingerprint: str | None = None
+        """Of the weights that the last update sent, if the server has our plugin and they were compared with what
+        serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `check`."""
 
     async def health(self, timeout: float = 30.0) -> bool:
         """Whether the server answers and can generate (SGLang generates one token to find out)."""
@@ -219,6 +228,8 @@ class ServerControl:
         *first, final = buckets(pairs, bucket_bytes)
         info = await self._known()
         flush = await self._flush(flush_cache)
+        compare = self._verifier.due
+        self.fingerprint = None
         async with self._verifier.around(version, expect_changed, pairs, torch_dtype(info.dtype)):
             async with self.paused("retract") if first and self._paused is None else nullcontext():
                 await self._update("/begin_weight_update", {})
@@ -233,6 +244,39 @@ class ServerControl:
                     raise
                 await self._update("/end_weight_update", {})
             await self._confirm(version)
+        if compare:
+            await self._compare(version, pairs, whole=expect_changed == "all")
+
+    async def _compare(self, version: str | int, pairs: Bucket, whole: bool) -> None:
+        """What was sent with what serves, where the server has our plugin. whole: it must have all names."""
+        states = await self._served()
+        for _ in range(_STAGES_S * 10):  # the stages of a pipeline tell theirs one after the other
+            if all(state.get("fingerprint") or state.get("pp_size") == 1 for state in states):
+                break
+            await asyncio.sleep(0.1)
+            states = await self._served()
+        sent, prints = SentWeights(), set[str | None]()
+        if able := next((state for state in states if state.get("tensors")), None):  # all workers hold the same dtypes
+            await asyncio.to_thread(sent.add, pairs, served_dtypes(pairs, able))
+        for state in states:
+            found = sent.compare(state)
+            if found.differ or (whole and found.unknown):
+                told = " ".join(found.problems)
+                raise WeightUpdateError(f"{state.get('server')} serves other weights than version {version}: {told}")
+            for note in found.notes:
+                logger.info("version %s on %s: %s", version, state.get("server"), note)
+            prints.add(state.get("fingerprint"))
+        self.fingerprint = prints.pop() if len(prints) == 1 else None
+
+    async def _served(self) -> list[dict[str, Any]]:
+        """What our plugin in the server tells of each data-parallel worker; [] without one."""
+        try:
+            answer = await self._transport.call("GET", "/server_info", retries=self._retries)
+        except RequestError as error:
+            raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
+        states = answer.json.get("internal_states") if isinstance(answer.json, dict) else None
+        listed = states if isinstance(states, list) else []
+        return [told for state in listed if isinstance(state, dict) and isinstance(told := state.get(META_KEY), dict)]
 
     async def _flush(self, wanted: bool | None) -> bool:
         """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -13,10 +14,10 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.validity import InvalidLogProbError
+from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP, InvalidLogProbError
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
-from mismatch_plugin.parallel.log_prob_torch import RaggedSamplingMask
-from mismatch_plugin.rollout.records import Fault, RolloutRecord
+from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
+from mismatch_plugin.rollout.records import Fault, RolloutRecord, WeightSpan, as_numbers
 from mismatch_plugin.rollout.sampling import filter_bias, remaining_bias
 from mismatch_plugin.rollout.turns import common_length
 
@@ -24,6 +25,8 @@ Which = Literal["auto", "full", "behaviour"]
 
 INITIAL_VERSION = "default"
 """What SGLang calls the weights it was started with: number −1, before every update."""
+_SHOWN = 3
+"""Faults that an error names; the others are counted."""
 
 
 def to_packed(
@@ -69,29 +72,38 @@ def to_packed(
     behaviour = _use_behaviour(records, which)
     if trained_ids is not None and len(trained_ids) != len(records):
         raise ValueError(f"trained_ids has {len(trained_ids)} entries for {len(records)} records.")
-    if policy == "error":
-        _raise_faults(records, train_log_probs, trained_ids)
     trained = [record.response_ids for record in records] if trained_ids is None else trained_ids
-    log_probs: list[list[float | None]] = []
-    masks: list[list[int]] = []
-    versions: list[list[str | None]] = []
-    for record, ids in zip(records, trained, strict=True):
-        given = record.behaviour_log_probs if behaviour else record.rollout_log_probs
+    same = [_same(record, ids) for record, ids in zip(records, trained, strict=True)]
+    rows = [record.behaviour_log_probs if behaviour else record.rollout_log_probs for record in records]
+    lists = (trained_ids, train_log_probs)
+    if policy == "error":
+        # What the packed batch does not show: lists of two lengths, other ids, and the list that is not used.
+        beyond = [
+            at
+            for at, (record, ids, row, shared) in enumerate(zip(records, trained, rows, same, strict=True))
+            if row is None
+            or not len(row) == len(record.response_ids) == len(ids) == shared
+            or record.behaviour_log_probs is not None
+        ]
+        _raise_faults(records, beyond, *lists)
+    log_probs: list[Sequence[float | None]] = []
+    masks: list[Sequence[int]] = []
+    for record, ids, row, shared in zip(records, trained, rows, same, strict=True):
         # In a list of another length nobody knows which token lacks its log-prob, nor behind an id that differs.
-        whole = given is not None and len(given) == len(record.response_ids)
-        same = common_length(record.response_ids, ids) if whole else 0
-        log_probs.append([*(given or ())[:same], *[None] * (len(ids) - same)])
-        masks.append([*record.loss_mask, *[1] * len(ids)][: len(ids)])
-        versions.append([*record.version_of_token, *[None] * len(ids)][: len(ids)])
+        known = shared if row is not None and len(row) == len(record.response_ids) else 0
+        log_probs.append(row if row is not None and known == len(ids) == len(row) else _filled(row, known, len(ids)))
+        mask = record.loss_mask
+        masks.append(mask if len(mask) == len(ids) else [*mask, *[1] * len(ids)][: len(ids)])
+    versions = [_Versions(record.weight_versions, mask) for record, mask in zip(records, masks, strict=True)]
     for note in {_note(record, behaviour) for record in records} - {""}:
         warnings.warn(note, MismatchWarning, stacklevel=2)
     names = [index if record.sample_id is None else record.sample_id for index, record in enumerate(records)]
     if config is not None and config.rs.max_staleness is not None:
-        _refuse_missing_versions(versions, masks, names, trainer_version)
+        _refuse_missing_versions(versions, names, trainer_version)
     rewards = [record.reward for record in records]
     if version_numbers is None and isinstance(trainer_version, str):
-        version_numbers = number_versions([v for row in versions for v in row if v is not None] + [trainer_version])
-    return PackedSequences.from_lists(
+        version_numbers = number_versions([*(v for row in versions for v in row.told), trainer_version])
+    packed = PackedSequences.from_lists(
         train_log_probs=train_log_probs,
         rollout_log_probs=log_probs,
         loss_masks=masks,
@@ -99,11 +111,14 @@ def to_packed(
         ref_log_probs=ref_log_probs,
         advantages=advantages,
         entropy=entropy,
-        weight_versions=_numbered(versions, masks, version_numbers),
+        weight_versions=_numbered(versions, version_numbers),
         trainer_version=_trainer_number(trainer_version, version_numbers),
         rewards=rewards if rewards and None not in rewards else None,
         sequence_ids=names,
     )
+    if policy == "error":
+        _raise_faults(records, _doubtful(packed, train_log_probs is not None), *lists)
+    return packed
 
 
 def sampling_mask(
@@ -136,10 +151,9 @@ def numbered_versions(record: RolloutRecord, numbers: Mapping[str, int]) -> list
 
     Raises ValueError, naming sample and position, where a token that trains has no version.
     """
-    versions = record.version_of_token
-    _refuse_missing_versions([versions], [record.loss_mask], [record.sample_id])
-    told = [numbers[version] for version in versions if version is not None]
-    return [numbers[version] if version is not None else told[0] if told else 0 for version in versions]
+    versions = _Versions(record.weight_versions, record.loss_mask)
+    _refuse_missing_versions([versions], [record.sample_id])
+    return versions.numbers(numbers, numbers[versions.told[0]] if versions.told else 0).tolist()
 
 
 def number_versions(versions: Sequence[str]) -> dict[str, int]:
@@ -196,48 +210,102 @@ def _use_behaviour(records: Sequence[RolloutRecord], which: Which) -> bool:
     return which != "full" and bool(records) and all(with_them)
 
 
+def _same(record: RolloutRecord, ids: Sequence[int]) -> int:
+    """How many of the ids trained on are those sampled, before the first other one."""
+    sampled = record.response_ids
+    return len(ids) if isinstance(ids, list) and ids == sampled else common_length(sampled, ids)
+
+
+def _filled(row: Sequence[float | None] | None, known: int, length: int) -> list[float | None]:
+    return [*(row or ())[:known], *[None] * (length - known)]
+
+
+def _doubtful(packed: PackedSequences, with_train: bool) -> list[int]:
+    """Records that may have a fault: the bounds of `core.validity.classify` once rounded to float32."""
+    rollout, train = packed.rollout_log_probs, packed.old_log_probs
+    assert rollout is not None
+    wrong = ~((rollout > FLOOR) & (rollout < POSITIVE_TOLERANCE))
+    if with_train and train is not None:
+        wrong |= (rollout == 0.0) & (train <= -ZERO_FILL_GAP)
+    wrong &= packed.loss_mask
+    return packed.sequence_index[wrong].unique().tolist() if wrong.any() else []
+
+
 def _raise_faults(
     records: Sequence[RolloutRecord],
-    train_log_probs: Sequence[Any] | None,
+    doubtful: Sequence[int],
     trained_ids: Sequence[Sequence[int]] | None,
+    train_log_probs: Sequence[Any] | None,
 ) -> None:
-    found: list[Fault] = []
-    for index, record in enumerate(records):
+    """Where one of the doubtful records has a fault: raise the first faults of all, and say how many more there are."""
+
+    def given(index: int) -> dict[str, Any]:
         train = None
         if train_log_probs is not None and index < len(train_log_probs):
-            train = [float(value) for value in train_log_probs[index]]
+            train = as_numbers(train_log_probs[index])
             # Where the two sides have other lengths, a length fault (or from_lists) says so.
-            train = train if len(train) == len(record.response_ids) else None
-        ids = None if trained_ids is None else trained_ids[index]
-        found += record.faults(index if record.sample_id is None else None, trained_ids=ids, train_log_probs=train)
-    if found:
-        shown = "; ".join(str(fault) for fault in found[:3])
-        more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
-        raise InvalidLogProbError(
-            f"{shown}{more}. Check that the rollout engine returns a log-prob for every sampled token and that the "
-            f"trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or drop-sequence."
-        )
+            train = train if train.shape == (len(records[index].response_ids),) else None
+        return {"train_log_probs": train, "trained_ids": None if trained_ids is None else trained_ids[index]}
+
+    if not any(records[index].count_faults(**given(index)) for index in doubtful):
+        return
+    found: list[Fault] = []
+    count = 0
+    for index, record in enumerate(records):
+        count += record.count_faults(**given(index))
+        if len(found) < _SHOWN:
+            found += record.faults(index if record.sample_id is None else None, **given(index), limit=_SHOWN)
+    shown = "; ".join(str(fault) for fault in found[:_SHOWN])
+    more = f"; and {count - _SHOWN} more" if count > _SHOWN else ""
+    raise InvalidLogProbError(
+        f"{shown}{more}. Check that the rollout engine returns a log-prob for every sampled token and that the "
+        f"trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or drop-sequence."
+    )
+
+
+class _Versions:
+    """The weight versions of one record's tokens, as far as they are packed."""
+
+    def __init__(self, spans: Sequence[WeightSpan], mask: Sequence[int]) -> None:
+        self.length = len(mask)
+        self.spans = [span for span in spans if span.start < min(span.end, self.length)]
+        self.told = [span.version for span in self.spans]
+        self._mask = mask
+
+    @cached_property
+    def missing(self) -> int | None:
+        """The first position that trains and has no version."""
+        end = 0
+        for span in [*self.spans, None]:  # in order, without overlap
+            start = self.length if span is None else span.start
+            if 1 in self._mask[end:start]:
+                return end + list(self._mask[end:start]).index(1)
+            end = start if span is None else span.end
+        return None
+
+    def numbers(self, numbers: Mapping[str, int], other: int) -> Tensor:
+        """[n] int64, `other` where no version is told."""
+        found = torch.full((self.length,), other, dtype=torch.int64)
+        for span in self.spans:
+            found[span.start : span.end] = numbers[span.version]
+        return found
 
 
 def _refuse_missing_versions(
-    versions: Sequence[Sequence[str | None]],
-    masks: Sequence[Sequence[int]],
-    names: Sequence[object],
-    trainer_version: int | str | None = 0,
+    versions: Sequence[_Versions], names: Sequence[object], trainer_version: int | str | None = 0
 ) -> None:
     if trainer_version is None:
         raise ValueError(
             "--rs-max-staleness counts weight versions back from trainer_version, which is missing: pass the version "
             "of the weights that are about to train."
         )
-    for name, row, mask in zip(names, versions, masks, strict=True):
-        for position, (version, trains) in enumerate(zip(row, mask, strict=True)):
-            if trains and version is None:
-                raise ValueError(
-                    f"sample {name}, position {position} has no weight version: let the server name its weights "
-                    f"(weight_version of its update requests) and keep weight_versions of its replies, or leave "
-                    f"--rs-max-staleness out."
-                )
+    for name, row in zip(names, versions, strict=True):
+        if row.missing is not None:
+            raise ValueError(
+                f"sample {name}, position {row.missing} has no weight version: let the server name its weights "
+                f"(weight_version of its update requests) and keep weight_versions of its replies, or leave "
+                f"--rs-max-staleness out."
+            )
 
 
 def _trainer_number(version: int | str | None, numbers: Mapping[str, int] | None) -> int | None:
@@ -248,14 +316,11 @@ def _trainer_number(version: int | str | None, numbers: Mapping[str, int] | None
     return numbers[version]
 
 
-def _numbered(
-    versions: Sequence[Sequence[str | None]], masks: Sequence[Sequence[int]], numbers: Mapping[str, int] | None
-) -> list[Tensor] | None:
-    told = [version for row in versions for version in row if version is not None]
+def _numbered(versions: Sequence[_Versions], numbers: Mapping[str, int] | None) -> list[Tensor] | None:
+    told = [version for row in versions for version in row.told]
     if not told:
         return None
-    pairs = (pair for row, mask in zip(versions, masks, strict=True) for pair in zip(row, mask, strict=True))
-    if any(mask and version is None for version, mask in pairs):
+    if any(row.missing is not None for row in versions):
         warnings.warn(
             "some training tokens have no weight version and others do: no metric by version for this batch.",
             MismatchWarning,
@@ -266,7 +331,4 @@ def _numbered(
     if unknown := sorted(set(told) - set(numbers)):
         raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
     # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
-    return [
-        torch.tensor([numbers[told[0] if version is None else version] for version in row], dtype=torch.int64)
-        for row in versions
-    ]
+    return [row.numbers(numbers, numbers[told[0]]) for row in versions]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+import numpy as np
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.sampling import SamplingParameters, remaining_bias
+from mismatch_plugin.rollout.served import Served, ServedWeights
 
 __all__ = [
     "Fault",
@@ -33,6 +37,23 @@ FaultKind = Literal["missing", "nan", "positive_infinite", "positive", "floor", 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 """What an int64 holds: tensors, numpy and Parquet take no other."""
+
+
+def _in_range(ids: list[int]) -> list[int]:
+    """A check of every id by itself costs as much as parsing it: most lists fit 32 bits, which is seen at once."""
+    try:
+        struct.pack(f"{len(ids)}I", *ids)
+    except struct.error:
+        return _EACH.validate_python(ids)  # its errors name position and value
+    return ids
+
+
+_EACH = TypeAdapter(list[TokenId])
+TokenIds = Annotated[list[int], AfterValidator(_in_range)]
+if TYPE_CHECKING:
+    _Mask = list[int]
+else:  # null stands for the default, and no record has it any more
+    _Mask = list[int] | None
 
 _WHAT = {
     "missing": "is missing",
@@ -86,12 +107,12 @@ class RolloutRecord(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
-    prompt_ids: list[TokenId]
-    response_ids: list[TokenId]
+    prompt_ids: TokenIds
+    response_ids: TokenIds
     rollout_log_probs: list[float | None]
     """Of `response_ids`, as SGLang returns them: full vocabulary after temperature and penalties, no filter. None: not
     returned, or not a sampled token."""
-    loss_mask: list[int] = Field(default_factory=list)
+    loss_mask: _Mask = Field(default_factory=list)
     """1 where a token trains; 0 for tool and environment tokens. Default: all 1."""
     sampling: SamplingParameters = SamplingParameters()
     log_probs_of: LogProbsOf = "tempered"
@@ -114,19 +135,22 @@ class RolloutRecord(BaseModel):
     """Address of the server that sampled it, without credentials."""
     dp_rank: int | None = None
     """Which data-parallel worker of the server sampled it. None: not told, or there is one only."""
+    served: Served | None = None
+    """What our SGLang plugin told: the weights that really made the tokens, and what the log-probs are of. None: the
+    server has no such plugin."""
     reward: float | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_loss_mask(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and data.get("loss_mask") is None:
-            ids = data.get("response_ids")
-            return {**data, "loss_mask": [1] * len(ids) if isinstance(ids, (list, tuple)) else []}
-        return data
 
     @model_validator(mode="after")
     def _consistent(self) -> RolloutRecord:
         length = len(self.response_ids)
+        if self.loss_mask is None or "loss_mask" not in self.model_fields_set:
+            object.__setattr__(self, "loss_mask", [1] * length)
+            self.model_fields_set.add("loss_mask")
+        elif (ones := self.loss_mask.count(1)) != len(self.loss_mask) != ones + self.loss_mask.count(0):
+            position, value = next((at, value) for at, value in enumerate(self.loss_mask) if value not in (0, 1))
+            raise ValueError(
+                f"loss_mask holds {value} at position {position}{self._called}: 1 where a token trains, else 0"
+            )
         for name in ("loss_mask", "kept_ids", "top_log_probs", "prompt_log_probs"):
             per, advice = "response_ids", "give one a response token"
             if name == "prompt_log_probs":
@@ -134,20 +158,21 @@ class RolloutRecord(BaseModel):
             value, count = getattr(self, name), len(getattr(self, per))
             if value is not None and len(value) != count:
                 raise ValueError(f"{name} has {len(value)} entries, {per} {count}{self._called}: {advice}")
-        for position, value in enumerate(self.loss_mask):
-            if value not in (0, 1):
-                raise ValueError(
-                    f"loss_mask holds {value} at position {position}{self._called}: 1 where a token trains, else 0"
-                )
-        end = 0
-        for span in self.weight_versions:
+        self._check_spans([(f"weight version {span.version!r}", span) for span in self.weight_versions])
+        if self.served is not None:
+            self._check_spans([(f"served.weights: {span.fingerprint!r}", span) for span in self.served.weights])
+        return self
+
+    def _check_spans(self, named: Sequence[tuple[str, WeightSpan | ServedWeights]]) -> None:
+        """Raise ValueError for spans that overlap, are out of order, or leave the response."""
+        end, length = 0, len(self.response_ids)
+        for name, span in named:
             if not end <= span.start <= span.end <= length:
                 raise ValueError(
-                    f"weight version {span.version!r} spans [{span.start}, {span.end}) after token {end} of {length}"
-                    f"{self._called}: spans are half-open, in order and inside the response"
+                    f"{name} spans [{span.start}, {span.end}) after token {end} of {length}{self._called}: spans are "
+                    f"half-open, in order and inside the response"
                 )
             end = span.end
-        return self
 
     @property
     def _called(self) -> str:
@@ -169,8 +194,9 @@ class RolloutRecord(BaseModel):
         *,
         trained_ids: Sequence[int] | None = None,
         train_log_probs: Sequence[float] | None = None,
+        limit: int | None = None,
     ) -> list[Fault]:
-        """Every log-prob that is wrong in this record, in order of position.
+        """The log-probs that are wrong in this record, in order of position.
 
         Positions with loss_mask 0 are not looked at, and one position has at most one fault a list. 0.0 fills are seen
         only next to `train_log_probs` (one a response token; the training side's log-probs of the same tokens).
@@ -178,68 +204,109 @@ class RolloutRecord(BaseModel):
         Args:
             sample: how messages call the record; default `sample_id`.
             trained_ids: the response ids that the training side sees.
+            limit: name the first ones only; `count_faults` counts them all.
         """
-        found: list[Fault] = []
         sample = self.sample_id if sample is None else sample
+        faults = [fault for found in self._found(sample, trained_ids, train_log_probs) for fault in found.first(limit)]
+        return sorted(faults, key=lambda fault: fault.position)[:limit]
+
+    def count_faults(
+        self, *, trained_ids: Sequence[int] | None = None, train_log_probs: Sequence[float] | None = None
+    ) -> int:
+        """How many `faults` there are, without an object for each."""
+        return sum(len(found.positions) for found in self._found(self.sample_id, trained_ids, train_log_probs))
+
+    def _found(
+        self, sample: object, trained_ids: Sequence[int] | None, train_log_probs: Sequence[float] | None
+    ) -> Iterator[_Found]:
+        """What is wrong, list by list."""
         length = len(self.response_ids)
 
-        def add(what: str, position: int, kind: FaultKind, value: float | None, says: str) -> None:
-            found.append(Fault(sample, position, kind, value, f"{what} of sample {sample}{says}"))
-
-        def add_length(what: str, count: int, says: str) -> None:
+        def wrong_length(what: str, count: int, says: str) -> _Found:
             first = min(count, length)
-            says += f", position {first} is the first without a partner (kind length)"
-            add(what, first, "length", count, says)
+            says = f"{what} of sample {sample}{says}, position {first} is the first without a partner (kind length)"
+            return _Found([first], lambda at: Fault(sample, at, "length", count, says))
 
         if trained_ids is not None:
             if len(trained_ids) != length:
                 says = f": {length} tokens were sampled, {len(trained_ids)} are trained on"
-                add_length("response", len(trained_ids), says)
-            for at, (sampled, trained) in enumerate(zip(self.response_ids, trained_ids, strict=False)):
-                if sampled != trained:
-                    says = f", position {at}: {sampled} was sampled, {trained} is trained on (kind token_ids)"
-                    add("token id", at, "token_ids", trained, says)
+                yield wrong_length("response", len(trained_ids), says)
+            shared = min(length, len(trained_ids))
+            ours, theirs = np.asarray(self.response_ids[:shared]), np.asarray(trained_ids[:shared])
+
+            def other_id(at: int) -> Fault:
+                sampled, trained = self.response_ids[at], trained_ids[at]
+                says = f", position {at}: {sampled} was sampled, {trained} is trained on (kind token_ids)"
+                return Fault(sample, at, "token_ids", trained, f"token id of sample {sample}{says}")
+
+            yield _Found(np.flatnonzero(ours != theirs).tolist(), other_id)
         for what, values in (("rollout", self.rollout_log_probs), ("behaviour", self.behaviour_log_probs)):
-            what += " log-prob"
             if values is None:
                 continue
             if len(values) != length:
-                add_length(f"{what}s", len(values), f": {len(values)} for {length} response tokens")
+                yield wrong_length(f"{what} log-probs", len(values), f": {len(values)} for {length} response tokens")
                 continue
             if train_log_probs is not None and len(train_log_probs) != length:
                 raise ValueError(
                     f"train_log_probs of sample {sample} has {len(train_log_probs)} entries, the response {length} "
                     f"tokens: give one a response token"
                 )
-            for at, (value, mask) in enumerate(zip(values, self.loss_mask, strict=True)):
-                kind = _kind(value, None if train_log_probs is None else train_log_probs[at]) if mask else None
-                if kind is not None:
-                    add(what, at, kind, value, f", position {at} {_WHAT[kind]} (value {value}, kind {kind})")
-        return sorted(found, key=lambda fault: fault.position)
+            yield _Found(_wrong(values, self.loss_mask, train_log_probs), partial(_named, sample, what, values))
 
 
-def _kind(value: float | None, train: float | None) -> FaultKind | None:
-    """The same bounds as `core.validity.classify`, split finer."""
+class _Found(NamedTuple):
+    """Positions that are wrong in one list, and what names one of them."""
+
+    positions: list[int]
+    fault: Callable[[int], Fault]
+
+    def first(self, limit: int | None) -> list[Fault]:
+        return [self.fault(at) for at in self.positions[:limit]]
+
+
+def _wrong(values: Sequence[float | None], mask: Sequence[int], train: Sequence[float] | None) -> list[int]:
+    """Where a token trains and its log-prob is none, by the same bounds as `core.validity.classify`."""
+    numbers = np.array(values, dtype=np.float64)  # None is NaN
+    wrong = ~((numbers > FLOOR) & (numbers <= POSITIVE_TOLERANCE))
+    if train is not None:
+        wrong |= (numbers == 0.0) & (as_numbers(train) < -ZERO_FILL_GAP)
+    return np.flatnonzero(wrong & np.array(mask, dtype=bool)).tolist()
+
+
+def _named(sample: object, what: str, values: Sequence[float | None], at: int) -> Fault:
+    """The fault of a value that `_wrong` found."""
+    value = values[at]
+    kind: FaultKind = "zero_fill"
     if value is None:
-        return "missing"
-    if math.isnan(value):
-        return "nan"
-    if value > POSITIVE_TOLERANCE:
-        return "positive_infinite" if math.isinf(value) else "positive"
-    if value <= FLOOR:
-        return "floor"
-    if value == 0.0 and train is not None and train < -ZERO_FILL_GAP:
-        return "zero_fill"
-    return None
+        kind = "missing"
+    elif math.isnan(value):
+        kind = "nan"
+    elif value > POSITIVE_TOLERANCE:
+        kind = "positive_infinite" if math.isinf(value) else "positive"
+    elif value <= FLOOR:
+        kind = "floor"
+    says = f"position {at} {_WHAT[kind]} (value {value}, kind {kind})"
+    return Fault(sample, at, kind, value, f"{what} log-prob of sample {sample}, {says}")
 
 
 check_record = RolloutRecord.faults
 
 
-def check_records(records: Sequence[RolloutRecord], train_log_probs: Sequence[Any] | None = None) -> list[Fault]:
-    """All faults of a batch; `train_log_probs` holds one sequence of numbers a record."""
+def check_records(
+    records: Sequence[RolloutRecord], train_log_probs: Sequence[Any] | None = None, *, limit: int | None = None
+) -> list[Fault]:
+    """All faults of a batch, or the first `limit`; `train_log_probs` holds one sequence of numbers a record."""
     if train_log_probs is not None and len(train_log_probs) != len(records):
         raise ValueError(f"train_log_probs has {len(train_log_probs)} entries for {len(records)} records.")
-    rows = [None] * len(records) if train_log_probs is None else [[float(v) for v in row] for row in train_log_probs]
-    both = enumerate(zip(records, rows, strict=True))
-    return [fault for index, (record, row) in both for fault in record.faults(index, train_log_probs=row)]
+    found: list[Fault] = []
+    for index, record in enumerate(records):
+        if limit is not None and len(found) >= limit:
+            break
+        row = None if train_log_probs is None else as_numbers(train_log_probs[index])
+        found += record.faults(index, train_log_probs=row, limit=None if limit is None else limit - len(found))
+    return found
+
+
+def as_numbers(row: Any) -> Any:
+    """[n] float64 of a tensor on any device, or of a list."""
+    return np.asarray(row.detach().double().cpu() if hasattr(row, "detach") else row, dtype=np.float64)

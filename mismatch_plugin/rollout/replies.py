@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE
 from mismatch_plugin.rollout.records import FinishReason, RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.served import META_KEY, Served
 
 ReplyKind = Literal["error_reply", "form", "count", "prompt", "log_probs_lost", "length", "token_ids", "kept_ids"]
 
@@ -177,12 +178,14 @@ class MetaInfo:
         if spans is None and version is not None:  # of a server that tells only one version, for all tokens
             spans = [{"version": version, "start": 0, "end": len(ids)}]
         kept_ids, behaviour = self._kept(ids, require_kept_ids)
+        served = self._served()
         try:
             return RolloutRecord(
                 prompt_ids=prompt,
                 response_ids=ids,
                 rollout_log_probs=log_probs,
                 sampling=sampling,
+                log_probs_of="tempered" if served is None else served.log_probs_of,
                 finish_reason=reason,
                 weight_versions=spans or [],
                 kept_ids=kept_ids,
@@ -192,12 +195,11 @@ class MetaInfo:
                 text=text,
                 request_id=self.meta.get("id"),
                 dp_rank=self.meta.get("dp_rank"),
+                served=served,
                 sample_id=None if self.sample is None else str(self.sample),
             )
         except ValidationError as error:
-            fault = error.errors()[0]
-            place = ".".join(str(part) for part in fault["loc"])
-            raise self._error("form", f"{place or 'reply'}: {fault['msg']}") from None
+            raise self._unreadable("", error) from None
 
     def prompt_log_probs(self, prompt: list[int], vocab_size: int | None = None) -> list[float | None] | None:
         """Of each token of the prompt; None for those that `logprob_start_len` left out. None: there are none."""
@@ -215,8 +217,23 @@ class MetaInfo:
             raise self._error("token_ids", f"input_token_logprobs are of another prompt ({difference})")
         return [None] * skipped + log_probs
 
+    def _served(self) -> Served | None:
+        """What our plugin in the server told: one object, which SGLang puts into a list, of a stream behind nulls."""
+        told: Any = self.meta.get(META_KEY)
+        if isinstance(told, list) and told[:-1].count(None) == len(told[:-1]):
+            told = told[-1] if told else None
+        try:
+            return None if told is None else Served.model_validate(told)
+        except ValidationError as error:
+            raise self._unreadable(META_KEY, error) from None
+
     def _error(self, kind: ReplyKind, message: str) -> ReplyError:
         return ReplyError(self.sample, kind, message)
+
+    def _unreadable(self, inside: str, error: ValidationError) -> ReplyError:
+        fault = error.errors()[0]
+        place = ".".join(str(part) for part in (inside, *fault["loc"]) if part != "")
+        return self._error("form", f"{place or 'reply'}: {fault['msg']}")
 
     def _output(self, output_ids: Sequence[int] | None, required: bool) -> tuple[list[float | None], list[int]]:
         if self.meta.get("output_token_logprobs") is None:

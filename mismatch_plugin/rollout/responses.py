@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from mismatch_plugin.files import encodable
 from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan, versions_by_token
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.served import Served
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -46,6 +47,7 @@ class Response:
     step: int | None = None
     server: str | None = None
     dp_rank: int | None = None
+    served: Served | None = None
     reward: float | None = None
     finish_reason: str | None = None
 
@@ -72,6 +74,7 @@ class Response:
             sample_id=record.sample_id,
             server=record.server,
             dp_rank=record.dp_rank,
+            served=record.served,
             reward=record.reward,
             finish_reason=record.finish_reason,
         )
@@ -81,11 +84,24 @@ class Response:
         """The weight version of each response token; None where no span covers it."""
         return versions_by_token(self.weight_versions, len(self.response_ids))
 
+    @property
+    def worker(self) -> tuple[str | None, int | None]:
+        """(server, data-parallel rank) that sampled it, as the server itself tells: the address on record may be a
+        router's."""
+        return (self.server, self.dp_rank) if self.served is None else self.served.worker
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """The temperature of the log-probs: what the server tells, else `SamplingParameters.log_prob_temperature`."""
+        told = None if self.served is None else self.served.temperature
+        return self.sampling.log_prob_temperature if told is None else told
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scored:
     """What the training side tells of one response: log π_train [n] in nats, float64, NaN where null or NaN, and
-    optionally the ids, mask, weight version and temperature that the trainer used. advantages, entropy: [n]."""
+    optionally the ids, mask, weight version and temperature that the trainer used. weight_fingerprint: of the weights
+    that it sent to the servers (`fingerprints`). advantages, entropy: [n]."""
 
     log_probs: Floats
     nulls: Bools | None = None
@@ -93,6 +109,7 @@ class Scored:
     prompt_ids: Ints | None = None
     loss_mask: Bools | None = None
     weight_version: str | None = None
+    weight_fingerprint: str | None = None
     temperature: float | None = None
     advantages: Floats | None = None
     entropy: Floats | None = None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from mismatch_plugin.rollout.served import Served, ServedWeights
 
 T = TypeVar("T")
 _FILL = {"rollout_log_probs": None, "loss_mask": 0, "behaviour_log_probs": None, "kept_ids": [], "top_log_probs": []}
@@ -17,7 +18,8 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
 
     Each later prompt must begin with the prompt and response before it. What it adds (tool results, template tokens)
     has loss_mask 0, log-prob None and no weight version. Text, finish reason, names, reward and sampling parameters are
-    the last turn's; of the latter max_new_tokens and seed, as well as server and dp_rank, are None where turns differ.
+    the last turn's; of the latter max_new_tokens and seed, as well as server and dp_rank, are None where turns differ,
+    and `served` where they have other workers.
 
     Raises ValueError where turns were drawn from different distributions (other temperature, filters, penalties;
     max_new_tokens, seed and stop conditions may differ), and where a later prompt does not continue the turn before:
@@ -31,6 +33,7 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
             raise ValueError(f"{name} is there in some turns of sample {first.sample_id} and missing in others.")
     ids: list[int] = []
     spans: list[WeightSpan] = []
+    weights: list[ServedWeights] = []
     columns: dict[str, Any] = {name: [] for name in _FILL if getattr(first, name) is not None}
     for number, turn in enumerate(turns):
         called = f"turn {number} of sample {turn.sample_id}"
@@ -57,12 +60,19 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
             WeightSpan(version=span.version, start=span.start + start, end=span.end + start)
             for span in turn.weight_versions
         ]
+        if turn.served is not None:
+            weights += [
+                span.model_copy(update={"start": span.start + start, "end": span.end + start})
+                for span in turn.served.weights
+            ]
     shared: dict[str, Any] = {name: _shared(getattr(turn, name) for turn in turns) for name in ("server", "dp_rank")}
     budget = {name: _shared(getattr(turn.sampling, name) for turn in turns) for name in ("max_new_tokens", "seed")}
     return RolloutRecord(
         prompt_ids=first.prompt_ids,
         response_ids=ids,
         sampling=last.sampling.model_copy(update=budget),
+        log_probs_of=last.log_probs_of,
+        served=_served([turn.served for turn in turns], weights),
         finish_reason=last.finish_reason,
         weight_versions=spans,
         prompt_log_probs=first.prompt_log_probs,
@@ -73,6 +83,15 @@ def join_turns(turns: Sequence[RolloutRecord]) -> RolloutRecord:
         **columns,
         **shared,
     )
+
+
+def _served(told: Sequence[Served | None], weights: list[ServedWeights]) -> Served | None:
+    """The last turn's, with all their weights; None where one tells nothing, or another worker sampled it."""
+    last = told[-1]
+    if last is None or any(one is None or one.worker != last.worker for one in told):
+        return None
+    temperature = _shared(one.temperature for one in told if one is not None)
+    return last.model_copy(update={"weights": weights, "temperature": temperature})
 
 
 def _check_distribution(first: RolloutRecord, turn: RolloutRecord, called: str) -> None:

@@ -139,11 +139,19 @@ class UpdateVerifier:
             self._arrived |= _taken(before, after, new, expect)
         self._number += expect != "any"  # neither a failed update nor one that nobody looked at takes a turn
 
+    @property
+    def due(self) -> bool:
+        """Whether the next update is one of those that are verified."""
+        return self._has_turn(self._number)
+
     def _forget(self) -> None:
         self._sent, self._arrived, self._after, self._unseen = {}, set(), None, None
 
     def _due(self, number: int) -> bool:
-        return self._supported and self._every > 0 and number % self._every == 0
+        return self._supported and self._has_turn(number)
+
+    def _has_turn(self, number: int) -> bool:
+        return self._every > 0 and number % self._every == 0
 
     async def _checksums(self, sure: bool = False) -> Checksums | None:
         """None where the server has none to tell, which is said once. sure: it told them before; raises."""

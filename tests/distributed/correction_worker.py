@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.core import host
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step
 from tests.distributed.agreement_worker import Grid
@@ -71,7 +72,8 @@ def run(case: Case) -> list[Part]:
     log_probs = [whole.log_probs[places] for _, places in local]
     places = torch.cat([places for _, places in local])
     parts = []
-    for settings in case.settings:
+    for number, settings in enumerate(case.settings):
+        host.ENABLED = number % 2 == 0  # every other one goes the way of a device
         config = settings.config(**dict(case.changes))
         step = Step(config, groups)
         if case.starts:
@@ -98,6 +100,7 @@ def run(case: Case) -> list[Part]:
                 statistics.metrics() if dist.get_rank() == 0 else None,
             )
         )
+    host.ENABLED = True
     return parts
 
 
@@ -203,7 +206,8 @@ def op_name(op: Any) -> str:
 
 
 def run_counted(case: Case) -> list[dict[str, Any]]:
-    """Per settings: the collectives of `start`, `prepare`, each micro-batch's loss and backward, and `finish`."""
+    """Per settings: the collectives of `start`, `prepare`, each micro-batch's loss and backward, and `finish`; of the
+    loss without `prepare`, and (`again`) after it."""
     whole, groups = make(case.batch), groups_of(case.layout)
     local = whole.micro_batches(case.layout, case.micro_batches, dist.get_rank())
     counts = []
@@ -213,12 +217,15 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
             step.start([packed for packed, _ in local])
         with CallRecorder() as prepare:
             step.prepare(packed for packed, _ in local)
-        losses, backward = [], []
+        losses, again, backward = [], [], []
         for packed, places in local:
             leaf = whole.log_probs[places].requires_grad_()
             with CallRecorder() as forward:
-                result = step.loss(leaf, packed)
+                Step(step.config, groups).loss(leaf, packed)
             losses.append(forward.calls)
+            with CallRecorder() as forward:
+                result = step.loss(leaf, packed)
+            again.append(forward.calls)
             with CallRecorder() as recorder:
                 (result.loss_sum + sum(result.terms.values())).backward()
             backward += recorder.calls
@@ -230,6 +237,7 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
                 "start": start.calls,
                 "prepare": prepare.calls,
                 "losses": losses,
+                "again": again,
                 "backward": backward,
                 "finish": finish.calls,
                 "sequences": [len(packed.lengths) for packed, _ in local],

@@ -16,6 +16,7 @@ from mismatch_plugin.inspect import packing
 from mismatch_plugin.inspect.measure import measure, packed_of, separate
 from mismatch_plugin.inspect.result import Size
 from mismatch_plugin.rollout.records import WeightSpan
+from mismatch_plugin.rollout.served import Served
 from tests.inspect.dumps import batch_of, drawn
 
 CONFIG = mp.preset("token_is")
@@ -89,6 +90,16 @@ def test_every_breakdown_by_hand():
     assert names(size, "server") == {"a": 3, "b": 3}
     assert names(size, "dp_rank") == {"1": 3, "unknown": 3}
     assert names(size, "advantage") == {"negative": 3, "positive": 3}
+
+
+def test_servers_are_told_apart_behind_a_router_by_what_they_tell():
+    rows = [[-1.0, -2.0], [-1.5, -0.5, -0.1]]
+    fields = []
+    for name, rank in (("a", 0), ("b", 1)):
+        told = Served(server=name, dp_rank=rank, sglang="0.5.23", dtype="bfloat16", head_dtype="float32")
+        fields.append({"server": "http://router", "served": told})
+    size = measure(batch_of(rows, rows, fields), CONFIG)[1]
+    assert names(size, "server") == {"a": 2, "b": 3} and names(size, "dp_rank") == {"0": 2, "1": 3}
 
 
 def test_what_nothing_tells_has_no_breakdown():

@@ -90,14 +90,6 @@ def columns_of(call: Call, sequences: int, parts: int) -> int:
     return call.shape[0] if len(call.shape) == 2 else (call.shape[0] - parts) // sequences
 
 
-def without_objective(settings: Settings, calls: list[Call], sequences: int) -> list[Call]:
-    """The same without what gspo adds to the first SUM, Σ log r and the tokens that enter: those of `correct`."""
-    if settings.objective != "gspo" or not calls:
-        return calls
-    size, *rest = calls[0].shape
-    return [replace(calls[0], shape=(size - 2 * (1 if rest else sequences), *rest)), *calls[1:]]
-
-
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_exactly_these_collectives(layout: Layout):
     """Catches a MAX nobody needs, a reduction over data inside a micro-batch, one that autograd differentiates through,
@@ -136,10 +128,22 @@ def test_exactly_these_collectives(layout: Layout):
             assert counts["start"] == agreement, "over CP, and over DP × CP where that is more"
             assert counts["finish"] == [rank.over_data("SUM", sums), rank.over_data("MAX", extremes)]
             # What is kept or weighed is known from π_old; elsewhere the masks alone are counted.
-            judged = settings.config().corrects and settings.algorithm in (0, 2)
-            of_correct = [without_objective(settings, *each) for each in zip(losses, counts["sequences"], strict=True)]
-            before = of_correct if judged else masks
-            assert counts["prepare"] == [*(call for calls in before for call in calls), rank.over_data("SUM", 7)]
+            config = settings.config()
+            judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
+            judged = judged and settings.algorithm in (0, 2)
+            reused = judged and not settings.judges_current and settings.objective != "gspo"
+            assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
+            *before, total = counts["prepare"]
+            assert total == rank.over_data("SUM", 7)
+            if reused or not judged:
+                assert before == [call for calls in (losses if reused else masks) for call in calls]
+            else:  # as the loss, whose SUM has the columns of metrics and objective, too
+                kinds = [(call.operation, call.ranks) for call in before]
+                expected = [rank.inside(("SUM", (columns, n)), ("MAX", (maxima, n))) for n in counts["sequences"]]
+                assert settings.level == "prefix" or kinds == [
+                    (call.operation, call.ranks) for calls in expected for call in calls
+                ]
+                assert sum(call.bytes for call in before) <= sum(call.bytes for calls in losses for call in calls)
 
 
 def test_columns_counted_by_hand():

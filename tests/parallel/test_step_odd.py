@@ -297,3 +297,27 @@ def test_a_dry_run_changes_nothing():
         tokens, original, accepted, factor = parts[0].totals
         assert (accepted, factor) in ((original, 1.0), (original, None)), settings
         assert actual.denominators == (original, original) and tokens == actual.keep.sum()
+
+
+@pytest.mark.parametrize("change", ["written", "replaced", "other versions", "none"])
+def test_a_prepared_correction_is_used_for_the_same_data_only(change: str) -> None:
+    """A loader that fills one buffer a micro-batch must not get the first one's weights again."""
+    settings = {"use_tis": True, "tis": {"batch_normalize": True}, "rs": {"max_staleness": 1}}
+    config = mp.MismatchConfig.model_validate(settings)
+    batch = mp.PackedSequences.from_lists(
+        loss_masks=[[1, 1], [1]], rollout_log_probs=[[-1.0, -2.0], [-0.5]], old_log_probs=[[-1.2, -1.9], [-0.9]],
+        advantages=[1.0, -1.0], weight_versions=[[3, 3], [2]], trainer_version=3,
+    )  # fmt: skip
+    step = Step(config, ParallelGroups())
+    totals = step.prepare([batch])
+    assert batch.rollout_log_probs is not None and totals.batch_factor is not None
+    if change == "written":
+        batch.rollout_log_probs.sub_(0.3)
+    elif change == "replaced":
+        batch = batch.replace(rollout_log_probs=batch.rollout_log_probs - 0.3)
+    elif change == "other versions":
+        batch = batch.replace(trainer_version=4)
+    found = step.loss(torch.tensor([-1.1, -1.8, -0.7]), batch)
+    expected = mp.correct(batch, config, batch_factor=totals.batch_factor)
+    assert torch.equal(found.correction.weights, expected.weights)
+    assert torch.equal(found.correction.keep, expected.keep)

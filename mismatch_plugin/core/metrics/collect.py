@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.metrics.units import (
@@ -31,7 +32,7 @@ from mismatch_plugin.core.metrics.units import (
 from mismatch_plugin.core.segments import Column, bounded_exp
 from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.units import ActingBounds
-from mismatch_plugin.core.validity import KINDS, count_kinds
+from mismatch_plugin.core.validity import KINDS
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -112,7 +113,7 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
     maximum_names, maxima = _maxima(stage, has, rows)
     if stage.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
-        values.append(count_kinds(stage.tokens.code))
+        values.append(stage.tokens.count_kinds())
     if stage.measured and stage.config.metrics == "full":
         sums, extra = full_diagnostics(stage, counts_sequences)
         for name, value in extra.items():
@@ -267,12 +268,23 @@ def _maxima(stage: Stage, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[st
     absent = has.logical_not()
     if stage.units.on_tokens or stage.parts is not None:
         padding = stage.tokens.padding if stage.units.on_tokens else stage.counts_U == 0
-        parts = [_extremes(both, {}, absent), _extremes(units, {}, padding), _extremes({}, weights, padding)]
+        extremes = _extremes_of_tokens if stage.units.on_tokens else _extremes
+        parts = [_extremes(both, {}, absent), extremes(units, {}, padding), extremes({}, weights, padding)]
     else:
         parts = [_extremes(both | units, weights, absent)]
     if stage.token_extremes:
         parts.append((list(stage.token_extremes), torch.stack(list(stage.token_extremes.values()))))
     return [name for names, _ in parts for name in names], [values for names, values in parts if names]
+
+
+def _extremes_of_tokens(both: dict[str, Tensor], above: dict[str, Tensor], padding: Tensor) -> tuple[list[str], Tensor]:
+    """`_extremes` of [T] rows that are 0 at padding."""
+    if not on_host(padding) or len(padding) == 0:
+        return _extremes(both, above, padding)
+    names = [*both, *above, *(f"-{name}" for name in both)]
+    values = [largest(row, padding) for row in (*both.values(), *above.values())]
+    values += [largest(row, padding, of_negated=True) for row in both.values()]
+    return names, torch.stack(values) if values else padding.new_zeros(0, dtype=torch.float64)
 
 
 def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor) -> tuple[list[str], Tensor]:

@@ -26,8 +26,17 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
+from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, refuse_fused_head
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import BORROWED, Backend, Entropy, checked_backend, vocab_parallel_log_probs
+from mismatch_plugin.parallel.log_probs import (
+    BORROWED,
+    Backend,
+    Entropy,
+    LogProbs,
+    checked_backend,
+    vocab_parallel_linear_log_probs,
+    vocab_parallel_log_probs,
+)
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, refuse_other_settings
 from mismatch_plugin.report.state import state_of
@@ -49,7 +58,8 @@ class MegatronLoss:
         vocab_size: the real vocabulary; columns beyond it are padding. None: every column counts.
         temperature: what the sampler divided the logits by.
         backend: of `vocab_parallel_log_probs`; None: the configuration's `log_prob_backend`.
-        inplace_gradient: of `vocab_parallel_log_probs`.
+        inplace_gradient: of `vocab_parallel_log_probs`; None: the configuration's `inplace_logits`, of which auto is
+            yes for logits that a model made, which nothing but this loss reads.
 
     Raises ValueError where a setting cannot be exact in this loop, with the reason and the fix.
     """
@@ -63,7 +73,7 @@ class MegatronLoss:
         vocab_size: int | None = None,
         temperature: float = 1.0,
         backend: Backend | None = None,
-        inplace_gradient: bool = False,
+        inplace_gradient: bool | None = None,
     ) -> None:
         self.config, self.groups = config, groups
         self.vocab_size, self.temperature = vocab_size, temperature
@@ -75,6 +85,9 @@ class MegatronLoss:
         self.per_token = bool(model_config.calculate_per_token_loss)
         self.extra_losses = extra_losses(model_config)
         self.mtp_layers = int(getattr(model_config, "mtp_num_layers", None) or 0)
+        self.sequence_parallel = bool(getattr(model_config, "sequence_parallel", False))
+        if config.fused_head:
+            refuse_fused_head(model_config, self.mtp_layers, self.backend)
         _refuse(config, self.per_token, self.extra_losses)
         tp_size = 1 if groups.tp is None else groups.tp.size()
         if tp_size > 1 and getattr(model_config, "num_moe_experts", None) and not model_config.sequence_parallel:
@@ -133,6 +146,11 @@ class MegatronLoss:
         """megatron's forward_step: run the model on the next micro-batch; the loss follows on the last stage."""
         batch = next(data_iterator)
         inputs, loss_func = (batch.tokens, batch.position_ids, None), partial(self.loss_func, batch)
+        if self.config.fused_head:
+            noted: list[Tensor] = []
+            with hidden_states(model, noted):
+                output = model(*inputs, packed_seq_params=batch.packed_seq_params)
+            return output, partial(self.loss_func, batch, head_weight=noted[0] if noted else None)
         if not self.mtp_layers or not self.groups.is_last_stage:
             return model(*inputs, packed_seq_params=batch.packed_seq_params), loss_func
         totals = self._started().totals
@@ -141,26 +159,42 @@ class MegatronLoss:
         with logits_with_labels(model, self.mtp_layers):
             return model(*inputs, packed_seq_params=batch.padded_seq_params, **labels), loss_func
 
-    def loss_func(self, batch: MegatronBatch, logits: Tensor) -> tuple[Any, ...]:
+    def loss_func(self, batch: MegatronBatch, output: Tensor, head_weight: Tensor | None = None) -> tuple[Any, ...]:
         """megatron's loss_func from vocab-parallel logits [b, s, V/tp]; see `from_log_probs` for what it returns.
 
+        With `head_weight` [V/tp, H] the tensor is hidden states [b, s, H] ([b, s/tp, H] under sequence parallelism).
         Where the batch has a sampling mask, log-probs and entropy are of the logits renormalised over the kept ids:
         with π^M_θ(y) = π_θ(y) / Σ_kept π_θ on both sides of the ratio, its mean over the sampler is 1, and the gradient
         is that of the policy filtered as the sampler filtered it (the kept sets held fixed).
-        Collectives: one all-gather over tp, one SUM (and one MAX if a sequence_max criterion is set) over cp.
+        Collectives: one all-gather over tp, one SUM (and one MAX if a sequence_max criterion is set) over cp; from
+        hidden states those of `vocab_parallel_linear_log_probs`.
         """
-        result = vocab_parallel_log_probs(
-            logits.flatten(0, -2),
-            batch.targets,
-            tp_group=self.groups.tp,
-            temperature=self.temperature,
-            entropy=self.entropy,
-            vocab_size=self.vocab_size,
-            sampling_mask=batch.sampling_mask,
-            rows=batch.rows,
-            inplace_gradient=self.inplace_gradient,
-            backend=self.backend,
-        )
+        options: dict[str, Any] = {
+            "tp_group": self.groups.tp,
+            "temperature": self.temperature,
+            "entropy": self.entropy,
+            "vocab_size": self.vocab_size,
+            "sampling_mask": batch.sampling_mask,
+            "backend": self.backend,
+        }
+        result: LogProbs
+        if head_weight is None:
+            inplace = self.inplace_gradient
+            if inplace is None:  # logits that are a leaf are the caller's own
+                inplace = self.config.inplace_logits == "auto" and self.backend not in BORROWED and not output.is_leaf
+            result = vocab_parallel_log_probs(
+                output.flatten(0, -2), batch.targets, rows=batch.rows, inplace_gradient=inplace, **options
+            )
+        else:  # rows of [s, b], as sequence parallelism gathers them; half-precision models give float32 outputs
+            count, length = batch.tokens.shape
+            result = vocab_parallel_linear_log_probs(
+                output.transpose(0, 1).flatten(0, 1).to(head_weight.dtype),
+                head_weight,
+                batch.targets,
+                rows=batch.rows % length * count + batch.rows.div(length, rounding_mode="floor"),
+                sequence_parallel=self.sequence_parallel,
+                **options,
+            )
         packed = batch.packed.replace(entropy=result.entropy)
         return self.from_log_probs(result.log_probs, replace(batch, packed=packed))
 

@@ -61,6 +61,11 @@ def settings(args: Namespace) -> MismatchConfig:
             f"which weights sampled a token (policy_epoch goes to its logs alone): leave it out, and set "
             f"--rl-generation-lag."
         )
+    if config.verify_weights != "warn":
+        raise ValueError(
+            f"--mismatch-verify-weights {config.verify_weights} has no effect on Megatron-LM RL, whose rollouts are of "
+            f"its own engine: leave it out."
+        )
     asked = dotted_fields_set(given)
     for path, allowed in _FIXED.items():
         value = value_and_default(config, path)[0]

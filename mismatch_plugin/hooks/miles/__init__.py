@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
+from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
+from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -89,3 +92,4 @@ ADAPTER = MilesAdapter()
 settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
 before_train_step, init = ADAPTER.before_train_step, ADAPTER.init
+data_source = partial(samples.data_source, ADAPTER.name)

@@ -20,6 +20,9 @@ _OWNED_BY_NEMO_RL = {
     "length_norm": "NeMo-RL has no such norm",
     "rs.max_staleness": "its loss is told no weight versions; set grpo.async_grpo.max_trajectory_age_steps",
     "log_prob_backend": "NeMo-RL computes log-probs itself",
+    "inplace_logits": "NeMo-RL computes log-probs itself",
+    "fused_head": "NeMo-RL computes log-probs itself",
+    "verify_weights": "its weight updates are not watched",
 }
 
 

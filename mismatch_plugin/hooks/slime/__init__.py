@@ -6,8 +6,9 @@
 | `--loss-type custom_loss --custom-loss-function-path` | `policy_loss` | all four; alone 3, and what `switches` names |
 | `--rollout-data-postprocess-path` | `rollout_data_postprocess` | algorithm 2's mean weight before each step |
 | `--custom-megatron-before-train-step-hook-path` | `before_train_step` | step metrics, errors on all ranks together |
-| `--custom-megatron-init-path` | `init` | refusing wrong arguments before training starts |
+| `--custom-megatron-init-path` | `init` | refusing wrong arguments before training starts; verified weight updates |
 | `--custom-advantage-function-path` | `group_advantages` | `--rs-group exclude` and `drop` |
+| `--data-source-path` | `data_source` | samples and dumps that keep what servers with our SGLang plugin tell |
 
 slime divides the loss by the tokens of the original masks (of a rollout, or of the step with
 `--calculate-per-token-loss`), whatever is rejected. Written for slime at commit 624b824.
@@ -17,13 +18,16 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mismatch_plugin.hooks.slime import samples
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.groups import check_groups, rollout_advantages
+from mismatch_plugin.hooks.slime.samples import keep_served as keep_served
 from mismatch_plugin.parallel.groups import ParallelGroups
 
 
@@ -82,3 +86,4 @@ settings, check, describe = ADAPTER.settings, ADAPTER.check, ADAPTER.describe
 tis_function, policy_loss = ADAPTER.tis_function, ADAPTER.policy_loss
 rollout_data_postprocess, before_train_step = ADAPTER.rollout_data_postprocess, ADAPTER.before_train_step
 init, group_advantages = ADAPTER.init, ADAPTER.group_advantages
+data_source = partial(samples.data_source, ADAPTER.name)

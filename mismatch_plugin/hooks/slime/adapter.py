@@ -32,6 +32,7 @@ from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
 from mismatch_plugin.hooks.slime.switches import load_reducer
+from mismatch_plugin.hooks.slime.updates import WeightUpdates
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -50,7 +51,7 @@ class RayAdapter(ABC):
 
     def __init__(self) -> None:
         self.run = StepRun(self.name, self.log, self.writes)
-        self.versions = Versions(self.name)
+        self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
         self._configs: dict[bool | None, MismatchConfig] = {}
         self._configured = ""
 
@@ -95,12 +96,15 @@ class RayAdapter(ABC):
     def init(self, args: Namespace) -> None:
         """When a training process starts: refuse what cannot run, and say on rank 0 what will.
 
-        Where weight versions are needed, the host's training class is wrapped, so that every rollout tells them.
+        Where weight versions are needed, the host's training class is wrapped, so that every rollout tells them; its
+        weight updaters are, so that each update is verified.
         """
         config = self.check(args)
         if config is not None and config.rs.max_staleness is not None:
             actor = import_module(f"{self.name}.backends.megatron_utils.actor")
             self.versions.watch(actor.MegatronTrainRayActor)
+        if config is not None:
+            self.updates.watch(args, config.verify_weights)
         if config is not None and getattr(args, "rank", 0) == 0:
             for line in self.describe(config, args):
                 logger.info(line)

@@ -27,6 +27,7 @@ from mismatch_plugin.hooks.slime.config import (
     refuse_unknown_settings,
     runs,
 )
+from mismatch_plugin.hooks.slime.samples import wrap_data_source
 from mismatch_plugin.hooks.slime.versions import refuse_lost_versions
 from mismatch_plugin.hooks.version import refuse_old_megatron
 
@@ -42,6 +43,11 @@ TABLE: dict[str, dict[str, Any]] = {
 """The host's flags about the loss, as options of `add_argument`."""
 FLAGS = frozenset({"--use-rollout-entropy", "--use-rollout-routing-replay", "--use-rollout-indexer-replay", *TABLE})
 _CONFIG_PATH = "--custom-config-path"
+_VERIFIED = {
+    "error": "verified where servers have the SGLang plugin; a difference is an error",
+    "warn": "verified where servers have the SGLang plugin; a difference is a warning",
+    "off": "not verified",
+}
 _INLINE = "base64:"  # miles takes the file itself as a value
 
 
@@ -66,6 +72,7 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
     lines = describe_settings(config, args, host)
+    lines.append(f"weight updates: {_VERIFIED[config.verify_weights]}")
     if config.algorithm == 3:
         lines.append(f"{host}'s use_tis is cleared: its parser forbids the pair, and the loss above does both")
 
@@ -75,6 +82,7 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         namespace.use_tis = config.algorithm == 2  # 3 is ours alone; a file may have set both after the host's check
         with no_notes():  # the block has said them
             check_arguments(namespace, host)
+        wrap_data_source(host, namespace)
         check_actors()
 
     def install() -> None:

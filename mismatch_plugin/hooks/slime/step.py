@@ -65,7 +65,7 @@ class StepRun:
         self._steps_per_rollout, self._prepared = len(rollout.micro_batches or ()), []
         for packed in data:
             self._prepared.append(Step(config, groups))
-            self._prepared[-1].prepare([packed])
+            self._prepared[-1].prepare([packed], reuse=False)  # the loss comes micro-batch by micro-batch
 
     def begin(
         self,

@@ -37,6 +37,9 @@ _OWNED_BY_VERL = {
     "rs.max_staleness": "its rollout correction is not told which weights train, nor in the v1 trainers which sampled; "
     "set trainer.v1's max_off_policy_threshold, or async_training.staleness_threshold",
     "log_prob_backend": "set actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)",
+    "inplace_logits": "verl computes log-probs itself",
+    "fused_head": "set actor_rollout_ref.model.use_fused_kernels (verl computes log-probs itself)",
+    "verify_weights": "its weight updates are not watched",
 }
 
 

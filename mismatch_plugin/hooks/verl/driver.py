@@ -33,7 +33,7 @@ def correct_rollout_batch(
     """
     data = batch.batch
     mask = data["response_mask"]
-    packed, places_T = pack_trained(data)
+    packed = pack_trained(data)
     correction = correct(packed, config)
     metrics = correction.statistics.metrics()  # raises before anything is written
     if config.rs.group != "keep":
@@ -41,24 +41,21 @@ def correct_rollout_batch(
     if keep is not None:
         keep(correction.statistics)
 
-    def padded(values_T: Tensor) -> Tensor:
-        return values_T.new_zeros(mask.numel()).index_copy_(0, places_T, values_T).view(mask.shape)
-
     stays = config.denominator == "original"
-    if config.rejects and places_T.numel():
+    if config.rejects and packed.loss_mask.numel():
         stays = stays or not bool(correction.keep.any())
     if config.rejects and not stays:
-        data["response_mask"] = padded(correction.keep).to(mask.dtype)
+        data["response_mask"] = packed.to_padded(correction.keep).to(mask.dtype)
     if config.weighted or (stays and config.rejects):
-        data["rollout_is_weights"] = padded(correction.applied)
+        data["rollout_is_weights"] = packed.to_padded(correction.applied)
     return batch, metrics
 
 
-def pack_trained(data: Mapping[str, Tensor]) -> tuple[PackedSequences, Tensor]:
-    """The tokens under the response mask, and their places [T] in the flattened [B, S]; padding is left behind.
+def pack_trained(data: Mapping[str, Tensor]) -> PackedSequences:
+    """The rows up to their last token under the response mask: padding is left behind.
 
-    Positions are those in the padded response, where a tool's output in the middle counts.
-    Raises: ValueError for shapes that differ or a mask that is not 0 and 1.
+    Positions are those in the padded response, where a tool's output in the middle counts. Host syncs: one, for the
+    rows' lengths. Raises: ValueError for shapes that differ or a mask that is not 0 and 1.
     """
     mask = data["response_mask"]
     for name in ("old_log_probs", "rollout_log_probs"):
@@ -67,22 +64,31 @@ def pack_trained(data: Mapping[str, Tensor]) -> tuple[PackedSequences, Tensor]:
                 f"{name} has shape {tuple(data[name].shape)}, response_mask {tuple(mask.shape)}: both must "
                 f"be of the same response tokens."
             )
-    trained = mask != 0
-    lengths, odd = torch.stack([trained.sum(-1), (mask != trained).sum(-1)]).tolist()
+    count, width = mask.shape
+    if not mask.numel():
+        lengths, odd = [0] * count, [0]
+    else:
+        order = torch.arange(1, width + 1, device=mask.device)
+        lengths, odd = torch.stack([((mask != 0) * order).amax(-1), _odd(mask).any(-1).long()]).tolist()
     if any(odd):
-        row = odd.index(max(odd))
-        raise ValueError(f"response_mask of row {row} holds values other than 0 and 1: find what writes them.")
-    places_T = torch.nonzero_static(trained.flatten(), size=sum(lengths)).squeeze(1)
-    turn_ids, turn_counts = PackedSequences(
-        loss_mask=trained.flatten(), lengths=(mask.shape[1],) * len(lengths)
-    ).turn_numbers()
-    packed = PackedSequences(
-        loss_mask=trained.new_ones(places_T.shape),
+        raise ValueError(f"response_mask of row {odd.index(1)} holds values other than 0 and 1: find what writes them.")
+
+    def packed(rows: Tensor) -> Tensor:
+        return torch.cat([rows[:0].flatten(), *(row[:length] for row, length in zip(rows, lengths, strict=True))])
+
+    return PackedSequences(
+        loss_mask=packed(mask) != 0,
         lengths=tuple(lengths),
-        rollout_log_probs=data["rollout_log_probs"].flatten()[places_T],
-        old_log_probs=data["old_log_probs"].flatten()[places_T],
-        positions=places_T % mask.shape[1],
-        turn_ids=turn_ids[places_T],
-        turn_counts=turn_counts,
+        rollout_log_probs=packed(data["rollout_log_probs"]),
+        old_log_probs=packed(data["old_log_probs"]),
+        padded_width=width,
     )
-    return packed, places_T
+
+
+def _odd(mask: Tensor) -> Tensor:
+    """[B, …] bool: what is neither 0 nor 1."""
+    if mask.is_floating_point():
+        return mask != (mask != 0)
+    if mask.dtype == torch.bool:
+        return mask[:, :0]
+    return torch.stack([mask.amin(-1) < 0, mask.amax(-1) > 1], -1)

@@ -22,7 +22,15 @@ from mismatch_plugin.rollout.dumps.source import Row, Source
 from mismatch_plugin.rollout.responses import Floats
 
 _SLICED = ("rollout_log_probs", "log_probs", "advantages", "entropy")
-_WHOLE = ("tokens", "loss_masks", "response_lengths", "total_lengths", "weight_versions", "max_seq_lens")
+_WHOLE = (
+    "tokens",
+    "loss_masks",
+    "response_lengths",
+    "total_lengths",
+    "weight_versions",
+    "weight_fingerprint",
+    "max_seq_lens",
+)
 _Key = tuple[int | None, int]
 
 

@@ -49,6 +49,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "group": ("group_index", "group", "group_id", "uid"),
     "sample_id": ("sample_id", "index", "sample_index", "sample_indices", "idx"),
     "weight_versions": ("weight_versions", "weight_version"),
+    "weight_fingerprint": ("weight_fingerprint",),
     "temperature": ("temperature",),
     "finish_reason": ("finish_reason", "status"),
     "step": ("step", "global_step", "rollout_id"),

@@ -59,7 +59,7 @@ def _read_training(source: Source, options: Options) -> Part:
 
 
 _REQUIRED = {name for name, field in RolloutRecord.model_fields.items() if field.is_required()}
-_OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs"}
+_OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs", "served"}
 RECORDS = Format("records", "rollout records of this package, .jsonl or .parquet", _is_records, _read)
 TRAINING = Format(
     "training",

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from mismatch_plugin.rollout.dumps import values
 from mismatch_plugin.rollout.dumps.extents import of_response, of_sequence
@@ -22,6 +23,7 @@ from mismatch_plugin.rollout.dumps.tensors import plain
 from mismatch_plugin.rollout.records import FinishReason, LogProbsOf, WeightSpan
 from mismatch_plugin.rollout.responses import Bools, Floats, Response, Scored
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.rollout.served import META_KEY, Served
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",
@@ -73,8 +75,6 @@ class RowReader:
         if part.scored and not any(scored.log_probs.any() for scored in part.scored):
             self.counts[f"{self.columns.found['log_probs']} is 0 everywhere: not computed, so no training side"] += 1
             part.scored = None
-        if self.temperature is None and "temperature" not in self.columns:
-            self.counts[_NO_TEMPERATURE] += 1
         part.notes = [note.format(count=count) for note, count in self.counts.items()]
         return part
 
@@ -128,13 +128,14 @@ class RowReader:
             trained = np.zeros(length, dtype=bool)
         advantages, sample_id, group, step = full("advantages"), *map(values.scalar, map(get, _LABELS))
         rollout, nulls = per_token("rollout_log_probs") if "rollout_log_probs" in self.columns else (np.zeros(0), None)
+        served = self._served(row.get("metadata"), length)
         made = Response(
             response_ids=response,
             prompt_ids=prompt,
             rollout_log_probs=rollout,
             nulls=nulls,
             loss_mask=trained,
-            sampling=self._sampling(get, called),
+            sampling=self._sampling(get, called, served),
             log_probs_of=self.log_probs_of,
             weight_versions=self._versions(get("weight_versions"), trained),
             advantages=advantages,
@@ -143,6 +144,7 @@ class RowReader:
             step=step if isinstance(step, int) else self.step,
             reward=self._reward(get("reward")),
             finish_reason=_FINISH.get(str(get("finish_reason"))),
+            served=served,
         )
         if "log_probs" not in self.columns:
             return made, None
@@ -153,22 +155,44 @@ class RowReader:
             token_ids=response,
             prompt_ids=prompt if len(prompt) else None,
             loss_mask=trained,
+            weight_fingerprint=fingerprint if isinstance(fingerprint := get("weight_fingerprint"), str) else None,
             advantages=advantages,
             entropy=full("entropy"),
         )
         return made, scored
 
-    def _sampling(self, get: Callable[[str], Any], called: Callable[[str], str]) -> SamplingParameters:
-        told = get("temperature")
-        value = self.temperature if self.temperature is not None else 1.0
-        if told is not None and self.temperature is None:
+    def _sampling(
+        self, get: Callable[[str], Any], called: Callable[[str], str], served: Served | None
+    ) -> SamplingParameters:
+        """What the dump tells of the temperature, else the server."""
+        told, value = get("temperature"), self.temperature
+        if value is None and told is not None:
             value = values.number(told, called("temperature"))
+        if value is None and served is not None and "temperature" not in self.columns:
+            value = served.temperature
+        if value is None:
+            value = 1.0
+            if "temperature" not in self.columns:
+                self.counts[_NO_TEMPERATURE] += 1
         if value not in self.sampling:
             try:
                 self.sampling[value] = SamplingParameters(temperature=value)
             except ValueError:
                 raise ValueError(f"the temperature {value:g} is none: give a number from 0.") from None
         return self.sampling[value]
+
+    def _served(self, metadata: Any, length: int) -> Served | None:
+        """What slime and miles keep with our hooks. The response may have lost its last tokens since."""
+        told = metadata.get(META_KEY) if isinstance(metadata, Mapping) else None
+        if told is None:
+            return None
+        try:
+            served = Served.model_validate(told)
+        except ValidationError:
+            self.counts[f"{{count}} samples have metadata {META_KEY} that cannot be read"] += 1
+            return None
+        spans = [span.model_copy(update={"end": min(span.end, length)}) for span in served.weights]
+        return served.model_copy(update={"weights": [span for span in spans if span.start < span.end]})
 
     def _reward(self, value: Any) -> float | None:
         """A number; the sum of scores per token; None for what is neither, such as a dict of rewards."""

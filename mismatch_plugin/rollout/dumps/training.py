@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats, as_ids
+from mismatch_plugin.rollout.served import Text
 
 
 class TrainingSample(BaseModel):
@@ -33,6 +34,8 @@ class TrainingSample(BaseModel):
     """1 where a response token trains."""
     weight_version: int | str | None = None
     """Of the weights that the trainer holds."""
+    weight_fingerprint: Text | None = None
+    """Of the weights of that version that it sent to the servers."""
     temperature: float | None = Field(default=None, gt=0)
     """What the trainer divided its logits by."""
     advantages: float | list[float] | None = None
@@ -48,6 +51,7 @@ class TrainingSample(BaseModel):
             prompt_ids=None if self.prompt_ids is None else as_ids(self.prompt_ids),
             loss_mask=None if self.loss_mask is None else np.array(self.loss_mask, dtype=bool),
             weight_version=None if self.weight_version is None else str(self.weight_version),
+            weight_fingerprint=self.weight_fingerprint,
             temperature=self.temperature,
             advantages=None if self.advantages is None else np.broadcast_to(self.advantages, len(values)).astype(float),
         )

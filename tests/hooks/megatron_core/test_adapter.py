@@ -63,6 +63,7 @@ FACTORS: dict[str, list[Any]] = {
     "objective": ["ppo", "gspo", "cispo", "reinforce"],
     "microbatches": [1, 4],
     "form": ["thd", "bshd"],
+    "fused_head": [False, True],
 }
 
 
@@ -183,6 +184,7 @@ def run_of(option: dict[str, Any]) -> Run:
         "aggregation": value["aggregation"],
         "length_norm": 8.0 if value["aggregation"] == "seq-mean-token-sum" and algorithm % 2 else None,
         "metrics": "full",
+        "fused_head": value["fused_head"],
     }
     if value["objective"] == "gspo":  # its own 3e-4 clips all that these rejections leave
         config["ppo"] = {"eps_clip_low": 0.1, "eps_clip_high": 0.1}

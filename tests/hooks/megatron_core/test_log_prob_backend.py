@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -90,17 +91,38 @@ def test_a_wrong_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         mp.MismatchConfig.build({"log_prob_backend": "liger"})
 
 
-ASKED = {"log_prob_backend": "torch"}
-HOSTS: dict[str, Any] = {
-    "slime": lambda: read_settings(Namespace(mismatch_settings=ASKED), "slime"),
-    "miles": lambda: read_settings(Namespace(mismatch_log_prob_backend="torch"), "miles"),
-    "Megatron-LM RL": lambda: megatron_rl_settings(Namespace(mismatch_log_prob_backend="torch")),
-    "verl": lambda: verl_settings({"mismatch": ASKED}),
-    "NeMo-RL": lambda: nemo_rl_settings({"mismatch": ASKED}),
+HOSTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "slime": lambda asked: read_settings(Namespace(mismatch_settings=asked), "slime"),
+    "miles": lambda asked: read_settings(Namespace(**{f"mismatch_{k}": v for k, v in asked.items()}), "miles"),
+    "Megatron-LM RL": lambda asked: megatron_rl_settings(Namespace(**{f"mismatch_{k}": v for k, v in asked.items()})),
+    "verl": lambda asked: verl_settings({"mismatch": asked}),
+    "NeMo-RL": lambda asked: nemo_rl_settings({"mismatch": asked}),
 }
 
 
+@pytest.mark.parametrize("asked", [{"log_prob_backend": "torch"}, {"fused_head": True}, {"inplace_logits": "off"}])
 @pytest.mark.parametrize("host", HOSTS)
-def test_hosts_that_compute_log_probs_themselves_refuse_it(host: str) -> None:
-    with pytest.raises(ValueError, match=rf"log.prob.backend.* {host}.*computes log-probs itself"):
-        HOSTS[host]()
+def test_hosts_that_compute_log_probs_themselves_refuse_it(host: str, asked: dict[str, Any]) -> None:
+    (name,) = asked
+    with pytest.raises(ValueError, match=rf"{name.replace('_', '.')}.* {host}.*computes log-probs itself"):
+        HOSTS[host](asked)
+
+
+@pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])
+def test_the_gradient_is_written_over_logits_that_a_model_made(line: str, overwrites: bool) -> None:
+    """Never over the caller's own."""
+    values = [-1.0, -0.5]
+    batch = make_batch([Sample([1], [2, 3], 1.0, rollout_log_probs=values, old_log_probs=values)])
+    gradients = []
+    for leaf in (True, False):
+        hook = hook_of(config_of(line))
+        hook.start([batch])
+        weight = torch.linspace(-1, 1, 15).view(1, 3, 5).requires_grad_()
+        logits = weight if leaf else weight * 2
+        before = logits.detach().clone()
+        hook.loss_func(batch, logits)[0].backward()
+        assert torch.equal(logits, before) == (leaf or not overwrites)
+        gradients.append(weight.grad)
+        if not leaf and overwrites:
+            assert weight.grad is not None and torch.equal(logits * 2, weight.grad)
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients)

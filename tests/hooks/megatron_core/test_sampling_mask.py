@@ -94,7 +94,7 @@ def hooked(samples: list[Sample], theta: Tensor) -> tuple[Tensor, Tensor]:
     hook.start([batch])
     unread = torch.zeros(V, dtype=torch.float64)
     logits = torch.cat([torch.stack([theta[0], theta[1 + s.response_ids[0]], unread]) for s in samples])
-    loss, _, _ = hook.loss_func(batch, logits[None])
+    loss, _, _ = hook.loss_func(batch, logits[None].clone())  # over which the gradient is written
     loss.backward()
     assert theta.grad is not None
     log_probs = vocab_parallel_log_probs(

@@ -1,0 +1,242 @@
+"""After each of the host's weight updates: is what was sent what the servers hold now (`verify_weights`)?
+
+The host's updater converts its parameters and sends them in buckets. Each bucket is digested as it leaves; when the
+update is over, rank 0 asks every server with our SGLang plugin what it holds, and all ranks learn the answer. Once no
+server has the plugin, nothing is digested any more.
+"""
+
+from __future__ import annotations
+
+import logging
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mismatch_plugin.config.settings import VerifyWeights
+from mismatch_plugin.rollout.fingerprints import SentWeights
+from mismatch_plugin.rollout.outcomes import WeightUpdateError
+from mismatch_plugin.rollout.served import META_KEY
+
+logger = logging.getLogger("mismatch_plugin")
+
+SENDERS = {
+    "slime": {
+        "UpdateWeightFromDistributed": "_update_bucket_weights_from_distributed",
+        "UpdateWeightFromTensor": "_send_hf_params",
+    },
+    "miles": {
+        "UpdateWeightFromDistributed": "_update_weight_implementation",
+        "UpdateWeightP2P": "_update_weight_implementation",
+        "UpdateWeightFromTensor": "_send_base_params",
+    },
+}
+"""The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
+_WATCHED = "mismatch_plugin_verifies"
+_TIMEOUT = 60.0
+_NO_GROUP = 2**31
+_TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
+
+
+@dataclass
+class Verdict:
+    """Of one update, the same on every rank. faults: which servers hold other weights than were sent. fingerprint: of
+    what all of them hold, where that is what was sent. reason: why some or all were not compared. final: nor will be.
+    """
+
+    faults: list[str] = field(default_factory=list)
+    fingerprint: str | None = None
+    reason: str = ""
+    final: bool = False
+
+
+class WeightUpdates:
+    """The updates of one training process. host: its name. fingerprint: verified after the last update, until the
+    weights have trained on; None where it was not."""
+
+    def __init__(self, host: str) -> None:
+        self.host = host
+        self.fingerprint: str | None = None
+        self._mode: VerifyWeights = "off"
+        self._sent: SentWeights | None = None
+        self._said: set[str] = set()
+
+    def watch(self, args: Namespace, mode: VerifyWeights) -> None:
+        """Let the host's updaters verify each of their updates. Idempotent."""
+        self._mode = mode
+        if mode == "off":
+            return
+        actor = import_module(f"{self.host}.backends.megatron_utils.actor")
+        found = {kind: method for name, method in SENDERS[self.host].items() if (kind := getattr(actor, name, None))}
+        other = next((method for kind, method in found.items() if not hasattr(kind, method)), None)
+        reason = _not_comparable(args)
+        if other is not None or not found:
+            lacking = other or " or ".join(SENDERS[self.host])
+            reason = f"this {self.host} sends them otherwise than the tested one (no {lacking})."
+        if reason:
+            self._mode = "off"
+            if getattr(args, "rank", 0) == 0:
+                logger.info("weight updates are not verified: %s", reason)
+            return
+        for kind, method in found.items():
+            if not hasattr(kind.update_weights, _WATCHED):
+                kind.update_weights = self._verifying(kind.update_weights)
+                setattr(kind, method, self._digesting(getattr(kind, method)))
+        module: Any = import_module(_TRAIN_DUMPS[self.host])
+        if not hasattr(module.save_debug_train_data, _WATCHED):
+            module.save_debug_train_data = self._signing(module.save_debug_train_data)
+
+    def _digesting(self, own: Any) -> Any:
+        @wraps(own)
+        def send(updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._sent is not None:
+                self._sent.add(named_tensors)
+            return own(updater, named_tensors, *args, **kwargs)
+
+        return send
+
+    def _verifying(self, own: Any) -> Any:
+        @wraps(own)
+        def update_weights(updater: Any, *args: Any, **kwargs: Any) -> Any:
+            self.fingerprint = None
+            if self._mode == "off":
+                return own(updater, *args, **kwargs)
+            group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
+            # Ranks that send the same as others need not digest it, too; theirs is never asked for.
+            sent = self._sent = SentWeights() if _sends(updater, group) else None
+            try:
+                result = own(updater, *args, **kwargs)
+            finally:
+                self._sent = None
+            self._judge(_verdict(updater, {} if sent is None else sent.tensors, group))
+            return result
+
+        setattr(update_weights, _WATCHED, True)
+        return update_weights
+
+    def _signing(self, own: Any) -> Any:
+        """The host's dump of what it trained on, each sample with the fingerprint of the weights it had then."""
+
+        @wraps(own)
+        def save(args: Any, *, rollout_data: dict[str, Any], **rest: Any) -> Any:
+            if self.fingerprint is not None:
+                column = [self.fingerprint] * len(rollout_data["response_lengths"])
+                rollout_data = {**rollout_data, "weight_fingerprint": column}
+            self.fingerprint = None  # trained on since
+            return own(args, rollout_data=rollout_data, **rest)
+
+        setattr(save, _WATCHED, True)
+        return save
+
+    def _judge(self, verdict: Verdict) -> None:
+        """Raises WeightUpdateError, on all ranks, where a server holds other weights than were sent."""
+        self.fingerprint = verdict.fingerprint
+        first = dist.get_rank() == 0
+        if verdict.final:
+            self._mode = "off"
+        if verdict.reason and first and verdict.reason not in self._said:
+            self._said.add(verdict.reason)
+            if verdict.final:
+                logger.info("weight updates are not verified: %s", verdict.reason)
+            else:
+                logger.warning("not all of the weight update was verified: %s", verdict.reason)
+        if verdict.faults:
+            message = f"after the weight update {' '.join(verdict.faults)} {_TURN_OFF}"
+            if self._mode == "error":
+                raise WeightUpdateError(message)
+            if first:
+                logger.warning("%s", message)
+
+
+_TRAIN_DUMPS = {"slime": "slime.observability.train_data_utils", "miles": "miles.utils.train_dump_utils"}
+
+
+def _not_comparable(args: Namespace) -> str:
+    """Why the digests of what these arguments make the host send say nothing about what serves; "" where they do."""
+    transport = getattr(args, "update_weight_transport", None), getattr(args, "update_weight_transfer_mode", None)
+    if "disk" in transport or "disk-delta" in transport or getattr(args, "update_weight_mode", None) == "delta":
+        return "they go through files."
+    if (quantization := getattr(args, "sglang_quantization", None)) is not None:
+        return f"the servers quantise what they load (--sglang-quantization {quantization})."
+    if getattr(args, "lora_rank", 0):
+        return "adapters are sent, not the weights that they are added to."
+    return ""
+
+
+def _sends(updater: Any, group: Any) -> bool:
+    """Whether this rank's tensors are among those to compare. Collectives: one MIN where servers are colocated.
+
+    Over a process group each pipeline stage's source sends its own, and other ranks nothing. To colocated servers every
+    rank sends, those of one server together the whole model: the first server's ranks stand for all.
+    """
+    if not hasattr(updater, "_ipc_gather_src"):
+        return True
+    source = _NO_GROUP if updater._ipc_gather_src is None else updater._ipc_gather_src
+    first = torch.tensor(source)
+    dist.all_reduce(first, dist.ReduceOp.MIN, group=group)
+    if int(first) == _NO_GROUP:
+        return getattr(updater, "_is_distributed_src_rank", False)
+    return source == int(first)
+
+
+def _verdict(updater: Any, tensors: Mapping[str, Any], group: Any) -> Verdict:
+    """Rank 0's verdict, on every rank. Collectives: one gather and one broadcast of objects."""
+    first = dist.get_rank() == 0
+    parts: list[Any] | None = [None] * dist.get_world_size(group) if first else None
+    dist.gather_object(tensors, parts, dst=0, group=group)
+    verdict: list[Verdict] = [Verdict()]
+    if parts is not None:
+        try:
+            verdict = [_compared(updater, parts)]
+        except Exception as error:  # whatever it is: the other ranks wait
+            verdict = [Verdict(reason=f"{type(error).__name__}: {error}")]
+    dist.broadcast_object_list(verdict, src=0, group=group)
+    return verdict[0]
+
+
+def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
+    if (quantization := getattr(updater, "quantization_config", None)) is not None:
+        method = quantization.get("quant_method", quantization)
+        return Verdict(reason=f"the checkpoint is quantised ({method}), and servers repack such weights.", final=True)
+    sent = SentWeights()
+    for part in parts:
+        sent.update(part)
+    if not len(sent):
+        return Verdict(reason="no tensor was seen on its way.", final=True)
+    engines = [*updater.rollout_engines]
+    if getattr(updater, "use_distribute", False):
+        engines += updater.distributed_rollout_engines
+    replies = [_held(reply) for reply in _ask(engines)]
+    told, silent = [info for reply in replies for info in reply], sum(not reply for reply in replies)
+    reason = f"{silent} of {len(replies)} servers tell nothing of their weights: is mismatch_plugin installed there?"
+    if not told:
+        return Verdict(reason=reason, final=True)
+    found = [(info.get("server"), sent.compare(info)) for info in told]
+    faults = [f"{server}: {problem}" for server, comparison in found for problem in comparison.problems]
+    notes = [f"{server}: {note}" for server, comparison in found for note in comparison.notes]
+    fingerprints = {info.get("fingerprint") for info in told}
+    agreed = len(fingerprints) == 1 and not faults and all(comparison.compared for _, comparison in found)
+    return Verdict(faults, fingerprints.pop() if agreed else None, " ".join(notes + [reason] * bool(silent)))
+
+
+def _ask(engines: Sequence[Any]) -> list[Any]:
+    """/server_info of each engine: miles's actors hand it out, slime's tell their address."""
+    ray = import_module("ray")
+    if all(hasattr(engine, "get_server_info") for engine in engines):
+        return ray.get([engine.get_server_info.remote() for engine in engines])
+    httpx = import_module("httpx")
+    urls = ray.get([engine.get_url.remote() for engine in engines])
+    with httpx.Client(trust_env=False, timeout=_TIMEOUT) as client:  # servers of this cluster: no proxy
+        return [client.get(f"{url}/server_info").raise_for_status().json() for url in urls if url is not None]
+
+
+def _held(reply: Any) -> list[Mapping[str, Any]]:
+    """What the plugin tells, one of each data-parallel worker."""
+    states = reply.get("internal_states") if isinstance(reply, Mapping) else None
+    found = [state.get(META_KEY) for state in states or () if isinstance(state, Mapping)]
+    return [info for info in found if isinstance(info, Mapping)]

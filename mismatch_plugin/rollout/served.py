@@ -1,0 +1,87 @@
+"""What a server with our SGLang plugin tells of a response: which weights made it, and what its log-probs are of."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mismatch_plugin.files import encodable
+
+META_KEY = "mismatch_plugin"
+"""Where it is: in a reply's `meta_info`, in `internal_states` of /server_info, in the hosts' `Sample.metadata`."""
+
+Text = Annotated[str, AfterValidator(encodable)]
+
+
+class ServedWeights(BaseModel):
+    """Response tokens [start, end) were sampled from the weights with this fingerprint."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    fingerprint: Text | None
+    """16 hex digits, equal for equal weights however they are sharded (`fingerprints.py`). None: sampled while an
+    update was half done, or the fingerprint could not be taken."""
+    since: Text | None = None
+    """The weight version under which the server first sampled from them: another one than the tokens' own says that
+    the label moved and the weights did not."""
+    start: int = Field(ge=0)
+    end: int = Field(ge=0)
+
+
+class LastUpdate(BaseModel):
+    """The server's last weight update. Counts are of whole tensors, over all ranks."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    number: int = Field(ge=1)
+    """How many updates there were since the model was loaded, this one included."""
+    changed: int = Field(ge=0)
+    tensors: int = Field(ge=0)
+    changed_matrices: int = Field(ge=0)
+    matrices: int = Field(ge=0)
+    """Of the tensors, those with two dimensions or more: a step of RL moves them all, while a norm in bfloat16 often
+    stays the same bit for bit."""
+
+
+class Served(BaseModel):
+    """The object under `META_KEY` of one reply. Fields that a newer plugin adds are left out."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    server: Text
+    """host:port and the id of the server's process, or MISMATCH_SERVER_ID of its environment."""
+    dp_rank: int | None = None
+    tp_rank: int = 0
+    tp_size: int = 1
+    pp_rank: int = 0
+    pp_size: int = 1
+    ep_size: int = 1
+    sglang: Text
+    dtype: Text
+    """Of weights and activations."""
+    head_dtype: Text
+    """Of the matrix product that makes the logits; their softmax is float32."""
+    kv_cache_dtype: Text | None = None
+    quantization: Text | None = None
+    speculative: Text | None = None
+    deterministic: bool = False
+    on_policy_target: Text | None = None
+    temperature: float | None = None
+    """That the returned log-probs were really divided by; None: not one for the whole response (top_k 1, in batches
+    that were all greedy and in others)."""
+    log_probs_of: Literal["raw", "tempered"] = "tempered"
+    """raw: of the logits as they are (SGLANG_RETURN_ORIGINAL_LOGPROB)."""
+    filters: list[Text] = Field(default_factory=list)
+    """Filters that were on; the returned log-probs do not show them."""
+    shifts: list[Text] = Field(default_factory=list)
+    """What else moved the logits: penalties, biases, grammars, logit processors."""
+    weights: list[ServedWeights] = Field(default_factory=list)
+    """In order, without overlap, over the whole response."""
+    update: LastUpdate | None = None
+    """None: none since the model was loaded."""
+
+    @property
+    def worker(self) -> tuple[str, int | None]:
+        """Who sampled it, among all servers and data-parallel workers."""
+        return self.server, self.dp_rank

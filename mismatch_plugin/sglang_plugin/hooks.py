@@ -1,0 +1,95 @@
+"""What is done at each function of SGLang's that `register.TARGETS` names, in a scheduler process.
+
+AFTER hooks are called with SGLang's result and then its arguments and return a new result or None, BEFORE hooks return
+new (args, kwargs) or None.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.sglang_plugin.state import ServerState
+from mismatch_plugin.sglang_plugin.weights import exchanged
+
+logger = logging.getLogger("mismatch_plugin")
+REQUIRE = "MISMATCH_REQUIRE_CHANGE"
+_state: ServerState | None = None
+"""Of this scheduler process."""
+
+
+def required_change() -> int:
+    """How many tensors an update must change. Raises ValueError for what is no number."""
+    given = os.environ.get(REQUIRE, "0")
+    if not given.isdecimal():
+        raise ValueError(f"{REQUIRE}={given!r} must be a number of tensors.")
+    return int(given)
+
+
+def loaded(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """After `Scheduler.__init__`: the fingerprint of what was loaded. All ranks know how to take it, or none does."""
+    global _state
+    try:
+        state = ServerState(scheduler)
+    except Exception:
+        state = None
+        logger.exception("mismatch_plugin: this server's settings cannot be read; nothing is added to its replies")
+    if all(exchanged(scheduler, state is not None)) and state is not None:
+        _state = state
+        state.loaded()
+
+
+def before_batch(scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Before a batch is computed: whose weights it is of, and what its temperature will be."""
+    if _state is not None:
+        _state.before_batch(batch)
+
+
+def session_begun(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    """After a session of weight updates was opened, but for those of a draft model alone."""
+    if _state is not None and result.success and recv_req.selector != "draft":
+        _state.begin()
+
+
+def session_ended(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """After a session was closed: the fingerprint, and the failure if too little changed."""
+    if _state is None or not (result.success and _state.under_way):
+        return None
+    return _failed(result, _state.end(required_change()))
+
+
+def updated(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """After an update from disk or by IPC. One that SGLang calls failed may have changed weights all the same, and may
+    have failed on some ranks only."""
+    return None if _state is None else _failed(result, _state.end(required_change(), result.success))
+
+
+def _failed(result: Any, failure: str) -> Any:
+    if not failure or not result.success:
+        return None
+    result.success, result.message = False, failure
+    return result
+
+
+TOGETHER = (loaded, session_ended, updated)
+"""Hooks in which ranks wait for each other."""
+
+
+def streamer_made(_: None, streamer: Any, *args: Any, **kwargs: Any) -> None:
+    """After the output streamer is made: let it ask for more fields, which the Rust server's cannot have."""
+    if streamer.rust_server is None:
+        type(streamer).has_additional_customized_info = True
+
+
+def add_to_replies(result: dict[str, list[Any]], streamer: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
+    """A list with one object for each request that ends in this step."""
+    told = None if _state is None else [_state.reply_parts(req) for req in reqs]
+    return {**result, META_KEY: told} if told and any(told) else None
+
+
+def add_to_server_info(result: Any, *args: Any, **kwargs: Any) -> None:
+    """Into `internal_states` of /server_info."""
+    if _state is not None:
+        result.internal_state[META_KEY] = _state.info()

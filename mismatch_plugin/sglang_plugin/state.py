@@ -1,0 +1,233 @@
+"""What one scheduler process knows of its weights and settings, and what it says of a response."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import logging
+import os
+import socket
+from typing import Any, NamedTuple
+
+import torch
+
+from mismatch_plugin.rollout.fingerprints import written
+from mismatch_plugin.sglang_plugin.weights import LoadedWeights
+
+logger = logging.getLogger("mismatch_plugin")
+_TOP_K_OFF = 1 << 30
+_MOST_GREEDY = 10_000
+_EVENTS, _SENT = "mismatch_plugin_events", "mismatch_plugin_sent"
+"""Attributes of SGLang's requests."""
+_PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
+_CONSTRAINTS = ("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "watermark")
+
+
+class Event(NamedTuple):
+    """The weights changed when the request had so many tokens. fingerprint: of the weights that made those."""
+
+    fingerprint: str | None
+    tokens: int
+
+
+class ServerState:
+    """Fingerprints, updates and settings of the scheduler's target model (not of a draft of speculative decoding)."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._facts = facts(scheduler)
+        self.weights = LoadedWeights(scheduler, *(self._facts[name] for name in ("pp_rank", "pp_size", "tp_rank")))
+        self._since: dict[str, str] = {}  # fingerprint → the label under which it was first sampled from
+        self._last: str | None = None
+        self._greedy: dict[str, bool] = {}  # request that was in an all-greedy batch → whether in others, too
+        self._fresh = True  # no batch was computed with these weights yet
+        self._cuts_streams = bool(getattr(scheduler.server_args, "incremental_streaming_output", False))
+        self._raw = bool(_module("sglang.srt.layers.sampler").SGLANG_RETURN_ORIGINAL_LOGPROB)
+        self.under_way = False
+        """Some tensors of an update are loaded, and the rest may not be."""
+
+    def loaded(self) -> None:
+        """After the model was loaded."""
+        self.weights.take()
+        self._log("loaded")
+
+    def begin(self) -> None:
+        """A part of an update is loaded."""
+        if not self.under_way:
+            self._mark_requests()
+            self.under_way = True
+            self.weights.begin()
+
+    def end(self, required: int, success: bool = True) -> str:
+        """A whole update is loaded. Returns why it fails, "" if it does not (`LoadedWeights.end`)."""
+        self._mark_requests()
+        failure = self.weights.end(required, success)
+        self.under_way, self._fresh = False, True
+        told = self.weights.update
+        what = "" if told is None else f", {told['changed']} of {told['tensors']} tensors changed"
+        self._log(f"updated{what}", warn=told is not None and not told["changed"])
+        return failure
+
+    def _mark_requests(self) -> None:
+        try:
+            self._mark()
+        except Exception:  # the other ranks wait for this one
+            logger.exception(
+                "mismatch_plugin: requests under way could not be marked: their spans are not to be trusted"
+            )
+
+    def _mark(self) -> None:
+        self.weights.complete()
+        scheduler = self._scheduler
+        waiting = [*scheduler.waiting_queue, *([scheduler.chunked_req] if scheduler.chunked_req is not None else [])]
+        for req in {*scheduler.collect_inflight_reqs(), *waiting}:
+            if req.output_ids:
+                event = Event(self.weights.fingerprint, len(req.output_ids))
+                setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
+
+    def _log(self, what: str, warn: bool = False) -> None:
+        level = logging.WARNING if warn else logging.INFO
+        told = f"{what}: {self.weights.fingerprint} as version {label()!r}"
+        logger.log(
+            level, "mismatch_plugin: weights of %s, %s; %.3f s", self._facts["server"], told, self.weights.seconds
+        )
+
+    def before_batch(self, batch: Any) -> None:
+        """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
+        if self._fresh:
+            self.weights.complete()
+            if (current := self.weights.fingerprint) is not None:
+                if current != self._last:  # weights that come back later are called anew
+                    self._since[current], self._last = label(), current
+                self._fresh = False
+        sampling = batch.sampling_info
+        if sampling is None or not (sampling.is_all_greedy or self._greedy):
+            return
+        for req in batch.reqs:  # the sampler leaves every temperature out of a batch that is all greedy
+            if req.sampling_params.temperature == 1.0 or req.sampling_params.top_k != 1 or req.inflight_middle_chunks:
+                continue
+            if len(self._greedy) > _MOST_GREEDY:
+                self._greedy.clear()  # requests that were aborted before they had a reply
+            if sampling.is_all_greedy:
+                self._greedy.setdefault(req.rid, bool(req.output_ids))
+            elif req.rid in self._greedy:
+                self._greedy[req.rid] = True
+
+    def reply_parts(self, req: Any) -> list[dict[str, Any] | None]:
+        """What SGLang appends to the list that a reply holds. Where it cuts that list like the tokens of a stream, each
+        token before the last has a None in it."""
+        sent, length = getattr(req, _SENT, 0), _length(req)
+        filled = [None] * max(0, length - sent - 1) if self._cuts_streams and req.stream else []
+        setattr(req, _SENT, length)
+        if req.finished():
+            return [*filled, self.reply(req)]
+        return [*filled, None] if self._cuts_streams and req.stream and length > sent else []
+
+    def reply(self, req: Any) -> dict[str, Any]:
+        """The object of `rollout.served.Served` for a request that ended."""
+        params = req.sampling_params
+        filters = {"top_p": params.top_p < 1.0, "top_k": 1 < params.top_k < _TOP_K_OFF, "min_p": params.min_p > 0.0}
+        shifts = [name for name, off in _PENALTIES.items() if getattr(params, name) != off]
+        shifts += [name for name in _CONSTRAINTS if getattr(params, name, None)]
+        if getattr(req, "custom_logit_processor", None):
+            shifts.append("custom_logit_processor")
+        return {
+            **self._facts,
+            "temperature": self._temperature(req),
+            "log_probs_of": "raw" if self._raw else "tempered",
+            "filters": [name for name, on in filters.items() if on],
+            "shifts": shifts,
+            "weights": self._spans(req),
+            "update": self.weights.update,
+        }
+
+    def _temperature(self, req: Any) -> float | None:
+        asked, mixed = req.sampling_params.temperature, self._greedy.pop(req.rid, None)
+        if self._raw or asked == 1.0 or mixed is False:
+            return 1.0
+        return None if mixed else asked
+
+    def _spans(self, req: Any) -> list[dict[str, Any]]:
+        """[start, end) and the fingerprint of the weights that made these tokens, over the whole response."""
+        self.weights.complete()
+        length = _length(req)
+        again = req.input_embeds is not None and req.retraction_count  # then SGLang samples all its tokens again
+        events = () if again else getattr(req, _EVENTS, ())
+        spans: list[dict[str, Any]] = []
+        for told, until in [
+            *((event.fingerprint, event.tokens) for event in events),
+            (self.weights.fingerprint, length),
+        ]:
+            start, end = spans[-1]["end"] if spans else 0, min(until, length)
+            if spans and spans[-1]["fingerprint"] == told:
+                spans[-1]["end"] = max(end, start)
+            elif end > start:
+                since = self._since.get(told) if told is not None else None
+                spans.append({"fingerprint": told, "since": since, "start": start, "end": end})
+        return spans
+
+    def info(self) -> dict[str, Any]:
+        """For /server_info: settings, fingerprint, last update, and the digest of every tensor."""
+        self.weights.complete()
+        return {
+            **self._facts,
+            "fingerprint": self.weights.fingerprint,
+            "label": label(),
+            "update": self.weights.update,
+            "seconds": self.weights.seconds,
+            "kv_heads_repeated": _kv_heads_repeated(self._scheduler),
+            "tensors": written(self.weights.tensors),
+        }
+
+
+def facts(scheduler: Any) -> dict[str, Any]:
+    """What holds for all replies of this process."""
+    runner = scheduler.tp_worker.model_runner
+    context = _module("sglang.srt.runtime_context")
+    parallel = context.get_parallel()
+    settings = {**vars(scheduler.server_args), **context.get_context().resolved_server_args_dict()}
+    name = os.environ.get("MISMATCH_SERVER_ID") or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
+    processor = getattr(runner.model, "logits_processor", None)
+    dtype = _named(scheduler.model_config.dtype)
+    return {
+        "server": name,
+        "dp_rank": parallel.dp_rank,
+        "tp_rank": parallel.tp_rank,
+        "tp_size": parallel.tp_size,
+        "pp_rank": parallel.pp_rank,
+        "pp_size": parallel.pp_size,
+        "ep_size": settings.get("ep_size") or 1,
+        "sglang": importlib.metadata.version("sglang"),
+        "dtype": dtype,
+        "head_dtype": "float32" if getattr(processor, "use_fp32_lm_head", False) else dtype,
+        "kv_cache_dtype": _named(runner.kv_cache_dtype),
+        "quantization": scheduler.model_config.quantization,
+        "speculative": settings.get("speculative_algorithm"),
+        "deterministic": bool(settings.get("enable_deterministic_inference")),
+        "on_policy_target": settings.get("rl_on_policy_target"),
+    }
+
+
+def label() -> str:
+    """The weight version that SGLang would name now."""
+    return str(_module("sglang.srt.runtime_context").get_serving().weight_version)
+
+
+def _length(req: Any) -> int:
+    """Tokens of the response, without those that were computed behind its end."""
+    return len(req.output_ids) if req.finished_len is None else req.finished_len
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
+
+
+def _named(dtype: torch.dtype | str) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _kv_heads_repeated(scheduler: Any) -> bool:
+    """Whether tensor parallelism has more ranks than the model has key and value heads."""
+    return (
+        scheduler.model_config.get_total_num_kv_heads() < _module("sglang.srt.runtime_context").get_parallel().tp_size
+    )

@@ -1,0 +1,280 @@
+"""Log-probs from hidden states equal those from whole logits: values, both gradients, costs, refusals, one process.
+
+Tensor and sequence parallelism: `test_linear_log_probs_tp.py`. Through a model, in every layout:
+`hooks/megatron_core/test_adapter.py`; what the hook refuses: `test_fused_head.py` there.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.testing import assert_close
+
+from examples.benchmarks.counting import OperationCounter
+from mismatch_plugin.parallel.log_probs import (
+    LogProbs,
+    RaggedSamplingMask,
+    vocab_parallel_linear_log_probs,
+    vocab_parallel_log_probs,
+)
+from tests.parallel.test_log_probs_limits import Recorder
+
+F64 = torch.float64
+T, H, V = 11, 6, 50
+
+
+def make(dtype: torch.dtype = F64, tokens: int = T, width: int = V) -> tuple[Tensor, Tensor, Tensor]:
+    """(hidden [T, H], weight [V, H], targets [T])."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(tokens, H, generator=generator, dtype=F64) * 2).to(dtype).requires_grad_()
+    weight = torch.randn(width, H, generator=generator, dtype=F64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, width, (tokens,), generator=generator)
+
+
+def options(what: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    offsets = torch.tensor([0, 3, 3, 4, 9, 9, 9, 12, 20, 20, 21, 21])
+    return {
+        "plain": {},
+        "temperature": {"temperature": 0.7},
+        "temperatures": {"temperature": torch.linspace(0.3, 2.0, T, dtype=F64)},
+        "padded": {"vocab_size": 41},
+        "mask": {"sampling_mask": torch.rand(T, V, generator=generator) < 0.2},
+        "ragged": {"sampling_mask": RaggedSamplingMask(torch.randint(0, V, (21,), generator=generator), offsets)},
+    }[what]
+
+
+def gradients(result: LogProbs, *inputs: Tensor) -> tuple[Tensor, ...]:
+    """Of a loss with random upstream gradients, the first of which is 0."""
+    generator = torch.Generator().manual_seed(2)
+    upstream = torch.randn(2, len(result.log_probs), generator=generator, dtype=F64).to(result.log_probs.dtype)
+    upstream[:, :1] = 0.0
+    loss = (result.log_probs * upstream[0]).sum()
+    if result.entropy is not None and result.entropy.requires_grad:
+        loss = loss + (result.entropy * upstream[1]).sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+def assert_same(ours: LogProbs, theirs: LogProbs, inputs: tuple[Tensor, ...], tolerance: float = 1e-12) -> Tensor:
+    """Values and gradients; returns that of the hidden states."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=tolerance, atol=tolerance)
+    found = gradients(ours, *inputs)
+    for one, other in zip(found, gradients(theirs, *inputs), strict=True):
+        assert one.dtype == other.dtype
+        assert_close(one, other, rtol=tolerance, atol=tolerance)
+    return found[0]
+
+
+def test_hand_calculation():
+    # logits [0, ln 3] and [ln 3, 0]: p = 3/4 and 1/4.
+    hidden, weight = torch.eye(2, dtype=F64), torch.tensor([[0.0, math.log(3.0)], [math.log(3.0), 0.0]], dtype=F64)
+    result = vocab_parallel_linear_log_probs(hidden, weight, torch.tensor([1, 1]), entropy="detached")
+    assert_close(result.log_probs, torch.tensor([math.log(0.75), math.log(0.25)], dtype=F64))
+    assert_close(result.entropy, torch.full((2,), 0.5623351446188083, dtype=F64))
+
+
+@pytest.mark.parametrize("what", ["plain", "temperature", "temperatures", "padded", "mask", "ragged"])
+@pytest.mark.parametrize("entropy", ["none", "detached", "grad"])
+@pytest.mark.parametrize("chunk_rows", [1, 4, 64, None])
+def test_equals_the_path_over_logits_in_float64(what: str, entropy: Any, chunk_rows: int | None):
+    hidden, weight, targets = make()
+    targets[[2, 5]] = torch.tensor([-100, 45])  # one ignored, one that padding takes out of the vocabulary
+    arguments = {"entropy": entropy, **options(what)}
+    ours = vocab_parallel_linear_log_probs(hidden, weight, targets, chunk_rows=chunk_rows, **arguments)
+    theirs = vocab_parallel_log_probs(hidden @ weight.t(), targets, **arguments)
+    if what != "padded":
+        assert_same(ours, theirs, (hidden, weight))
+    else:  # −inf has no finite gradient at that row: both have NaN or none there
+        assert torch.equal(ours.log_probs == -math.inf, theirs.log_probs == -math.inf)
+        targets[5] = 3
+        again = vocab_parallel_linear_log_probs(hidden, weight, targets, chunk_rows=chunk_rows, **arguments)
+        assert_same(again, vocab_parallel_log_probs(hidden @ weight.t(), targets, **arguments), (hidden, weight))
+
+
+@pytest.mark.parametrize("rows", [[9, 2, 4, 3], [3, 3, 0], []], ids=["picked", "twice", "none"])
+@pytest.mark.parametrize("chunk_rows", [2, None])
+def test_picked_rows(rows: list[int], chunk_rows: int | None):
+    hidden, weight, targets = make()
+    picked, targets = torch.tensor(rows, dtype=torch.int64), targets[: len(rows)]
+    with torch.no_grad():
+        hidden[1] = math.nan  # what is not picked is not read
+    ours = vocab_parallel_linear_log_probs(hidden, weight, targets, rows=picked, entropy="grad", chunk_rows=chunk_rows)
+    theirs = vocab_parallel_log_probs(hidden[picked] @ weight.t(), targets, entropy="grad")
+    assert assert_same(ours, theirs, (hidden, weight))[1].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype):
+    """Values are those of the path over logits in the same dtype; the gradient of the weight is summed in float32."""
+    hidden, weight, targets = make(dtype, tokens=256)
+    ours = vocab_parallel_linear_log_probs(hidden, weight, targets, entropy="grad", chunk_rows=16)
+    theirs = vocab_parallel_log_probs(hidden @ weight.t(), targets, entropy="grad")
+    assert ours.log_probs.dtype == torch.float32
+    for one, other in zip(ours, theirs, strict=True):
+        assert_close(one, other, rtol=1e-6, atol=1e-6)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    logits = (
+        (hidden.detach() @ weight.detach().t()).double() - (exact[0] @ exact[1].t()).detach() + exact[0] @ exact[1].t()
+    )
+    reference = gradients(vocab_parallel_log_probs(logits, targets, entropy="grad"), *exact)
+    # Half precision rounds the result once; in float32 the sum itself rounds, in an order that the CPU chooses.
+    bound = (8 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
+    for one, other in zip(gradients(ours, hidden, weight), reference, strict=True):
+        assert one.dtype == dtype
+        assert float((one.double() - other).norm() / other.norm()) < bound
+
+
+def test_the_weight_gradient_is_summed_in_float32():
+    """4096 chunks of one row, each adding 1/8 to every element: in bfloat16 the sum would stop growing at 32."""
+    rows = 4096
+    hidden = torch.ones(rows, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    result = vocab_parallel_linear_log_probs(hidden, weight, torch.zeros(rows, dtype=torch.int64), chunk_rows=1)
+    (gradient,) = torch.autograd.grad((result.log_probs * 0.25).sum(), weight)
+    assert gradient.flatten().tolist() == [rows / 8, -rows / 8]
+
+
+@pytest.mark.parametrize(("rows", "message"), [([-1, 0], "rows[0]=-1 is outside"), ([0, T], f"rows[1]={T} is outside")])
+def test_rows_that_do_not_exist_are_refused(rows: list[int], message: str):
+    hidden, weight, targets = make()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        vocab_parallel_linear_log_probs(hidden, weight, targets[:2], rows=torch.tensor(rows))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    hidden, weight, targets = make()
+    for h, w, other in ((hidden.detach(), weight, weight), (hidden, weight.detach(), hidden)):
+        result, whole = vocab_parallel_linear_log_probs(h, w, targets), vocab_parallel_log_probs(h @ w.t(), targets)
+        assert_close(gradients(result, other)[0], gradients(whole, other)[0], rtol=0, atol=1e-12)
+
+
+def test_a_second_backward_gives_the_same():
+    """The logits are computed again each time: nothing that is kept is overwritten."""
+    hidden, weight, targets = make()
+    loss = vocab_parallel_linear_log_probs(hidden, weight, targets, entropy="grad").log_probs.sum()
+    first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (hidden, weight)), strict=True))
+
+
+class Megatron(torch.nn.Parameter):
+    """A parameter as Megatron's DDP leaves it."""
+
+    main_grad: Tensor
+    grad_added_to_main_grad: bool
+    zero_out_wgrad: bool
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_goes_into_megatron_s_main_grad(dtype: torch.dtype):
+    """In float32, summed over micro-batches; what autograd gets is not added to it again."""
+    hidden, weight, targets = make(dtype, tokens=64)
+    parameter = Megatron(weight.detach())
+    parameter.main_grad = torch.full_like(weight, 2.0, dtype=torch.float32)
+    parameter.grad_added_to_main_grad = False
+    parameter.zero_out_wgrad = True
+    result = vocab_parallel_linear_log_probs(hidden, parameter, targets, chunk_rows=8)
+    result.log_probs.sum().backward()
+    assert parameter.grad_added_to_main_grad
+    assert parameter.grad is not None and parameter.grad.eq(0).all()  # a tied embedding adds to zeros
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    expected = torch.autograd.grad(vocab_parallel_log_probs(wide[0] @ wide[1].t(), targets).log_probs.sum(), wide[1])[0]
+    error = float((parameter.main_grad.double() - 2.0 - expected).norm() / expected.norm())
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3)
+    halves = Megatron(weight.detach())
+    halves.main_grad, halves.grad_added_to_main_grad = (
+        torch.zeros_like(parameter.main_grad, dtype=torch.bfloat16),
+        False,
+    )
+    gradient = torch.autograd.grad(
+        vocab_parallel_linear_log_probs(hidden, halves, targets, chunk_rows=8).log_probs.sum(), halves
+    )[0]
+    assert halves.main_grad.eq(0).all() and not halves.grad_added_to_main_grad  # a narrow buffer would lose digits
+    assert_close(gradient.double(), expected, rtol=0, atol=float(expected.abs().max()) * 2e-2)
+
+
+@pytest.mark.parametrize("what", ["plain", "temperatures", "padded", "ragged", "mask"])
+@pytest.mark.parametrize("tokens", [40, 160])
+def test_no_logits_but_of_one_chunk(what: str, tokens: int):
+    """Whatever T is, one buffer of chunk × V in forward and one in backward; no host sync; nothing of [T, V] kept."""
+    width, chunk = 64, 8
+    hidden, weight, targets = make(torch.float32, tokens, width)
+    offsets = torch.arange(0, 3 * tokens + 1, 3)
+    arguments: dict[str, Any] = {
+        "plain": {},
+        "temperatures": {"temperature": torch.rand(tokens) + 0.5},
+        "padded": {"vocab_size": 60},
+        "ragged": {"sampling_mask": RaggedSamplingMask(torch.randint(0, width, (3 * tokens,)), offsets)},
+        "mask": {"sampling_mask": torch.rand(tokens, width) < 0.5},
+    }[what]
+    targets = targets % 60
+    saved: list[Tensor] = []
+    with Recorder() as recorder, saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        log_probs, entropy = vocab_parallel_linear_log_probs(
+            hidden, weight, targets, entropy="grad", chunk_rows=chunk, **arguments
+        )
+        assert entropy is not None
+        (log_probs.sum() + entropy.sum()).backward()
+    assert recorder.syncs == []
+    inputs = {tokens * H, width * H, 3 * tokens, 4 * tokens, tokens + 1}
+    large = [(name, size) for name, size in recorder.made if size > chunk * (width + 1) and size not in inputs]
+    assert large == []
+    buffers = sum(size == chunk * width and name == "new_empty" for name, size in recorder.made)
+    assert buffers == 2 if what == "padded" else buffers >= 2  # else the blocks of the arithmetic have that size, too
+    own = [x for x in saved if x.ndim == 1 and x.dtype == torch.float32 and x.numel() == tokens]
+    assert all(
+        x.numel() <= max(tokens * H, width * H, 3 * tokens, tokens * width * (x.dtype == torch.bool)) for x in saved
+    )
+    assert len({x.data_ptr() for x in own} - {v.data_ptr() for v in arguments.values() if isinstance(v, Tensor)}) == 3
+
+
+def test_four_products_with_the_weight():
+    """One in the forward; in the backward the logits again, d hidden and d weight."""
+
+    class Products(OperationCounter):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.__name__.split(".")[0] in ("mm", "addmm", "addmm_")
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    hidden, weight, targets = make(torch.float32)
+    with Products() as forward:
+        result = vocab_parallel_linear_log_probs(hidden, weight, targets)
+    with Products() as backward:
+        result.log_probs.sum().backward()
+    assert (forward.count, backward.count) == (1, 3)
+
+
+ERRORS: list[tuple[dict[str, Any], str]] = [
+    ({"hidden": torch.zeros(2, 3, 4)}, r"hidden has shape \[2, 3, 4\], \[T, H\] is needed"),
+    ({"hidden": torch.zeros(T, H, dtype=torch.int64)}, "hidden is torch.int64: hand in"),
+    ({"weight": torch.zeros(V, H + 1)}, r"weight is torch.float32 \[50, 7\] for torch.float32 \[11, 6\] hidden states"),
+    ({"weight": torch.zeros(V, H, dtype=F64)}, r"weight is torch.float64 \[50, 6\] for torch.float32"),
+    ({"weight": torch.zeros(V)}, r"weight is torch.float32 \[50\]"),
+    ({"weight": torch.zeros(V, H, device="meta")}, "weight is on meta, hidden on cpu"),
+    ({"targets": torch.zeros(3, dtype=torch.int64)}, "targets has 3 ids for 11 rows of hidden"),
+    ({"rows": torch.zeros(2, dtype=torch.int64)}, "one int64 index for each of the 11 targets"),
+    ({"sequence_parallel": True}, "sequence_parallel=True has no group"),
+    ({"chunk_rows": 0}, "chunk_rows=0 must be at least 1"),
+    ({"backend": "megatron"}, "backend='megatron' needs whole logits"),
+    ({"temperature": -1.0}, "temperature=-1.0 must be positive"),
+    ({"vocab_size": V + 1}, "vocab_size=51 is more than the 50 columns"),
+    ({"sampling_mask": torch.ones(T, 3, dtype=torch.bool)}, r"sampling_mask is torch.bool \[11, 3\]"),
+    ({"entropy": "yes"}, "entropy='yes' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), ERRORS, ids=[message[:40] for _, message in ERRORS])
+def test_what_does_not_fit_is_refused_in_one_sentence(arguments: dict[str, Any], message: str):
+    hidden, weight, targets = make(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        vocab_parallel_linear_log_probs(**{"hidden": hidden, "weight": weight, "targets": targets, **arguments})

@@ -1,0 +1,170 @@
+"""Digests against the formula in Python's integers, and what they do not depend on: order, shards, fusing, padding."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from mismatch_plugin.rollout import fingerprints
+from mismatch_plugin.rollout.fingerprints import (
+    SentWeights,
+    combined,
+    digest,
+    digests,
+    fingerprint,
+    read_tensors,
+    served_dtypes,
+    written,
+)
+
+WRAP = 1 << 64
+
+
+def signed(value: int) -> int:
+    """As 64 bits hold it."""
+    value %= WRAP
+    return value - WRAP if value >= WRAP // 2 else value
+
+
+def plain(words: list[int]) -> int:
+    """The formula at the top of the file, in integers without end."""
+    total = 0
+    for word in words:
+        mixed = signed(word * -7046029254386353131)
+        total += (mixed ^ (mixed >> 32)) * -4417276706812531889
+    return total % WRAP
+
+
+@given(st.lists(st.floats(width=32), max_size=40))
+def test_the_digest_is_the_formula(values: list[float]):
+    tensor = torch.tensor(values, dtype=torch.float32)
+    words = [struct.unpack("i", struct.pack("f", value))[0] for value in tensor.tolist()]
+    if not tensor.isnan().any():  # Python does not keep a NaN's bits
+        assert int(digest(tensor)) % WRAP == plain(words)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8, torch.bool])
+def test_every_bit_of_every_element_counts(dtype: torch.dtype):
+    tensor = (torch.arange(-40, 40).reshape(8, 10) * 3).to(dtype)
+    bits = tensor.clone().view(fingerprints._INTEGERS[tensor.element_size()])
+    whole = int(digest(tensor))
+    for position in (0, 37, 79):
+        for bit in range(1 if dtype == torch.bool else 8 * tensor.element_size()):
+            changed = bits.clone()
+            size = 8 * tensor.element_size()
+            changed.view(-1)[position] ^= (1 << bit) - (1 << size if bit == size - 1 else 0)
+            assert int(digest(changed.view(dtype))) != whole
+
+
+def test_chunks_shards_order_fusing_and_zero_padding_change_nothing(monkeypatch: pytest.MonkeyPatch):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(rows, 24, generator=draw).bfloat16() for rows in (32, 8, 8))
+    parts = sum(int(digest(part)) for part in (q, k, v)) % WRAP
+    fused = torch.cat([q, k, v, torch.zeros(16, 24, dtype=torch.bfloat16)])
+    assert int(digest(fused)) % WRAP == parts
+    for view in (fused.t(), fused.t()[:, 5:].contiguous().t(), fused.flip(0)):
+        whole = view if view.numel() == fused.numel() else torch.cat([fused[:5], view])
+        assert int(digest(whole)) % WRAP == parts
+    for dim in (0, 1):
+        assert sum(int(digest(shard)) for shard in fused.chunk(4, dim)) % WRAP == parts
+    monkeypatch.setitem(fingerprints._CHUNK, "cpu", 7)
+    assert int(digest(fused)) % WRAP == parts
+    assert int(digest(torch.zeros(3, 5))) == 0 and digests([]) == {}
+
+
+def test_ranks_are_summed_and_copies_count_once():
+    whole = torch.arange(24.0).reshape(4, 6)
+    norm = torch.ones(6)
+    ranks = [digests({"w": shard, "norm": norm}.items()) for shard in whole.chunk(2)]
+    assert combined(ranks) == digests({"w": whole, "norm": norm}.items())
+    two_copies = [ranks[0], ranks[1], ranks[0], ranks[1]]  # attention of data-parallel workers
+    assert combined(two_copies) == combined(ranks)
+    assert len(fingerprint(combined(ranks))) == 16
+    assert read_tensors({"tensors": written(ranks[0])}) == ranks[0]
+    with pytest.raises(ValueError, match="another form"):
+        read_tensors({"tensors": {"w": "0"}})
+
+
+def state() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    layer = "model.layers.0."
+    shapes = {
+        "model.embed_tokens.weight": (16, 8),
+        f"{layer}self_attn.q_proj.weight": (8, 8),
+        f"{layer}self_attn.k_proj.weight": (4, 8),
+        f"{layer}self_attn.v_proj.weight": (4, 8),
+        f"{layer}self_attn.o_proj.weight": (8, 8),
+        f"{layer}mlp.experts.0.gate_proj.weight": (6, 8),
+        f"{layer}mlp.experts.0.up_proj.weight": (6, 8),
+        f"{layer}mlp.experts.0.down_proj.weight": (8, 6),
+        f"{layer}input_layernorm.weight": (8,),
+    }
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+def served(weights: dict[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """As SGLang holds them."""
+    layer = "model.layers.0."
+    of = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    experts = f"{layer}mlp.experts."
+    return {
+        "model.embed_tokens.weight": torch.cat(
+            [of["model.embed_tokens.weight"], torch.zeros(48, 8, dtype=dtype)]  # a vocabulary padded to 64
+        ),
+        f"{layer}self_attn.qkv_proj.weight": torch.cat([of[f"{layer}self_attn.{x}_proj.weight"] for x in "qkv"]),
+        f"{layer}self_attn.o_proj.weight": of[f"{layer}self_attn.o_proj.weight"],
+        f"{experts}w13_weight": torch.stack(
+            [torch.cat([of[f"{experts}0.gate_proj.weight"], of[f"{experts}0.up_proj.weight"]])]
+        ),
+        f"{experts}w2_weight": torch.stack([of[f"{experts}0.down_proj.weight"]]),
+        f"{layer}input_layernorm.weight": of[f"{layer}input_layernorm.weight"],
+    }
+
+
+def told(tensors: dict[str, Tensor], **more: object) -> dict[str, object]:
+    return {"tensors": written(digests(tensors.items())), **more}
+
+
+def sent(weights: dict[str, Tensor], info: dict[str, object] | None = None) -> SentWeights:
+    found = SentWeights()
+    found.add(weights.items(), None if info is None else served_dtypes(weights.items(), info))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_was_sent_is_what_serves(dtype: torch.dtype):
+    info = told(served(state(), dtype))
+    found = sent(state(), info).compare(info)
+    assert (found.compared, found.problems, found.notes) == (6, [], [])
+
+
+def test_a_tensor_that_did_not_arrive_and_a_name_that_is_not_there_are_named():
+    new = {name: tensor + 1 for name, tensor in state().items()}
+    held = {
+        **served(new),
+        "model.layers.0.self_attn.qkv_proj.weight": served(state())["model.layers.0.self_attn.qkv_proj.weight"],
+    }
+    found = sent({**new, "model.layers.7.mlp.up_proj.weight": torch.ones(2, 2)}).compare(told(held))
+    assert found.problems == [
+        "1 of 6 tensors are not what was sent: model.layers.0.self_attn.qkv_proj.weight.",
+        "1 of 10 names that were sent belong to no tensor of the server and were skipped: "
+        "model.layers.7.mlp.up_proj.weight.",
+    ]
+    swapped = {**new, "model.layers.0.self_attn.o_proj.weight": new["model.layers.0.self_attn.q_proj.weight"]}
+    assert sent(swapped).compare(told(served(new))).differ == ["model.layers.0.self_attn.o_proj.weight"]
+
+
+def test_what_cannot_be_compared_is_said_and_is_no_fault():
+    info = told(served(state(), torch.bfloat16))
+    found = sent(state()).compare(info)  # digests of float32
+    assert found.compared == 0 and not found.problems
+    assert found.notes[0].startswith("6 tensors are served in another dtype")
+    repeated = sent(state()).compare(told(served(state()), kv_heads_repeated=True))
+    assert repeated.compared == 5 and "heads that tensor parallelism repeats" in repeated.notes[0]
+    tied = sent({**state(), "lm_head.weight": state()["model.embed_tokens.weight"]}).compare(told(served(state())))
+    assert not tied.problems
