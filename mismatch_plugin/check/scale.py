@@ -117,6 +117,8 @@ def _base(batch: Batch) -> Outcome:
         few = f"{told.sum()} with log-probs clearly below 0 on both sides, {MIN_TOKENS} needed"
         return [too_few(few, "log_base")], batch
     log_ratio = np.log(tokens.rollout[told] / tokens.training[told])
+    if not any(_possible(log_ratio - expected) for _, _, _, expected in _BASES):
+        return [], batch  # without sorting
     parts = np.array_split(np.argsort(size[told]), 3)
     thirds = [median(log_ratio[part]) for part in parts]
     if all(max(abs(third - expected) for third in thirds) > BASE_WORST for _, _, _, expected in _BASES):
@@ -146,3 +148,9 @@ def _base(batch: Batch) -> Outcome:
         changed = {sample.index: {side: sample.values(side) * factor} for sample in batch}
         return [finding], batch.with_values(changed)
     return [], batch
+
+
+def _possible(off: Floats) -> bool:
+    """Medians of thirds, however these are chosen, can all lie within BASE_WORST: a half of each is on either side."""
+    least = len(off) // 2 - 2
+    return (off >= -BASE_WORST).sum() >= least and (off <= BASE_WORST).sum() >= least

@@ -15,12 +15,14 @@ from mismatch_plugin.check.populations import called
 from mismatch_plugin.check.served_settings import find_settings
 from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.check.weights import FIX as OLD_FIX
+from mismatch_plugin.rollout.packing import INITIAL_VERSION
 from mismatch_plugin.rollout.served import LastUpdate, Served, ServedWeights
 
 NOT_UPDATED_FIX = f"{OLD_FIX} A step that changes nothing (learning rate 0) is --accept weights_not_updated."
 FIRST_SYNC_FIX = (
     f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {OLD_FIX}"
 )
+AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {OLD_FIX}"
 PARTLY_FIX = (
     "Compare the names that the trainer sends with those that the server knows (it leaves out others without a word), "
     'and POST /weights_checker {"action": "checksum"} tensor by tensor before and after an update. Where layers are '
@@ -68,6 +70,11 @@ class Piece(NamedTuple):
     def update(self) -> LastUpdate | None:
         """The update that brought these weights; None where there was none, or it is not told."""
         return self.served.update if self.last else None
+
+    @property
+    def idle(self) -> LastUpdate | None:
+        """The update, where it changed nothing."""
+        return None if self.update is None or self.update.changed else self.update
 
 
 def find_served(batch: Batch) -> Outcome:
@@ -186,7 +193,13 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
 
 def _behind(piece: Piece) -> bool:
     """The label is not the one that its weights came with, its update brought nothing, or the trainer sent others."""
-    return _moved(piece) or _not_as_sent(piece) or (piece.update is not None and piece.update.changed == 0)
+    return _moved(piece) or _not_as_sent(piece) or (piece.idle is not None and not _again(piece))
+
+
+def _again(piece: Piece) -> bool:
+    """Its update left the weights and their version as they were: it was sent a second time."""
+    named = piece.label not in (None, INITIAL_VERSION)
+    return piece.idle is not None and piece.idle.number > 1 and named and piece.label == piece.weights.since
 
 
 def _moved(piece: Piece, since: str | None = None) -> bool:
@@ -220,29 +233,37 @@ def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set
     first_sync: list[tuple[Piece, str]] = []
     for group in of.values():
         labels = {piece.label for piece in group if piece.label is not None}
-        told = {piece.weights.since for piece in group if piece.weights.since is not None}
-        since = min(told or labels, key=_rank, default=None)
+        first = {piece.weights.since for piece in group if piece.weights.since is not None}
+        since = min(first or labels, key=_rank, default=None)
         late = [(piece, since) for piece in group if since is not None and _moved(piece, since)]
         once = len(labels - {since}) == 1 and since is not None and not version_number(since)
         loaded = not any(_not_loaded(update) for piece in group if (update := piece.update) is not None)
         (first_sync if once and loaded else moved).extend(late)
-    idle = [piece for piece in pieces if (u := piece.update) is not None and u.number > 1 and u.changed == 0]
-    found: list[Item] = []
+    later = [piece for piece in pieces if piece.idle is not None and piece.idle.number > 1]
+    idle, again = [piece for piece in later if not _again(piece)], [piece for piece in later if _again(piece)]
     late_ids = {id(piece) for piece in (*(piece for piece, _ in moved), *idle)}
-    if wrong := [piece for piece in pieces if id(piece) in late_ids]:
-        said = [_said(moved)] if moved else []
-        if idle and (update := idle[0].update) is not None:
-            said.append(
-                f"Update {update.number} of {_names(idle)} changed none of {update.tensors} tensors: every step of RL "
-                f"changes them."
-            )
-        found.append(finding(batch, "weights_not_updated", " ".join(said), NOT_UPDATED_FIX, wrong))
-    if first_sync:
-        said = [_said(first_sync), "They are the weights that it had loaded."]
-        chosen = [piece for piece, _ in first_sync]
-        note = finding(batch, "weights_not_updated", " ".join(said), FIRST_SYNC_FIX, chosen, severity="note")
-        found.append(note)
+    wrong = [piece for piece in pieces if id(piece) in late_ids]
+    said = [_said(moved)] if moved else []
+    said += [f"{_brought_nothing(idle)}: every step of RL changes them."] if idle else []
+    loaded_again = f"{_said(first_sync)} They are the weights that it had loaded." if first_sync else ""
+    sent_again = f"{_brought_nothing(again)}, under the version that they had, {again[0].label!r}." if again else ""
+    told: list[tuple[str, str, list[Piece], Severity]] = [
+        (" ".join(said), NOT_UPDATED_FIX, wrong, "fault"),
+        (loaded_again, FIRST_SYNC_FIX, [piece for piece, _ in first_sync], "note"),
+        (sent_again, AGAIN_FIX, again, "note"),
+    ]
+    found: list[Item] = [
+        finding(batch, "weights_not_updated", evidence, fix, chosen, severity=severity)
+        for evidence, fix, chosen, severity in told
+        if chosen
+    ]
     return found, {piece.key for piece in wrong}
+
+
+def _brought_nothing(pieces: Sequence[Piece]) -> str:
+    update = pieces[0].idle
+    assert update is not None
+    return f"Update {update.number} of {_names(pieces)} changed none of {update.tensors} tensors"
 
 
 def _not_loaded(update: LastUpdate) -> bool:

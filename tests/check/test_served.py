@@ -140,6 +140,21 @@ def test_an_update_that_changed_nothing():
     assert checked(record(None, last=update(2))).findings == ()
 
 
+def test_an_update_sent_a_second_time_under_its_version_is_a_note():
+    nothing = update(7, changed=0, matrices=0)
+    result = checked(record("5", "f5", "5", last=nothing))
+    (noted,) = result.findings
+    assert (noted.fault, noted.severity) == ("weights_not_updated", "note") and result.status == "clean"
+    assert "Update 7 of a:1 changed none of 20 tensors, under the version that they had, '5'." in noted.evidence
+    for label, since in (("6", "5"), ("default", "default"), (None, "5"), ("5", None)):
+        assert "weights_not_updated" in faults(record(label, "f5", since, last=nothing)), (label, since)
+    # It says nothing of which of two servers is behind.
+    other = record("5", "f4", "5", server="b:1", last=update(4))
+    result = checked(record("5", "f5", "5", last=nothing), other)
+    (stale,) = [item for item in result.findings if item.fault == "stale_server"]
+    assert "Nothing here tells which" in stale.evidence
+
+
 @pytest.mark.parametrize("last", [None, update(1, changed=0, matrices=0)])
 def test_the_first_sync_of_the_loaded_weights_is_a_note(last: LastUpdate | None):
     result = checked(record("1", "f0", "default", last=last), record("default", "f0", "default"))

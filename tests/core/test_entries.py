@@ -107,6 +107,5 @@ def test_of_a_million_defects_a_few_are_objects_and_all_are_counted() -> None:
     found, counts = find_invalid(*arguments)
     assert counts == {"positive": tokens // 2, "nan": tokens // 2} and len(found) == 2 * NAMED
     assert [item.position for item in found] == list(range(2 * NAMED))
-    train, _, mask, *_ = arguments
-    few = calls(lambda: find_invalid(train[:100], rollout[:100], mask[:100], [100], ["a"]))
-    assert calls(lambda: find_invalid(*arguments)) == few
+    few = (*(of_token[:100] for of_token in arguments[:3]), [100], ["a"])  # cut here: functorch makes it Python calls
+    assert calls(lambda: find_invalid(*arguments)) == calls(lambda: find_invalid(*few))
