@@ -7,7 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample, median
+from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, median
 from mismatch_plugin.check.findings import SIDES, FaultName, Item, LogProbSide, too_few
 
 POSITIVE_SHARE = 0.9
