@@ -75,7 +75,7 @@ def check(
     size is printed, and its cause where it shows.
 
     RECORDS is a dump of slime, miles, verl, NeMo-RL, TRL or vLLM (.pt, .npz,
-    .parquet, .json, .jsonl; docs/rollouts.md lists them; one that holds both
+    .parquet, .json, .jsonl; docs/inspect.md lists them; one that holds both
     sides needs no TRAINING), or has one JSON object a line (or a row of Parquet), at least:
 
     {"prompt_ids":[1,5],"response_ids":[7,2],"rollout_log_probs":[-1.2,-0.3]}

@@ -20,7 +20,7 @@ from mismatch_plugin.check.populations import find_split, find_stale_server
 from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.prompt import find_wrong_prompt
 from mismatch_plugin.check.scale import find_scale
-from mismatch_plugin.check.served import find_served, weights_agree
+from mismatch_plugin.check.served import find_served, note, weights_agree
 from mismatch_plugin.check.size import find_size
 from mismatch_plugin.check.tokenisation import find_retokenised
 from mismatch_plugin.check.versions import find_versions
@@ -34,7 +34,8 @@ class Detector(NamedTuple):
     ends: after these nothing that follows in its stage can be told. as_given: it looks at the values before any fix.
     unless: these explain what it would find; named before, in any stage, it is left out. told: what servers tell of
     themselves: it is named before all else, and nothing after it names the same fault. untold: it judges weights by
-    statistics: left out where these faults were told, or both sides' fingerprints are equal.
+    statistics: left out where these faults were told. old: it looks for weights from before an update, which are none
+    where both sides' fingerprints are equal.
     """
 
     find: Callable[[Batch], Outcome]
@@ -45,6 +46,7 @@ class Detector(NamedTuple):
     unless: tuple[FaultName, ...] = ()
     told: bool = False
     untold: tuple[FaultName, ...] = ()
+    old: bool = False
 
 
 _OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temperature", "truncation", "penalty")
@@ -80,7 +82,13 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
     ),
     (  # Other weights: one server's, or all of them.
         Detector(find_stale_server, ("stale_server",), untold=(*_TOLD, "server_differs")),
-        Detector(find_not_updated, ("weights_not_updated", "weights_partly_updated"), unless=_OTHER_TEXT, untold=_TOLD),
+        Detector(
+            find_not_updated,
+            ("weights_not_updated", "weights_partly_updated"),
+            unless=_OTHER_TEXT,
+            untold=_TOLD,
+            old=True,
+        ),
         Detector(find_split, unless=(*_OTHER_TEXT, "weights_not_updated", "weights_partly_updated"), untold=_TOLD),
     ),
     (
@@ -121,7 +129,7 @@ def check_batch(
             known = {item.fault for item in found if isinstance(item, Finding) and item.severity == "fault"}
             if not (detector.alone or given.has_training) or known & {*detector.unless}:
                 continue
-            if detector.untold and (agree or told & {*detector.untold}):
+            if told & {*detector.untold} or (detector.old and agree):
                 continue
             items, after = detector.find(given if detector.as_given else batch)
             batch = batch if detector.as_given else after
@@ -151,7 +159,7 @@ def check_batch(
         undecided=tuple(undecided),
         mismatch=before,
         fixed=after if after != before else None,
-        notes=(*notes, *([remark] if remark else [])),
+        notes=(*notes, *(said for said in (note(given), remark) if said)),
     )
 
 

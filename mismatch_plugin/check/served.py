@@ -2,352 +2,43 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
 
 from mismatch_plugin.check.batch import Batch, Outcome, Sample
-from mismatch_plugin.check.findings import FaultName, Finding, Item, Place, Severity, Undecided
-from mismatch_plugin.check.populations import FIX as BEHIND_FIX
-from mismatch_plugin.check.populations import called
+from mismatch_plugin.check.served_pieces import MOST_NAMES, Piece, few, pieces_of
 from mismatch_plugin.check.served_settings import find_settings
-from mismatch_plugin.check.versions import version_number
-from mismatch_plugin.check.weights import FIX as OLD_FIX
-from mismatch_plugin.rollout.packing import INITIAL_VERSION
-from mismatch_plugin.rollout.served import LastUpdate, Served, ServedWeights
-
-NOT_UPDATED_FIX = f"{OLD_FIX} A step that changes nothing (learning rate 0) is --accept weights_not_updated."
-FIRST_SYNC_FIX = (
-    f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {OLD_FIX}"
-)
-AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {OLD_FIX}"
-PARTLY_FIX = (
-    "Compare the names that the trainer sends with those that the server knows (it leaves out others without a word), "
-    'and POST /weights_checker {"action": "checksum"} tensor by tensor before and after an update. Where layers are '
-    "frozen, or only adapters train (LoRA), it is meant: --accept weights_partly_updated."
-)
-HALF_FIX = (
-    "Pause generation while weights are sent (pause_generation, mode retract), and resume it once every bucket of "
-    "every rank has arrived."
-)
-LABEL_FIX = (
-    "Send a weight_version of its own with every update: versions of tokens, staleness and a comparison of servers go "
-    "by it."
-)
-OTHER_FIX = (
-    "Compare what is sent with what serves tensor by tensor (fingerprints of each): names, dtype, the checkpoint or "
-    "step that is exported, updates that another job sends to the same servers."
-)
-MOST_NAMES = 4
-
-Worker = tuple[str, int | None]
-Key = tuple[Worker, str | None]
-"""A worker, and the label of its tokens."""
-
-
-class Piece(NamedTuple):
-    """Tokens of one response that train, sampled under one label from one state of the weights.
-
-    label: None where the record has no versions. first, tokens: position of the first one, and how many they are.
-    last: no later weights made tokens of this response: `update` is the one that brought these.
-    """
-
-    sample: Sample
-    served: Served
-    label: str | None
-    weights: ServedWeights
-    first: int
-    tokens: int
-    last: bool
-
-    @property
-    def key(self) -> Key:
-        return self.served.worker, self.label
-
-    @property
-    def update(self) -> LastUpdate | None:
-        """The update that brought these weights; None where there was none, or it is not told."""
-        return self.served.update if self.last else None
-
-    @property
-    def idle(self) -> LastUpdate | None:
-        """The update, where it changed nothing."""
-        return None if self.update is None or self.update.changed else self.update
+from mismatch_plugin.check.served_weights import find_weights
 
 
 def find_served(batch: Batch) -> Outcome:
     """Of tokens that train. Faults of weights first, each worker's by the one that says most of it."""
     if all(sample.record.served is None for sample in batch):
         return [], batch
-    pieces = [piece for sample in batch for piece in _pieces(sample)]
-    found: list[Item] = []
-    rest = pieces
-    for rule in (_partly, _stale, _not_updated):
-        items, explained = rule(batch, rest)
-        found += items
-        rest = [piece for piece in rest if piece.key not in explained]
-    found += [*_half_done(batch, pieces), *_reused(batch, pieces), *_others(batch, rest), *find_settings(batch)]
-    return found, batch
+    pieces = [piece for sample in batch for piece in pieces_of(sample)]
+    return [*find_weights(batch, pieces), *find_settings(batch)], batch
+
+
+def note(batch: Batch) -> str | None:
+    """One sentence on who told what; None without the plugin."""
+    told = [sample.record.served for sample in batch if sample.record.served is not None]
+    if not told:
+        return None
+    found = {weights.fingerprint: None for served in told for weights in served.weights if weights.fingerprint}
+    which = f"weights {', '.join([*found][:MOST_NAMES])}" + (", …" if len(found) > MOST_NAMES else "")
+    sent = ", which are what the trainer sent" if weights_agree(batch) else ""
+    return (
+        f"the SGLang plugin told of {len(told)} of {len(batch)} samples: "
+        f"{few(served.worker for served in told)}; {which if found else 'no fingerprint of weights'}{sent}."
+    )
 
 
 def weights_agree(batch: Batch) -> bool:
     """All tokens that train were sampled from the very weights that the trainer sent, by the fingerprints of both."""
     trained = [sample for sample in batch if sample.mask.any()]
-    return bool(trained) and all(_agrees(sample, [*_pieces(sample)]) for sample in trained)
+    return bool(trained) and all(_agrees(sample, [*pieces_of(sample)]) for sample in trained)
 
 
 def _agrees(sample: Sample, pieces: Sequence[Piece]) -> bool:
     sent = sample.told.weight_fingerprint
     whole = sum(piece.tokens for piece in pieces) == int(sample.mask.sum())
     return sent is not None and whole and all(piece.weights.fingerprint == sent for piece in pieces)
-
-
-def _pieces(sample: Sample) -> Iterator[Piece]:
-    served, versions = sample.record.served, sample.record.weight_versions
-    if served is None:
-        return
-    labels = [(span.version, span.start, span.end) for span in versions] or [(None, 0, sample.tokens)]
-    for weights in served.weights:
-        for label, begin, stop in labels:
-            start = max(begin, weights.start)
-            at = np.flatnonzero(sample.mask[start : max(min(stop, weights.end), start)])
-            if len(at):
-                last = weights is served.weights[-1]
-                yield Piece(sample, served, label, weights, start + int(at[0]), len(at), last)
-
-
-def _half_done(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
-    """Tokens without a fingerprint: of a half done update, or of a server that cannot take any."""
-    able = {piece.served.worker for piece in pieces if piece.weights.fingerprint is not None or piece.served.update}
-    none = [piece for piece in pieces if piece.weights.fingerprint is None]
-    found: list[Item] = []
-    if half := [piece for piece in none if piece.served.worker in able]:
-        evidence = f"{_count(half)} were sampled while a weight update was half done."
-        found.append(finding(batch, "weights_partly_updated", evidence, HALF_FIX, half))
-    if unable := [piece for piece in none if piece.served.worker not in able]:
-        reason = f"{_names(unable)} took no fingerprints of weights"
-        found.append(Undecided(faults=(*_BY_FINGERPRINT,), reason=reason))
-    return found
-
-
-_BY_FINGERPRINT: tuple[FaultName, ...] = (
-    "weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights",
-)  # fmt: skip
-
-
-def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
-    """The last update changed some matrices and not the others."""
-    wrong = [(piece, update) for piece in pieces if (update := piece.update) is not None and _partial(update)]
-    if not wrong:
-        return [], set()
-    of = dict.fromkeys((piece.served.worker, update) for piece, update in wrong)
-    shown = "; ".join(
-        f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
-        f"({update.changed} of {update.tensors} tensors)"
-        for worker, update in [*of][:MOST_NAMES]
-    )
-    evidence = f"Only a part of the weights changed in the last update of {_few(worker for worker, _ in of)}. {shown}."
-    chosen, update = [piece for piece, _ in wrong], wrong[0][1]
-    statistics = {"changed_matrices": float(update.changed_matrices), "matrices": float(update.matrices)}
-    item = finding(batch, "weights_partly_updated", evidence, PARTLY_FIX, chosen, statistics=statistics)
-    return [item], {piece.key for piece in chosen}
-
-
-def _partial(update: LastUpdate) -> bool:
-    return update.changed > 0 and update.changed_matrices < update.matrices
-
-
-def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
-    """One label, and other weights on other workers, of those that hold weights in the same form."""
-    of: dict[Hashable, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for piece in pieces:
-        if piece.label is not None and piece.weights.fingerprint is not None:
-            form = piece.served.dtype, piece.served.quantization, piece.served.sglang
-            of[piece.label, form][piece.weights.fingerprint].append(piece)
-    odd: list[Piece] = []
-    explained: set[Key] = set()
-    evidence = ""
-    for by in of.values():
-        workers = {fingerprint: {piece.served.worker for piece in group} for fingerprint, group in by.items()}
-        if len(by) < 2 or max(Counter(name for names in workers.values() for name in names).values()) > 1:
-            continue  # of a worker with several weights under this label nothing tells which are the label's
-        why = "Behind"
-        chosen = [fingerprint for fingerprint, group in by.items() if any(map(_behind, group))]
-        if len(chosen) in (0, len(by)):
-            why, most = "In the minority", max(map(len, workers.values()))
-            fewer = [fingerprint for fingerprint, names in workers.items() if len(names) < most]
-            chosen = fewer if len(by) - len(fewer) == 1 else []
-        wrong = [piece for fingerprint in chosen or by for piece in by[fingerprint]]
-        if not odd:
-            shown = "; ".join(f"{fingerprint} on {_few(names)}" for fingerprint, names in workers.items())
-            which = f"{why}: {_names(wrong)}." if chosen else "Nothing here tells which of them are right."
-            evidence = f"Under one label, {wrong[0].label!r}, servers hold other weights: {shown}. {which}"
-        odd += wrong
-        explained |= {piece.key for piece in wrong if chosen}
-    if not odd:
-        return [], set()
-    return [finding(batch, "stale_server", evidence, BEHIND_FIX.format(which=_names(odd)), odd)], explained
-
-
-def _behind(piece: Piece) -> bool:
-    """The label is not the one that its weights came with, its update brought nothing, or the trainer sent others."""
-    return _moved(piece) or _not_as_sent(piece) or (piece.idle is not None and not _again(piece))
-
-
-def _again(piece: Piece) -> bool:
-    """Its update left the weights and their version as they were: it was sent a second time."""
-    named = piece.label not in (None, INITIAL_VERSION)
-    return piece.idle is not None and piece.idle.number > 1 and named and piece.label == piece.weights.since
-
-
-def _moved(piece: Piece, since: str | None = None) -> bool:
-    since = since or piece.weights.since
-    return None not in (piece.label, since) and piece.label != since
-
-
-def _not_as_sent(piece: Piece) -> bool:
-    """The trainer sent other weights as this version. What a server quantises is not what was sent."""
-    told, fingerprint = piece.sample.told, piece.weights.fingerprint
-    if None in (told.weight_fingerprint, fingerprint) or piece.served.quantization is not None:
-        return False
-    return _same_version(told.weight_version, piece.label) and told.weight_fingerprint != fingerprint
-
-
-def _same_version(trainer: str | None, label: str | None) -> bool:
-    """True where one is not told; a trainer's 5 is the servers' step-5."""
-    if trainer is None or label is None or trainer == label:
-        return True
-    number = version_number(trainer)
-    return number is not None and number == version_number(label)
-
-
-def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
-    """The label moved and the weights did not, or an update after the first one changed nothing."""
-    of: dict[Hashable, list[Piece]] = defaultdict(list)
-    for piece in pieces:
-        if piece.weights.fingerprint is not None:
-            of[piece.served.worker, piece.weights.fingerprint].append(piece)
-    moved: list[tuple[Piece, str]] = []
-    first_sync: list[tuple[Piece, str]] = []
-    for group in of.values():
-        labels = {piece.label for piece in group if piece.label is not None}
-        first = {piece.weights.since for piece in group if piece.weights.since is not None}
-        since = min(first or labels, key=_rank, default=None)
-        late = [(piece, since) for piece in group if since is not None and _moved(piece, since)]
-        once = len(labels - {since}) == 1 and since is not None and not version_number(since)
-        loaded = not any(_not_loaded(update) for piece in group if (update := piece.update) is not None)
-        (first_sync if once and loaded else moved).extend(late)
-    later = [piece for piece in pieces if piece.idle is not None and piece.idle.number > 1]
-    idle, again = [piece for piece in later if not _again(piece)], [piece for piece in later if _again(piece)]
-    late_ids = {id(piece) for piece in (*(piece for piece, _ in moved), *idle)}
-    wrong = [piece for piece in pieces if id(piece) in late_ids]
-    said = [_said(moved)] if moved else []
-    said += [f"{_brought_nothing(idle)}: every step of RL changes them."] if idle else []
-    loaded_again = f"{_said(first_sync)} They are the weights that it had loaded." if first_sync else ""
-    sent_again = f"{_brought_nothing(again)}, under the version that they had, {again[0].label!r}." if again else ""
-    told: list[tuple[str, str, list[Piece], Severity]] = [
-        (" ".join(said), NOT_UPDATED_FIX, wrong, "fault"),
-        (loaded_again, FIRST_SYNC_FIX, [piece for piece, _ in first_sync], "note"),
-        (sent_again, AGAIN_FIX, again, "note"),
-    ]
-    found: list[Item] = [
-        finding(batch, "weights_not_updated", evidence, fix, chosen, severity=severity)
-        for evidence, fix, chosen, severity in told
-        if chosen
-    ]
-    return found, {piece.key for piece in wrong}
-
-
-def _brought_nothing(pieces: Sequence[Piece]) -> str:
-    update = pieces[0].idle
-    assert update is not None
-    return f"Update {update.number} of {_names(pieces)} changed none of {update.tensors} tensors"
-
-
-def _not_loaded(update: LastUpdate) -> bool:
-    """After it there are other weights than the loaded ones, or it brought none. Of a later one that changed something
-    nothing follows: it may have come after the tokens of a response that it ended."""
-    return (update.changed > 0) == (update.number == 1)
-
-
-def _rank(label: str) -> tuple[int, str]:
-    number = version_number(label)
-    return -1 if number is None else number, label
-
-
-def _said(moved: Sequence[tuple[Piece, str]]) -> str:
-    piece, since = moved[0]
-    return (
-        f"{_count([piece for piece, _ in moved])} have a label that moved over the same weights: those called "
-        f"{piece.label!r} (fingerprint {piece.weights.fingerprint}) were sampled from under {since!r} before."
-    )
-
-
-def _reused(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
-    """One worker, one label, several weights."""
-    of: dict[Key, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
-    for piece in pieces:
-        if piece.label is not None and piece.weights.fingerprint is not None:
-            of[piece.key][piece.weights.fingerprint].append(piece)
-    wrong = {key: by for key, by in of.items() if len(by) > 1}
-    if not wrong:
-        return []
-    (worker, label), by = next(iter(wrong.items()))
-    later = [piece for by in wrong.values() for group in [*by.values()][1:] for piece in group]
-    evidence = (
-        f"Weights changed under the same label: {called(worker)} sampled from {len(by)} different ones under {label!r} "
-        f"({', '.join([*by][:MOST_NAMES])})" + (f", and so on for {len(wrong) - 1} more." if len(wrong) > 1 else ".")
-    )
-    return [finding(batch, "label_reused", evidence, LABEL_FIX, later, statistics={"weights": float(len(by))})]
-
-
-def _others(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
-    """The last token that trains of each sample: other weights than those that the trainer sent as this version."""
-    last = {piece.sample.index: piece for piece in pieces}
-    wrong = [piece for piece in last.values() if _not_as_sent(piece)]
-    if not wrong:
-        return []
-    sent = wrong[0].sample.told.weight_fingerprint
-    evidence = (
-        f"{_names(wrong)} sampled from weights {wrong[0].weights.fingerprint}"
-        + ("" if wrong[0].label is None else f" under {wrong[0].label!r}")
-        + f", the trainer sent {sent}: other weights serve than those that train."
-    )
-    return [finding(batch, "other_weights", evidence, OTHER_FIX, wrong)]
-
-
-def finding(
-    batch: Batch,
-    fault: FaultName,
-    evidence: str,
-    fix: str,
-    pieces: Sequence[Piece],
-    *,
-    severity: Severity = "fault",
-    statistics: dict[str, float] | None = None,
-) -> Finding:
-    """A certain one about these tokens."""
-    first = min(pieces, key=lambda piece: (piece.sample.index, piece.first))
-    place = Place(
-        sample=first.sample.index, sample_id=first.sample.record.sample_id, position=first.first, rollout=first.label
-    )
-    samples = [*{piece.sample.index: piece.sample for piece in pieces}.values()]
-    tokens = sum(piece.tokens for piece in pieces)
-    given = {"tokens": tokens, "first": place, "statistics": statistics or {}}
-    made = batch.finding(fault, "rollout", evidence, fix, samples, confidence="certain", **given)
-    return made.model_copy(update={"severity": severity})
-
-
-def _count(pieces: Sequence[Piece]) -> str:
-    return f"{sum(piece.tokens for piece in pieces)} tokens of {_names(pieces)}"
-
-
-def _names(pieces: Iterable[Piece]) -> str:
-    return _few(piece.served.worker for piece in pieces)
-
-
-def _few(workers: Iterable[Worker]) -> str:
-    names = [called(worker) for worker in dict.fromkeys(workers)]
-    return ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")

@@ -12,6 +12,7 @@ from mismatch_plugin.check.distribution import PENALTY_FIX, TEMPERATURE_FIXES
 from mismatch_plugin.check.filters import FIXES
 from mismatch_plugin.check.findings import FaultName, Finding, Item
 from mismatch_plugin.check.populations import called
+from mismatch_plugin.check.served_pieces import few
 from mismatch_plugin.rollout.sampling import GREEDY_BELOW
 from mismatch_plugin.rollout.served import Served
 
@@ -23,6 +24,7 @@ DEFAULTS_FIX = (
     "Send every sampling parameter with the request: what it leaves out comes from the model's generation_config or "
     "the server's preferred_sampling_params."
 )
+RECORD_FIX = "Record what was asked for (`sampling`, with a record)."
 DIFFERS_FIX = "Start all servers of a run with the same arguments and the same SGLang; or --accept server_differs."
 FIELDS = (
     "dtype", "head_dtype", "kv_cache_dtype", "quantization", "speculative", "deterministic", "on_policy_target",
@@ -50,7 +52,7 @@ def _temperature(batch: Batch, told: _Told) -> Finding | None:
         raw = served.log_probs_of == "raw"
         got = 1.0 if raw else served.temperature
         same = asked == 1.0 if got is None else math.isclose(got, asked, rel_tol=1e-6)
-        if asked < GREEDY_BELOW or same:
+        if not sample.record.asked or asked < GREEDY_BELOW or same:
             continue
         wrong.append(sample)
         at = "at more than one temperature" if got is None else f"at {got:g}"
@@ -98,12 +100,13 @@ def _unrecorded(
     if not chosen:
         return None
     values = ", ".join(dict.fromkeys(value for _, served in chosen for value in getattr(served, field)))
-    names = ", ".join(dict.fromkeys(called(served.worker) for _, served in chosen))
+    names = few(served.worker for _, served in chosen)
     effect = "tokens were drawn from a cut distribution" if field == "filters" else "it is part of their log-probs"
     evidence = (
         f"{names} applied {values} to {len(chosen)} of {len(batch)} samples whose records tell nothing of it: {effect}."
     )
-    return _finding(batch, fault, evidence, f"{DEFAULTS_FIX} {fix}", [sample for sample, _ in chosen])
+    first = DEFAULTS_FIX if any(sample.record.asked for sample, _ in chosen) else RECORD_FIX
+    return _finding(batch, fault, evidence, f"{first} {fix}", [sample for sample, _ in chosen])
 
 
 def _differ(batch: Batch, told: _Told) -> Finding | None:
@@ -116,7 +119,7 @@ def _differ(batch: Batch, told: _Told) -> Finding | None:
             of[getattr(served, field)][served.worker].append(sample)
         if len(of) < 2:
             continue
-        said.append(f"{field} is " + ", ".join(f"{value} on {', '.join(map(called, by))}" for value, by in of.items()))
+        said.append(f"{field} is " + ", ".join(f"{value} on {few(by)}" for value, by in of.items()))
         most = max(map(len, of.values()))
         fewer = [by for by in of.values() if len(by) < most]
         groups = fewer if len(of) - len(fewer) == 1 else [*of.values()]

@@ -109,8 +109,8 @@ class Settings(Section):
     )
     verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described(
         "warn",
-        "what it is where, after a weight update, servers with our SGLang plugin hold other weights than the trainer "
-        "sent: a warning, or an error on all ranks; off = not compared. slime and miles",
+        "after a weight update, servers with our SGLang plugin that hold other weights than were sent are a warning, "
+        "or an error on all ranks; off = not compared. slime and miles",
         flag="--mismatch-verify-weights",
     )
     log_prob_backend: LogProbBackend = described(

@@ -129,6 +129,7 @@ class ServerControl:
         """
         check_expectation(expect_changed)
         flush = await self._flush(flush_cache)
+        self.fingerprint = None
         async with self._verifier.around(version, expect_changed):
             body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
             await self._update("/update_weights_from_disk", body)
@@ -245,7 +246,11 @@ class ServerControl:
                 await self._update("/end_weight_update", {})
             await self._confirm(version)
         if compare:
-            await self._compare(version, pairs, whole=expect_changed == "all")
+            try:
+                await self._compare(version, pairs, whole=expect_changed == "all")
+            except ValueError as error:
+                message = f"whether the weights that were sent serve cannot be told: {error}"
+                raise WeightUpdateError(message) from error
 
     async def _compare(self, version: str | int, pairs: Bucket, whole: bool) -> None:
         """What was sent with what serves, where the server has our plugin. whole: it must have all names."""
@@ -255,7 +260,7 @@ class ServerControl:
                 break
             await asyncio.sleep(0.1)
             states = await self._served()
-        sent, prints = SentWeights(), set[str | None]()
+        sent, prints, complete = SentWeights(), set[str | None](), True
         if able := next((state for state in states if state.get("tensors")), None):  # all workers hold the same dtypes
             await asyncio.to_thread(sent.add, pairs, served_dtypes(pairs, able))
         for state in states:
@@ -266,7 +271,8 @@ class ServerControl:
             for note in found.notes:
                 logger.info("version %s on %s: %s", version, state.get("server"), note)
             prints.add(state.get("fingerprint"))
-        self.fingerprint = prints.pop() if len(prints) == 1 else None
+            complete = complete and found.complete
+        self.fingerprint = prints.pop() if len(prints) == 1 and complete else None
 
     async def _served(self) -> list[dict[str, Any]]:
         """What our plugin in the server tells of each data-parallel worker; [] without one."""

@@ -9,15 +9,16 @@ of a tensor is the sum of its shards', and zero padding adds nothing. It depends
 element. A fingerprint is the sum over a model's tensors, as 16 hex digits: equal for equal weights, unequal but for one
 chance in 2^64.
 
-What it cannot see: elements that change places within a tensor (those that change places between tensors show in the
-tensors' own digests). What it does not survive: quantisation, another dtype, and key and value heads that tensor
-parallelism repeats on several ranks. Ranks with equal digests of a tensor count once: they hold copies.
+What it cannot see: elements that change places within a tensor that serves, as where K and V, or gate and up, are fused
+in the wrong order, or a matrix is transposed (those that change places between tensors show in the tensors' digests).
+What it does not survive: quantisation, another dtype, key and value heads that tensor parallelism repeats on several
+ranks. Ranks with equal digests of a tensor count once: they hold copies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def combined(ranks: Sequence[Mapping[str, Digest]]) -> dict[str, Digest]:
 
 def fingerprint(tensors: Mapping[str, Digest]) -> str:
     """Of a whole model: 16 hex digits."""
-    return f"{sum(value for value, _, _ in tensors.values()) % _MODULUS:016x}"
+    return f"{_total(tensors, tensors):016x}"
 
 
 def written(tensors: Mapping[str, Digest]) -> dict[str, list[str | int]]:
@@ -99,13 +100,15 @@ def read_tensors(info: Mapping[str, Any]) -> dict[str, Digest]:
 @dataclass(frozen=True)
 class Comparison:
     """What was sent next to what serves. sent: how many names. compared: how many of the server's tensors could be.
-    differ: those that are not what was sent. unknown: sent names that it lacks. notes: why others were not compared."""
+    differ: those that are not what was sent. unknown: sent names that it lacks. notes: why others were not compared.
+    complete: all that serves is what was sent."""
 
     sent: int
     compared: int
-    differ: list[str]
-    unknown: list[str]
-    notes: list[str]
+    differ: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    complete: bool = False
 
     @property
     def problems(self) -> list[str]:
@@ -145,40 +148,71 @@ class SentWeights:
     def compare(self, info: Mapping[str, Any]) -> Comparison:
         """With what serves. info: `internal_states[i]["mismatch_plugin"]` of /server_info, after the update.
 
-        Tensors of the server are compared in groups that are made of the same sent tensors; one for which nothing was
-        sent is left alone. Raises ValueError where `info` holds no fingerprints.
+        Tensors of the server are compared in groups that are made of the same sent tensors; those that go by no sent
+        name as a whole with the names that the server lacks, which a loader may have renamed. What nothing was sent for
+        is left alone. Raises ValueError where `info` holds no fingerprints.
         """
         served = read_tensors(info)
         if not served:
-            return Comparison(len(self._found), 0, [], [], ["the server could not take fingerprints: see its log."])
+            return Comparison(len(self._found), 0, notes=["the server could not take fingerprints: see its log."])
         sources = _sources({name: dimensions for name, (_, _, dimensions) in self._found.items()}, served)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in served:
             if parts := sources.of(name):
                 groups.setdefault(tuple(parts), []).append(name)
-        found = Comparison(len(self._found), 0, [], [], [])
+        found = Comparison(len(self._found), 0)
         compared: list[str] = []
         other_dtype: list[str] = []
         repeated: list[str] = []
+        renamed: list[str] = []
         for parts, names in groups.items():
             ours, theirs = [self._found[part] for part in parts], [served[name] for name in names]
             if len({kind for _, kind, _ in ours + theirs}) > 1:
                 other_dtype += names
             elif info.get("kv_heads_repeated") and any(".k_proj." in part or ".v_proj." in part for part in parts):
                 repeated += names
+            elif _total(self._found, parts) == _total(served, names):
+                compared += names
+            elif _renamed(parts, names):
+                renamed += names
             else:
                 compared += names
-                if (sum(value for value, _, _ in ours) - sum(value for value, _, _ in theirs)) % _MODULUS:
-                    found.differ.extend(names)
+                found.differ.extend(names)
         tied = {value for value, _, _ in served.values()}  # a head that shares the embedding goes by one name there
         found.unknown.extend(name for name in sources.unknown if self._found[name][0] not in tied)
+        nameless = [name for name in served if not sources.of(name)]
+        lacking = {self._found[name][0]: name for name in sources.unknown}  # a shared head once
+        if nameless and _total(served, nameless) == _total(self._found, lacking.values()):
+            compared += nameless
+            found.unknown.clear()
         if other_dtype:
             told = "are served in another dtype than they were sent in, and not compared"
             found.notes.append(f"{len(other_dtype)} tensors {told}: {some(other_dtype)}.")
         if repeated:
             told = "hold key and value heads that tensor parallelism repeats, and were not compared"
             found.notes.append(f"{len(repeated)} tensors {told}: {some(repeated)}.")
-        return replace(found, compared=len(compared))
+        if renamed:
+            told = "are loaded from other names, perhaps as other values, and were not compared"
+            found.notes.append(f"{len(renamed)} tensors {told}: {some(renamed)}.")
+        complete = len(compared) == len(served) and not found.differ
+        if complete and found.unknown:  # layers for prediction of several tokens, a vision tower
+            told = "that were sent are no part of what serves"
+            found.notes.append(f"{len(found.unknown)} names {told}: {some(found.unknown)}.")
+            found.unknown.clear()
+        return replace(found, compared=len(compared), complete=complete)
+
+
+def _total(tensors: Mapping[str, Digest], names: Iterable[str]) -> int:
+    return sum(tensors[name][0] for name in names) % _MODULUS
+
+
+def _renamed(parts: Sequence[str], names: Sequence[str]) -> bool:
+    """A tensor of the server's goes by another name in the checkpoint (A_log, of which A = −exp(A_log) is kept)."""
+    return (
+        len(parts) == len(names) == 1
+        and parts[0] != names[0]
+        and parts[0].rpartition(".")[0] == names[0].rpartition(".")[0]
+    )
 
 
 def served_dtypes(named: Iterable[tuple[str, Tensor]], info: Mapping[str, Any]) -> dict[str, torch.dtype]:
@@ -186,6 +220,8 @@ def served_dtypes(named: Iterable[tuple[str, Tensor]], info: Mapping[str, Any]) 
     served = read_tensors(info)
     sources = _sources({name: tensor.dim() for name, tensor in named}, served)
     found = {part: torch_dtype(kind) for name, (_, kind, _) in served.items() for part in sources.of(name)}
+    # What goes by no name there (a head that shares the embedding) is held in the model's dtype.
+    found |= {name: torch_dtype(str(info.get("dtype"))) for name in sources.unknown}
     return {name: dtype for name, dtype in found.items() if dtype and dtype.is_floating_point and dtype.itemsize > 1}
 
 

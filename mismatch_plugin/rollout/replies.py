@@ -218,12 +218,10 @@ class MetaInfo:
         return [None] * skipped + log_probs
 
     def _served(self) -> Served | None:
-        """What our plugin in the server told: one object, which SGLang puts into a list, of a stream behind nulls."""
+        """What our plugin in the server told."""
         told: Any = self.meta.get(META_KEY)
-        if isinstance(told, list) and told[:-1].count(None) == len(told[:-1]):
-            told = told[-1] if told else None
         try:
-            return None if told is None else Served.model_validate(told)
+            return None if told in (None, []) else Served.model_validate(told)
         except ValidationError as error:
             raise self._unreadable(META_KEY, error) from None
 

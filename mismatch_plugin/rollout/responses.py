@@ -28,6 +28,7 @@ class Response:
     """One sampled response. n = response tokens; log-probs in nats, float64, NaN where the list held null or NaN.
 
     rollout_log_probs: as long as the server's list, which may differ from n. nulls: where it held null; None: nowhere.
+    asked: `sampling` is what was asked for; False: nothing tells that, and its temperature is the server's, if told.
     advantages: [n]. group: responses of one group share a baseline (GRPO). step: the training step or rollout id.
     All else as in `RolloutRecord`.
     """
@@ -38,6 +39,7 @@ class Response:
     prompt_ids: Ints = field(default_factory=_no_ids)
     nulls: Bools | None = None
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    asked: bool = True
     log_probs_of: LogProbsOf = "tempered"
     weight_versions: tuple[WeightSpan, ...] = ()
     behaviour_log_probs: Floats | None = None
@@ -61,13 +63,16 @@ class Response:
         """A record as arrays."""
         values, nulls = as_floats(record.rollout_log_probs)
         behaviour = record.behaviour_log_probs
+        asked = "sampling" in record.model_fields_set
+        applied = None if asked or record.served is None else record.served.temperature
         return cls(
             response_ids=as_ids(record.response_ids),
             rollout_log_probs=values,
             loss_mask=np.array(record.loss_mask, dtype=bool),
             prompt_ids=as_ids(record.prompt_ids),
             nulls=nulls,
-            sampling=record.sampling,
+            sampling=record.sampling if applied is None else SamplingParameters(temperature=applied),
+            asked=asked,
             log_probs_of=record.log_probs_of,
             weight_versions=tuple(record.weight_versions),
             behaviour_log_probs=None if behaviour is None else as_floats(behaviour)[0],

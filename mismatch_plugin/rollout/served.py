@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from mismatch_plugin.files import encodable
 
@@ -25,8 +25,8 @@ class ServedWeights(BaseModel):
     since: Text | None = None
     """The weight version under which the server first sampled from them: another one than the tokens' own says that
     the label moved and the weights did not."""
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
+    start: int = Field(ge=0, lt=2**31)
+    end: int = Field(ge=0, lt=2**31)
 
 
 class LastUpdate(BaseModel):
@@ -37,6 +37,7 @@ class LastUpdate(BaseModel):
     number: int = Field(ge=1)
     """How many updates there were since the model was loaded, this one included."""
     changed: int = Field(ge=0)
+    """On every rank: a tensor of which one rank still has what it had did not change."""
     tensors: int = Field(ge=0)
     changed_matrices: int = Field(ge=0)
     matrices: int = Field(ge=0)
@@ -79,7 +80,15 @@ class Served(BaseModel):
     weights: list[ServedWeights] = Field(default_factory=list)
     """In order, without overlap, over the whole response."""
     update: LastUpdate | None = None
-    """None: none since the model was loaded."""
+    """None: none since the model was loaded, or what it changed is not known."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_reply(cls, told: Any) -> Any:
+        """As `meta_info` has it: SGLang puts the object into a list, of a stream behind nulls."""
+        if isinstance(told, list) and told and told[:-1].count(None) == len(told) - 1:
+            return told[-1]
+        return told
 
     @property
     def worker(self) -> tuple[str, int | None]:

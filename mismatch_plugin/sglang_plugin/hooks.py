@@ -12,7 +12,7 @@ from typing import Any
 
 from mismatch_plugin.rollout.served import META_KEY
 from mismatch_plugin.sglang_plugin.state import ServerState
-from mismatch_plugin.sglang_plugin.weights import exchanged
+from mismatch_plugin.sglang_plugin.weights import all_ready
 
 logger = logging.getLogger("mismatch_plugin")
 REQUIRE = "MISMATCH_REQUIRE_CHANGE"
@@ -24,7 +24,7 @@ def required_change() -> int:
     """How many tensors an update must change. Raises ValueError for what is no number."""
     given = os.environ.get(REQUIRE, "0")
     if not given.isdecimal():
-        raise ValueError(f"{REQUIRE}={given!r} must be a number of tensors.")
+        raise ValueError(f"{REQUIRE}={given!r} must be a number of tensors: 1, or 0 for any.")
     return int(given)
 
 
@@ -36,7 +36,12 @@ def loaded(_: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     except Exception:
         state = None
         logger.exception("mismatch_plugin: this server's settings cannot be read; nothing is added to its replies")
-    if all(exchanged(scheduler, state is not None)) and state is not None:
+    if not all_ready(state is not None):
+        logger.warning(
+            "mismatch_plugin adds nothing: some process of this server has no plugin, another version of it, or cannot "
+            "use it: see its log."
+        )
+    elif state is not None:
         _state = state
         state.loaded()
 
@@ -62,8 +67,22 @@ def session_ended(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs
 
 def updated(result: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
     """After an update from disk or by IPC. One that SGLang calls failed may have changed weights all the same, and may
-    have failed on some ranks only."""
-    return None if _state is None else _failed(result, _state.end(required_change(), result.success))
+    have failed on some ranks only. Inside a session the session's end tells."""
+    if _state is None or _state.under_way:
+        return None
+    return _failed(result, _state.end(required_change(), result.success))
+
+
+def resumed(_: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    """After memory was taken again: weights without a backup are then anything."""
+    if _state is not None and (not recv_req.tags or "weights" in recv_req.tags):
+        _state.changed("resumed")
+
+
+def checked(_: Any, updater: Any, recv_req: Any, *args: Any, **kwargs: Any) -> None:
+    """After /weights_checker, which can fill the weights with noise."""
+    if _state is not None and recv_req.action == "reset_tensors" and recv_req.selector != "draft":
+        _state.changed("reset")
 
 
 def _failed(result: Any, failure: str) -> Any:
@@ -73,7 +92,7 @@ def _failed(result: Any, failure: str) -> Any:
     return result
 
 
-TOGETHER = (loaded, session_ended, updated)
+TOGETHER = (loaded, session_begun, session_ended, updated, resumed, checked)
 """Hooks in which ranks wait for each other."""
 
 

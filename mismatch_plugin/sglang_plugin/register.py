@@ -23,6 +23,7 @@ from mismatch_plugin.sglang_plugin import hooks
 
 logger = logging.getLogger("mismatch_plugin")
 SWITCH = "MISMATCH_PLUGIN_SGLANG"
+_SWITCH = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
 _MANAGERS = "sglang.srt.managers"
 _SCHEDULER = f"{_MANAGERS}.scheduler"
 _PARTS = f"{_MANAGERS}.scheduler_components"
@@ -32,12 +33,13 @@ _STREAMER = f"{_PARTS}.output_streamer.SchedulerOutputStreamer"
 
 class Target(NamedTuple):
     """A function of SGLang's. path: or several, of which the first that exists counts: versions differ. parameters: the
-    first ones of its signature."""
+    first ones of its signature. optional: an SGLang without it is one that the plugin knows."""
 
     paths: tuple[str, ...]
     parameters: tuple[str, ...]
     hook: Callable[..., Any]
     when: str = "AFTER"
+    optional: bool = False
 
 
 TARGETS = (
@@ -47,6 +49,8 @@ TARGETS = (
     Target((f"{_UPDATER}.update_weights_from_ipc",), ("self", "recv_req"), hooks.updated),
     Target((f"{_UPDATER}.begin_weight_update",), ("self", "recv_req"), hooks.session_begun),
     Target((f"{_UPDATER}.end_weight_update",), ("self", "recv_req"), hooks.session_ended),
+    Target((f"{_UPDATER}.resume_memory_occupation",), ("self", "recv_req"), hooks.resumed, optional=True),
+    Target((f"{_UPDATER}.check_weights",), ("self", "recv_req"), hooks.checked, optional=True),
     Target((f"{_STREAMER}.__post_init__",), ("self",), hooks.streamer_made),
     Target((f"{_STREAMER}.build_additional_customized_info",), ("self", "reqs"), hooks.add_to_replies),
     Target(
@@ -67,12 +71,17 @@ def register() -> None:
     tensors; MISMATCH_SERVER_ID names the server in replies.
 
     Raises:
-        ValueError: a variable has another value. SGLang logs it and serves without the plugin.
+        SystemExit: a variable has another value. The server does not start: SGLang would report another exception, and
+            serve without what was asked for.
     """
-    if (switch := os.environ.get(SWITCH, "on").lower()) not in ("on", "off"):
-        raise ValueError(f"{SWITCH}={switch!r} is unknown: say on or off.")
-    hooks.required_change()
-    if switch == "off":
+    switch = os.environ.get(SWITCH, "on").lower()
+    if switch not in _SWITCH:
+        raise SystemExit(f"{SWITCH}={switch!r} is unknown: say on or off.")
+    try:
+        hooks.required_change()
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    if not _SWITCH[switch]:
         return
     if _SCHEDULER not in sys.modules:  # importing it in other processes would cost them time and memory
         return
@@ -109,7 +118,7 @@ def _missing(target: Target) -> str:
     """Why a target cannot be hooked; "" if it can."""
     path = _path(target)
     if path is None:
-        return f"it has no {target.paths[0]}"
+        return "" if target.optional else f"it has no {target.paths[0]}"
     found = tuple(inspect.signature(resolve_name(path)).parameters)
     if found[: len(target.parameters)] == target.parameters:
         return ""

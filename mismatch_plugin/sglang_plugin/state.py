@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mismatch_plugin.rollout.checksums import some
 from mismatch_plugin.rollout.fingerprints import written
 from mismatch_plugin.sglang_plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
 _TOP_K_OFF = 1 << 30
-_MOST_GREEDY = 10_000
+_MOST_GREEDY, _LONGEST_ID = 10_000, 200
 _EVENTS, _SENT = "mismatch_plugin_events", "mismatch_plugin_sent"
 """Attributes of SGLang's requests."""
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
@@ -24,9 +25,10 @@ _CONSTRAINTS = ("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", 
 
 
 class Event(NamedTuple):
-    """The weights changed when the request had so many tokens. fingerprint: of the weights that made those."""
+    """The weights changed when the request had so many tokens. fingerprint, since: of the weights that made those."""
 
     fingerprint: str | None
+    since: str | None
     tokens: int
 
 
@@ -38,7 +40,9 @@ class ServerState:
         self._facts = facts(scheduler)
         self.weights = LoadedWeights(scheduler, *(self._facts[name] for name in ("pp_rank", "pp_size", "tp_rank")))
         self._since: dict[str, str] = {}  # fingerprint → the label under which it was first sampled from
-        self._last: str | None = None
+        self._last: str | None = None  # fingerprint of the last batch; None: updates changed the weights since
+        self._label: str | None = None  # of the last batch
+        self._renamed = True  # the label moved with the weights of the last batch, or after them
         self._greedy: dict[str, bool] = {}  # request that was in an all-greedy batch → whether in others, too
         self._fresh = True  # no batch was computed with these weights yet
         self._cuts_streams = bool(getattr(scheduler.server_args, "incremental_streaming_output", False))
@@ -54,19 +58,41 @@ class ServerState:
     def begin(self) -> None:
         """A part of an update is loaded."""
         if not self.under_way:
+            self.under_way = True  # first: all ranks must know it, whatever fails on one of them
             self._mark_requests()
-            self.under_way = True
             self.weights.begin()
+
+    def changed(self, what: str) -> None:
+        """Something else than an update may have changed the weights."""
+        if not self.under_way:
+            self._mark_requests()
+            self.weights.take()
+            self._fresh = True
+            self._log(what)
 
     def end(self, required: int, success: bool = True) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not (`LoadedWeights.end`)."""
         self._mark_requests()
+        before = self.weights.number
         failure = self.weights.end(required, success)
         self.under_way, self._fresh = False, True
-        told = self.weights.update
-        what = "" if told is None else f", {told['changed']} of {told['tensors']} tensors changed"
-        self._log(f"updated{what}", warn=told is not None and not told["changed"])
+        if self.weights.update is None or self.weights.update["changed"]:
+            self._last = None  # weights that come back later are called anew
+        self._log_update(failed=not success, counted=self.weights.number > before)
         return failure
+
+    def _log_update(self, failed: bool, counted: bool) -> None:
+        told, same = self.weights.update, self.weights.unchanged
+        if not counted:
+            return self._log("WARNING: an update failed and changed nothing", warn=True)
+        what = f"update {self.weights.number}{', which failed,' if failed else ''}"
+        if told is None:  # other pipeline stages or ranks are not done
+            return self._log(what)
+        what += f" changed {told['changed']} of {told['tensors']} tensors"
+        partly = told["changed_matrices"] < told["matrices"]
+        if partly and told["changed"]:
+            what += f", not {some(same)}"
+        self._log(f"WARNING: {what}" if partly else what, warn=partly)
 
     def _mark_requests(self) -> None:
         try:
@@ -82,7 +108,8 @@ class ServerState:
         waiting = [*scheduler.waiting_queue, *([scheduler.chunked_req] if scheduler.chunked_req is not None else [])]
         for req in {*scheduler.collect_inflight_reqs(), *waiting}:
             if req.output_ids:
-                event = Event(self.weights.fingerprint, len(req.output_ids))
+                told = self.weights.fingerprint
+                event = Event(told, self._since_of(told), len(req.output_ids))
                 setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
 
     def _log(self, what: str, warn: bool = False) -> None:
@@ -94,12 +121,18 @@ class ServerState:
 
     def before_batch(self, batch: Any) -> None:
         """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
+        name = label()
         if self._fresh:
             self.weights.complete()
             if (current := self.weights.fingerprint) is not None:
-                if current != self._last:  # weights that come back later are called anew
-                    self._since[current], self._last = label(), current
-                self._fresh = False
+                if current != self._last:
+                    self._since[current], self._last = name, current
+                    self._renamed = name != self._label
+                self._fresh, self._label = False, name
+        elif name != self._label:
+            if not self._renamed and self._last is not None:  # a trainer that names its update after it
+                self._since[self._last] = name
+            self._renamed, self._label = True, name
         sampling = batch.sampling_info
         if sampling is None or not (sampling.is_all_greedy or self._greedy):
             return
@@ -154,17 +187,17 @@ class ServerState:
         again = req.input_embeds is not None and req.retraction_count  # then SGLang samples all its tokens again
         events = () if again else getattr(req, _EVENTS, ())
         spans: list[dict[str, Any]] = []
-        for told, until in [
-            *((event.fingerprint, event.tokens) for event in events),
-            (self.weights.fingerprint, length),
-        ]:
+        now = self.weights.fingerprint
+        for told, since, until in [*events, (now, self._since_of(now), length)]:
             start, end = spans[-1]["end"] if spans else 0, min(until, length)
             if spans and spans[-1]["fingerprint"] == told:
                 spans[-1]["end"] = max(end, start)
             elif end > start:
-                since = self._since.get(told) if told is not None else None
                 spans.append({"fingerprint": told, "since": since, "start": start, "end": end})
         return spans
+
+    def _since_of(self, fingerprint: str | None) -> str | None:
+        return None if fingerprint is None else self._since.get(fingerprint)
 
     def info(self) -> dict[str, Any]:
         """For /server_info: settings, fingerprint, last update, and the digest of every tensor."""
@@ -186,7 +219,8 @@ def facts(scheduler: Any) -> dict[str, Any]:
     context = _module("sglang.srt.runtime_context")
     parallel = context.get_parallel()
     settings = {**vars(scheduler.server_args), **context.get_context().resolved_server_args_dict()}
-    name = os.environ.get("MISMATCH_SERVER_ID") or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
+    given = " ".join(os.environ.get("MISMATCH_SERVER_ID", "").encode(errors="replace").decode().split())
+    name = given[:_LONGEST_ID] or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
     processor = getattr(runner.model, "logits_processor", None)
     dtype = _named(scheduler.model_config.dtype)
     return {

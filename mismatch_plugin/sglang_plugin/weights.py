@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -13,6 +15,29 @@ from mismatch_plugin.rollout.checksums import some
 from mismatch_plugin.rollout.fingerprints import Digest, combined, digests, fingerprint, read_tensors, written
 
 logger = logging.getLogger("mismatch_plugin")
+_REQUIRED = "MISMATCH_REQUIRE_CHANGE"
+
+
+_PATIENCE = timedelta(seconds=60)
+"""How far apart the ranks of one server may be when they have started."""
+
+
+def all_ready(ready: bool) -> bool:
+    """Whether every process of this server's world has the plugin and is ready for it; the same on all that have it.
+
+    No collective: a node without the plugin would never join one. The first process that knows decides for all.
+    """
+    if dist.get_world_size() == 1:
+        return ready
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"mismatch_plugin/ready/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "yes" if ready else "no")
+    try:
+        store.wait(keys, _PATIENCE)
+        verdict = "on" if all(store.get(key) == b"yes" for key in keys) else "off"
+    except dist.DistStoreError:
+        verdict = "off"
+    return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
 
 
 def exchanged(scheduler: Any, own: Any) -> list[Any]:
@@ -23,6 +48,24 @@ def exchanged(scheduler: Any, own: Any) -> list[Any]:
         ranks = [None] * dist.get_world_size(group)
         dist.all_gather_object(ranks, own, group=group)
     return ranks
+
+
+class Stage(NamedTuple):
+    """Of one pipeline stage. tensors: digests of whole ones. unchanged: on one rank at least; None: not known."""
+
+    tensors: dict[str, Digest]
+    unchanged: list[str] | None
+
+
+def _unchanged(before: Sequence[Mapping[str, Digest]], after: Sequence[Mapping[str, Digest]]) -> list[str]:
+    """Names of tensors of which some rank has what it had. A shard of zeros (padding) tells nothing next to others."""
+    found: list[str] = []
+    for name in dict.fromkeys(name for rank in after for name in rank):
+        shards = [(new[name], old.get(name)) for new, old in zip(after, before, strict=True) if name in new]
+        same = [new == old for new, old in shards]
+        if any(equal for equal, (new, _) in zip(same, shards, strict=True) if new[0]) or all(same):
+            found.append(name)
+    return found
 
 
 class LoadedWeights:
@@ -36,38 +79,55 @@ class LoadedWeights:
     def __init__(self, scheduler: Any, pp_rank: int, pp_size: int, tp_rank: int) -> None:
         self._scheduler = scheduler
         self._pp_rank, self._pp_size, self._tp_rank = pp_rank, pp_size, tp_rank
-        self._taken = self._number = 0
-        self._stage: dict[str, Digest] = {}  # this pipeline stage's
-        self._before: dict[str, Digest] = {}  # of all stages, before the last update
-        self._awaits_stages = False
+        self._taken = 0
+        self._ranks: list[dict[str, Digest]] | None = None
+        """Of this pipeline stage; None: of one of them they could not be taken."""
+        self._stage = Stage({}, None)
+        self._updated = self._awaits_stages = False
+        self.number = 0
+        """Of updates since the model was loaded."""
         self.tensors: dict[str, Digest] = {}
         self.fingerprint: str | None = None
         """None: an update is half done, or it could not be taken."""
         self.update: dict[str, int] | None = None
+        self.unchanged: list[str] = []
+        """Matrices that the last update left as they were, on one rank at least."""
         self.seconds = 0.0
 
     def take(self) -> None:
-        """The digests as they are now. One host sync; one exchange among the ranks of a stage."""
+        """The digests as they are now: of loaded weights, or after something else than an update changed them."""
+        self._take(None)
+
+    def _take(self, success: bool | None) -> list[bool]:
+        """success: of the update on this rank; it is returned of each rank. One host sync; one exchange among the ranks
+        of a stage."""
         started = time.perf_counter()
         own: dict[str, Digest] | None = None
         try:
             own = digests(self._scheduler.tp_worker.model_runner.model.named_parameters())
         except Exception:  # the other ranks wait for an answer
             logger.exception("mismatch_plugin: no fingerprint of the weights could be taken")
-        ranks = exchanged(self._scheduler, own)
-        whole = [rank for rank in ranks if rank is not None]
-        self._stage = combined(whole) if len(whole) == len(ranks) else {}
+        told = exchanged(self._scheduler, (own, success))
+        whole = [rank for rank, _ in told if rank is not None]
+        before, self._ranks = self._ranks, whole if len(whole) == len(told) else None
+        if self._ranks is None:
+            self._stage = Stage({}, None)
+        else:
+            self._stage = Stage(combined(whole), None if before is None else _unchanged(before, whole))
         self.tensors, self.fingerprint = {}, None
+        self._updated = success is not None
         self._taken += 1
         self._awaits_stages = self._pp_size > 1
         if not self._awaits_stages:
             self._whole([self._stage])
         elif self._tp_rank == 0:
             store = dist.distributed_c10d._get_default_store()
-            store.set(self._key(self._taken, self._pp_rank), json.dumps(written(self._stage)))
+            left = {"tensors": written(self._stage.tensors), "unchanged": self._stage.unchanged}
+            store.set(self._key(self._taken, self._pp_rank), json.dumps(left))
             if self._taken > 2:  # all stages have read it
                 store.delete_key(self._key(self._taken - 2, self._pp_rank))
         self.seconds = time.perf_counter() - started
+        return [bool(done) for _, done in told]
 
     def begin(self) -> None:
         """A part of an update is loaded: until its end the weights are neither the old nor the new ones."""
@@ -76,25 +136,30 @@ class LoadedWeights:
     def end(self, required: int, success: bool = True) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not.
 
-        required: how many tensors must change; of a pipeline, of the first stage's. success: SGLang calls it one; what
-        is none counts as an update if it changed something.
+        required: how many tensors must change, on every rank; of a pipeline, of the first stage's. The first update may
+        change none: a run begins with one that sends the loaded weights. success: SGLang calls it one on this rank;
+        what is none on all of them counts as an update if it changed something.
         """
-        self._number += 1
+        self.number += 1
         update, self.update = self.update, None
-        before, self._before = self._stage, self.tensors
-        self.take()
-        if not success and self._stage == before:
-            self._number, self.update, self._before = self._number - 1, update, {}
+        before = self._stage.tensors
+        done = self._take(success)
+        tensors, same = self._stage
+        if not any(done) and tensors and tensors == before:
+            self.number, self.update = self.number - 1, update
         if not required:
             return ""
-        if not self._stage:
-            return "MISMATCH_REQUIRE_CHANGE: whether the update changed anything is not known: see the server's log."
-        same = sorted(name for name, told in self._stage.items() if before.get(name) == told)
-        if (changed := len(self._stage) - len(same)) >= required:
+        if any(done) and not all(done):
+            failed = ", ".join(str(rank) for rank, fine in enumerate(done) if not fine)
+            return f"{_REQUIRED}: the update failed on tensor-parallel rank {failed}, and did not on the others."
+        if same is None:
+            return f"{_REQUIRED}: whether the update changed anything is not known: see the server's log."
+        changed = len(tensors) - len(same)
+        if changed >= required or (self.number == 1 and tensors == before):
             return ""
         return (
-            f"MISMATCH_REQUIRE_CHANGE={required}: the weights were loaded, and {changed} of {len(self._stage)} tensors "
-            f"changed. The same as before: {some(same)}."
+            f"{_REQUIRED}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed on "
+            f"every rank. The same as before: {some(sorted(same))}."
         )
 
     def complete(self) -> None:
@@ -105,22 +170,25 @@ class LoadedWeights:
         keys = [self._key(self._taken, rank) for rank in range(self._pp_size)]
         if store.check(keys):
             self._awaits_stages = False
-            self._whole([read_tensors({"tensors": json.loads(store.get(key))}) for key in keys])
+            left = [json.loads(store.get(key)) for key in keys]
+            self._whole([Stage(read_tensors(stage), stage["unchanged"]) for stage in left])
 
     def _key(self, taken: int, pp_rank: int) -> str:
         return f"mismatch_plugin/{taken}/{pp_rank}"
 
-    def _whole(self, stages: list[dict[str, Digest]]) -> None:
-        if all(stages):
-            self.tensors = combined(stages)
-            self.fingerprint = fingerprint(self.tensors)
-        if self._number and self.tensors and self._before:
-            changed = {name for name, told in self.tensors.items() if self._before.get(name) != told}
+    def _whole(self, stages: list[Stage]) -> None:
+        if not all(stage.tensors for stage in stages):
+            return
+        self.tensors = combined([stage.tensors for stage in stages])
+        self.fingerprint = fingerprint(self.tensors)
+        same = {name for stage in stages for name in stage.unchanged or ()}
+        if self._updated and all(stage.unchanged is not None for stage in stages):
             matrices = {name for name, (_, _, dimensions) in self.tensors.items() if dimensions > 1}
+            self.unchanged = sorted(matrices & same)
             self.update = {
-                "number": self._number,
-                "changed": len(changed),
+                "number": self.number,
+                "changed": len(self.tensors.keys() - same),
                 "tensors": len(self.tensors),
-                "changed_matrices": len(changed & matrices),
+                "changed_matrices": len(matrices - same),
                 "matrices": len(matrices),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.cli import app
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from mismatch_plugin.rollout.responses import Response
 from mismatch_plugin.rollout.served import LastUpdate, Served, ServedWeights
 
 N = 8
@@ -117,7 +119,7 @@ def test_a_label_that_moved_over_the_same_weights():
     (finding,) = result.findings
     assert finding.fault == "weights_not_updated" and finding.confidence == "certain" and finding.side == "rollout"
     assert finding.first is not None and (finding.first.sample, finding.first.position) == (0, 0)
-    assert finding.first.rollout == "6" and finding.tokens == N
+    assert finding.first.rollout == "version 6" and finding.tokens == N
     for part in ("a:1", "'6'", "'5'", "f5"):
         assert part in finding.evidence
     assert result.verdict.endswith("weights_not_updated.") and result.status == "faults"
@@ -243,7 +245,7 @@ def test_weights_that_change_under_one_label():
 def test_an_update_of_some_layers(last: LastUpdate, said: str):
     (finding,) = checked(record(last=last)).findings
     assert finding.fault == "weights_partly_updated" and said in finding.evidence and "a:1" in finding.evidence
-    assert "--accept weights_partly_updated" in finding.fix and "weights_checker" in finding.fix
+    assert "--accept weights_partly_updated" in finding.fix and "the server's log names" in finding.fix
 
 
 def test_an_update_of_all_matrices_is_whole():
@@ -347,6 +349,9 @@ def test_other_weights_than_the_trainer_sent():
     for told in ({"weight_fingerprint": "f5"}, {**sent, "weight_version": "6"}, {"weight_version": "5"}):
         assert "other_weights" not in faults(record(last=update(4)), training=[told])
     assert faults(record(last=update(4)), training=[{"weight_fingerprint": "t5", "weight_version": 5}])
+    # An asynchronous trainer has sent newer ones since: without both versions nothing can be told.
+    assert faults(record(last=update(4)), training=[{"weight_fingerprint": "t6"}]) == []
+    assert faults(record(None, last=update(4)), training=[sent]) == []
     assert faults(record(last=update(4), quantization="fp8"), training=[sent]) == []  # not the tensors that were sent
 
 
@@ -367,8 +372,9 @@ def _two_populations(told: dict[str, Any], **fields: Any) -> CheckResult:
 def test_what_servers_told_is_not_guessed_again():
     assert [item.fault for item in _two_populations({}).findings][:1] == ["stale_server"]  # by statistics, by worker
     assert "b:1" in _two_populations({}).findings[0].evidence
+    # Equal fingerprints exclude old weights, and not a server whose tensors have their elements in another order.
     proven = _two_populations({"weight_fingerprint": "f5"})
-    assert not {item.fault for item in proven.findings} & {"stale_server", "weights_not_updated"}
+    assert "stale_server" in {item.fault for item in proven.findings}
     stuck = _two_populations({}, label="6")
     assert [item.fault for item in stuck.findings if item.fault.startswith(("w", "stale"))] == ["weights_not_updated"]
 
@@ -411,3 +417,83 @@ def test_clean_records_alone_are_still_no_comparison(tmp_path: Path):
     assert result.exit_code == 2 and "there is no training side" in result.output
     result = CliRunner().invoke(app, ["check", str(tmp_path / "rollouts.jsonl"), "--records-only"])
     assert result.exit_code == 0
+
+
+def test_all_weights_are_old_by_statistics_unless_fingerprints_are_equal():
+    draw = np.random.default_rng(5)
+    records, rows = [], []
+    for index in range(64):
+        made = record("5", "f5", "5", last=update(4), seed=index)
+        p = np.exp(np.array(made.rollout_log_probs, dtype=np.float64))
+        records.append(made)
+        rows.append(np.minimum(np.log(p) + 0.3 * (1 - p) * draw.standard_normal(N), 0).tolist())
+    reference = [np.array(item.rollout_log_probs, dtype=np.float64) for item in records]  # the weights of the start
+
+    def found(fingerprint: str | None) -> set[str]:
+        training = [TrainingSample(train_log_probs=row, weight_fingerprint=fingerprint) for row in rows]
+        result = check_batch(make_batch(records, training, reference=reference))
+        return {item.fault for item in result.findings}
+
+    assert "weights_not_updated" in found(None) and "weights_not_updated" not in found("f5")
+
+
+def test_what_was_asked_for_is_not_made_up():
+    """A record without `sampling` says nothing of a temperature or a filter."""
+    plain = record(last=update(4), temperature=0.7, filters=["top_p"])
+    fields = plain.model_dump(exclude={"sampling"})
+    untold = RolloutRecord.model_validate(fields)
+    result = checked(untold)
+    assert [item.fault for item in result.findings] == ["truncation"]
+    assert result.findings[0].fix.startswith("Record what was asked for (`sampling`")
+    assert untold.sampling.temperature == 1.0 and make_batch([untold]).samples[0].record.sampling.temperature == 0.7
+    asked = checked(plain)
+    assert [item.fault for item in asked.findings] == ["temperature", "truncation"]
+    assert asked.findings[1].fix.startswith("Send every sampling parameter")
+
+
+@pytest.mark.parametrize(
+    ("since", "label", "severity"),
+    [("default", "1", "note"), ("default", "run-a", "note"), ("0", "1", "fault"), ("main-abc", "main-abd", "fault")],
+)
+def test_only_loaded_weights_have_a_first_sync(since: str, label: str, severity: str):
+    found = checked(record(label, "f0", since)).findings
+    assert [(item.fault, item.severity) for item in found] == [("weights_not_updated", severity)]
+
+
+def test_weights_that_come_back_are_not_old():
+    """A rollback or an average: the server tells the version under which they came again."""
+    before, between, after = (
+        record("3", "fa", "3", last=update(3)),
+        record("4", "fb", "4", last=update(4)),
+        record("5", "fa", "5", last=update(5)),
+    )
+    assert faults(before, between, after) == ["mixed_versions"]
+    assert "weights_not_updated" in faults(before, between, record("5", "fa", "3", last=update(5)))
+
+
+def _of_step(made: RolloutRecord, step: int) -> Response:
+    return replace(Response.of(made), step=step)
+
+
+def test_a_run_that_counts_anew_has_no_stale_server():
+    old, new = record("1", "fa", "1", server="a:1/7"), record("1", "fb", "1", server="a:1/9")
+    steps = [_of_step(old, 1), _of_step(new, 2)]
+    assert "stale_server" not in {item.fault for item in check_batch(make_batch(steps)).findings}
+    assert "stale_server" in faults(old, new)
+    assert "stale_server" not in faults(old, record("1", "fb", "1", server="a:1/9", tp_size=2))  # sharded otherwise
+
+
+def test_a_trainer_that_names_no_version():
+    one, other = record("default", "fa", "default"), record("default", "fb", "default", last=update(1))
+    found = checked(one, other).findings
+    assert [(item.fault, item.severity) for item in found] == [("label_reused", "note")]
+    named = checked(record("1", "fa", "1"), record("1", "fb", "1", last=update(2))).findings
+    assert [(item.fault, item.severity) for item in named] == [("label_reused", "fault")]
+
+
+def test_what_was_told_is_noted():
+    assert checked(*CLEAN).notes == ("the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5.",)
+    sent = [{"weight_fingerprint": "f5", "weight_version": "5"}]
+    (note, *_) = checked(CLEAN[0], training=sent).notes
+    assert note.endswith("weights f5, which are what the trainer sent.")
+    assert not any("plugin" in note for note in checked(CLEAN[0].model_copy(update={"served": None})).notes)

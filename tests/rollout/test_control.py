@@ -16,7 +16,9 @@ import pytest
 import torch
 
 from mismatch_plugin.rollout.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
+from mismatch_plugin.rollout.fingerprints import digests, fingerprint, written
 from mismatch_plugin.rollout.records import SamplingParameters
+from mismatch_plugin.rollout.served import META_KEY
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,7 @@ class Trainee:
         self.tp_size = 2
         self.radix_cache = True
         self.refuse: dict[str, Reply] = {}
+        self.states: list[dict[str, Any]] = []
 
     def __call__(self, request: Request) -> Reply:
         if request.path in self.refuse:
@@ -43,7 +46,7 @@ class Trainee:
             return Reply(hang=True)
         if request.path == "/server_info":
             info = {"version": "0.5.23", "tp_size": self.tp_size, "dtype": "bfloat16", "weight_version": "old"}
-            return Reply({**info, "disable_radix_cache": not self.radix_cache})
+            return Reply({**info, "disable_radix_cache": not self.radix_cache, "internal_states": self.states})
         if request.path == "/model_info":
             return Reply({"weight_version": self.version, "model_path": "m"})
         if request.path.startswith("/update_weights"):
@@ -307,6 +310,50 @@ def test_server_info_asks_again_and_refuses_what_is_none() -> None:
 def test_settings_that_widen_the_mismatch_are_named(settings: dict[str, Any], says: str | None) -> None:
     risks = ServerInfo.from_replies(settings, {}).risks()
     assert len(risks) == (says is not None) and all(says in risk for risk in risks if says)
+
+
+def _with_plugin(weights: dict[str, torch.Tensor], **more: Any) -> list[dict[str, Any]]:
+    """internal_states of a server that holds these."""
+    found = digests(weights.items(), torch.bfloat16)
+    told = {"server": "a:1/7", "dtype": "bfloat16", "pp_size": 1, "fingerprint": fingerprint(found)}
+    return [{META_KEY: {**told, "tensors": written(found), **more}}]
+
+
+@pytest.mark.parametrize(
+    ("states", "verified"),
+    [
+        (_with_plugin(WEIGHTS), True),
+        (_with_plugin({**WEIGHTS, "d": torch.ones(2)}), False),  # which nobody sent
+        ([], False),
+    ],
+)
+def test_the_fingerprint_is_that_of_all_that_was_sent(states: list[dict[str, Any]], verified: bool) -> None:
+    trainee = Trainee()
+    trainee.states = states
+
+    async def update(client: SGLangClient) -> None:
+        await client.update_weights_from_tensors(WEIGHTS, 7, expect_changed="any")
+        expected = fingerprint(digests(WEIGHTS.items(), torch.bfloat16)) if verified else None
+        assert client.fingerprint == expected
+        await client.update_weights_from_disk("checkpoint", 8, expect_changed="any")  # of which nothing is known
+        assert client.fingerprint is None
+
+    with FaultyServer(trainee) as server:
+        call(server, update)
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        (_with_plugin({**WEIGHTS, "a": torch.ones(2, 3)}), "a:1/7 serves other weights than version 7: 1 of 3 tensors"),
+        (_with_plugin(WEIGHTS, tensors={"a": ["no hex", "bfloat16", 2]}), "whether the weights that were sent serve"),
+    ],
+)
+def test_what_serves_is_not_what_was_sent(states: list[dict[str, Any]], says: str) -> None:
+    trainee = Trainee()
+    trainee.states = states
+    with FaultyServer(trainee) as server, pytest.raises(WeightUpdateError, match=says):
+        call(server, lambda client: client.update_weights_from_tensors(WEIGHTS, 7, expect_changed="any"))
 
 
 WORKER = """

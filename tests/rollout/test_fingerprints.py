@@ -140,7 +140,7 @@ def sent(weights: dict[str, Tensor], info: dict[str, object] | None = None) -> S
 def test_what_was_sent_is_what_serves(dtype: torch.dtype):
     info = told(served(state(), dtype))
     found = sent(state(), info).compare(info)
-    assert (found.compared, found.problems, found.notes) == (6, [], [])
+    assert (found.compared, found.problems, found.notes, found.complete) == (6, [], [], True)
 
 
 def test_a_tensor_that_did_not_arrive_and_a_name_that_is_not_there_are_named():
@@ -164,7 +164,63 @@ def test_what_cannot_be_compared_is_said_and_is_no_fault():
     found = sent(state()).compare(info)  # digests of float32
     assert found.compared == 0 and not found.problems
     assert found.notes[0].startswith("6 tensors are served in another dtype")
-    repeated = sent(state()).compare(told(served(state()), kv_heads_repeated=True))
+    assert not found.complete
+    qkv = "model.layers.0.self_attn.qkv_proj.weight"
+    held = served(state())
+    held[qkv] = torch.cat([held[qkv], held[qkv][8:]])  # keys and values on two ranks
+    repeated = sent(state()).compare(told(held, kv_heads_repeated=True))
     assert repeated.compared == 5 and "heads that tensor parallelism repeats" in repeated.notes[0]
+    assert not repeated.complete and sent(state()).compare(told(held)).differ == [qkv]
     tied = sent({**state(), "lm_head.weight": state()["model.embed_tokens.weight"]}).compare(told(served(state())))
     assert not tied.problems
+
+
+def test_a_head_that_shares_the_embedding_is_rounded_as_what_serves():
+    info = told(served(state(), torch.bfloat16), dtype="bfloat16")
+    weights = {**state(), "lm_head.weight": state()["model.embed_tokens.weight"]}
+    found = sent(weights, info).compare(info)
+    assert not found.problems and found.complete
+    other = {**weights, "lm_head.weight": torch.ones(16, 8)}
+    assert sent(other, info).compare(info).unknown == []  # not part of what serves, all of which is what was sent
+    assert "1 names that were sent are no part of what serves" in sent(other, info).compare(info).notes[0]
+
+
+def test_other_names_for_the_same_weights():
+    """A loader that renames (`model.` and `model.language_model.`): the whole fingerprint is what was sent."""
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in state().items()}
+    found = sent(renamed).compare(told(served(state())))
+    assert not found.problems and found.complete
+    tied = {**renamed, "lm_head.weight": state()["model.embed_tokens.weight"]}
+    assert sent(tied).compare(told(served(state()))).complete
+    name = next(iter(renamed))
+    found = sent({**renamed, name: renamed[name] + 1}).compare(told(served(state())))
+    assert found.problems and not found.complete
+
+
+def test_what_a_loader_computes_is_not_compared():
+    """−exp(A_log) is kept as A."""
+    log = torch.rand(4)
+    held = {**served(state()), "model.layers.0.mixer.A": -log.exp()}
+    found = sent({**state(), "model.layers.0.mixer.A_log": log}).compare(told(held))
+    assert not found.problems and not found.complete and "from other names" in found.notes[0]
+    same = sent({**state(), "model.layers.0.mixer.A_log": -log.exp()}).compare(told(held))
+    assert same.complete
+    other = {name: tensor + 1 for name, tensor in state().items()}
+    assert sent({**other, "model.layers.0.mixer.A_log": log}).compare(told(held)).differ
+
+
+def test_a_part_that_was_sent_is_not_all_that_serves():
+    name = "model.layers.0.self_attn.o_proj.weight"
+    found = sent({name: state()[name]}).compare(told(served(state())))
+    assert (found.compared, found.problems, found.complete) == (1, [], False)
+
+
+def test_what_fingerprints_do_not_see():
+    """The module says so: elements that change places within a tensor that serves."""
+    k, v = ("model.layers.0.self_attn.k_proj.weight", "model.layers.0.self_attn.v_proj.weight")
+    weights = state()
+    swapped = served({**weights, k: weights[v], v: weights[k]})
+    assert sent(weights).compare(told(swapped)).complete
+    o, embedding = "model.layers.0.self_attn.o_proj.weight", "model.embed_tokens.weight"
+    moved = {**weights, o: weights[embedding][:8], embedding: torch.cat([weights[o], weights[embedding][8:]])}
+    assert {o, embedding} == {*sent(weights).compare(told(served(moved))).differ}

@@ -11,9 +11,10 @@ process calls when it starts, is how this comes there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import wraps
 from importlib import import_module
+from types import NoneType
 from typing import Any
 
 from mismatch_plugin.rollout.served import META_KEY
@@ -32,14 +33,16 @@ def keep_served(sample: Any, meta_info: Mapping[str, Any], start: int | None = N
     start: where the call's first token is in the response; None: its tokens are the last ones.
     """
     told = meta_info.get(META_KEY)
-    if isinstance(told, Sequence) and len(told) == 1:
-        told = told[0]
-    if not isinstance(told, Mapping):
+    if isinstance(told, list) and told:  # of a stream behind nulls
+        told = told[-1]
+    if not isinstance(told, Mapping) or not isinstance(sample.metadata, (dict, NoneType)):
         return
     end = sample.response_length
     if start is None:
-        start = max(0, end - len(meta_info.get("output_token_logprobs") or ()))
-    before = ((sample.metadata or {}).get(META_KEY) or {}).get("weights") or ()
+        count = len(meta_info.get("output_token_logprobs") or ()) or meta_info.get("completion_tokens") or 0
+        start = max(0, end - count)
+    kept = (sample.metadata or {}).get(META_KEY)
+    before = (kept.get("weights") if isinstance(kept, Mapping) else None) or ()
     # A streamed chunk repeats the call's earlier ones, and a sample that starts anew what it had: both end at `start`.
     spans = [{**span, "end": min(span["end"], start)} for span in before if span["start"] < start]
     for span in told.get("weights") or ():

@@ -57,14 +57,17 @@ class Verdict:
 
 class WeightUpdates:
     """The updates of one training process. host: its name. fingerprint: verified after the last update, until the
-    weights have trained on; None where it was not."""
+    weights have trained on; None where it was not. version: what the servers call them."""
 
     def __init__(self, host: str) -> None:
         self.host = host
         self.fingerprint: str | None = None
+        self.version: str | None = None
         self._mode: VerifyWeights = "off"
         self._sent: SentWeights | None = None
         self._said: set[str] = set()
+        self._failed = ""
+        """Why this rank's tensors of the update under way could not be digested."""
 
     def watch(self, args: Namespace, mode: VerifyWeights) -> None:
         """Let the host's updaters verify each of their updates. Idempotent."""
@@ -95,7 +98,14 @@ class WeightUpdates:
         @wraps(own)
         def send(updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self._sent is not None:
-                self._sent.add(named_tensors)
+                if not isinstance(
+                    named_tensors, Sequence
+                ):  # a generator is gone once it is read; lists the host clears
+                    named_tensors = [*named_tensors]
+                try:
+                    self._sent.add(named_tensors)
+                except Exception as error:  # a comparison must not stop what it compares
+                    self._sent, self._failed = None, f"{type(error).__name__}: {error}"
             return own(updater, named_tensors, *args, **kwargs)
 
         return send
@@ -109,11 +119,13 @@ class WeightUpdates:
             group = import_module(f"{self.host}.utils.distributed_utils").get_gloo_group()
             # Ranks that send the same as others need not digest it, too; theirs is never asked for.
             sent = self._sent = SentWeights() if _sends(updater, group) else None
+            self._failed = ""
             try:
                 result = own(updater, *args, **kwargs)
             finally:
                 self._sent = None
-            self._judge(_verdict(updater, {} if sent is None else sent.tensors, group))
+            self._judge(_verdict(updater, {} if sent is None else sent.tensors, self._failed, group))
+            self.version = str(getattr(updater, "weight_version", "")) or None
             return result
 
         setattr(update_weights, _WATCHED, True)
@@ -125,8 +137,10 @@ class WeightUpdates:
         @wraps(own)
         def save(args: Any, *, rollout_data: dict[str, Any], **rest: Any) -> Any:
             if self.fingerprint is not None:
-                column = [self.fingerprint] * len(rollout_data["response_lengths"])
-                rollout_data = {**rollout_data, "weight_fingerprint": column}
+                count = len(rollout_data["response_lengths"])
+                rollout_data = {**rollout_data, "weight_fingerprint": [self.fingerprint] * count}
+                if self.version is not None:
+                    rollout_data["trainer_weight_version"] = [self.version] * count
             self.fingerprint = None  # trained on since
             return own(args, rollout_data=rollout_data, **rest)
 
@@ -184,15 +198,16 @@ def _sends(updater: Any, group: Any) -> bool:
     return source == int(first)
 
 
-def _verdict(updater: Any, tensors: Mapping[str, Any], group: Any) -> Verdict:
+def _verdict(updater: Any, tensors: Mapping[str, Any], failed: str, group: Any) -> Verdict:
     """Rank 0's verdict, on every rank. Collectives: one gather and one broadcast of objects."""
     first = dist.get_rank() == 0
     parts: list[Any] | None = [None] * dist.get_world_size(group) if first else None
-    dist.gather_object(tensors, parts, dst=0, group=group)
+    dist.gather_object((tensors, failed), parts, dst=0, group=group)
     verdict: list[Verdict] = [Verdict()]
     if parts is not None:
         try:
-            verdict = [_compared(updater, parts)]
+            failures = [failure for _, failure in parts if failure]
+            verdict = [Verdict(reason=failures[0]) if failures else _compared(updater, [part for part, _ in parts])]
         except Exception as error:  # whatever it is: the other ranks wait
             verdict = [Verdict(reason=f"{type(error).__name__}: {error}")]
     dist.broadcast_object_list(verdict, src=0, group=group)
@@ -213,14 +228,15 @@ def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
         engines += updater.distributed_rollout_engines
     replies = [_held(reply) for reply in _ask(engines)]
     told, silent = [info for reply in replies for info in reply], sum(not reply for reply in replies)
-    reason = f"{silent} of {len(replies)} servers tell nothing of their weights: is mismatch_plugin installed there?"
+    missing = "tell nothing of their weights: is mismatch_plugin installed there, with SGLang 0.5.21 or newer?"
+    reason = f"{silent} of {len(replies)} servers {missing}"
     if not told:
         return Verdict(reason=reason, final=True)
     found = [(info.get("server"), sent.compare(info)) for info in told]
     faults = [f"{server}: {problem}" for server, comparison in found for problem in comparison.problems]
     notes = [f"{server}: {note}" for server, comparison in found for note in comparison.notes]
     fingerprints = {info.get("fingerprint") for info in told}
-    agreed = len(fingerprints) == 1 and not faults and all(comparison.compared for _, comparison in found)
+    agreed = len(fingerprints) == 1 and all(comparison.complete for _, comparison in found)
     return Verdict(faults, fingerprints.pop() if agreed else None, " ".join(notes + [reason] * bool(silent)))
 
 

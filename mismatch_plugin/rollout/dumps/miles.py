@@ -29,6 +29,7 @@ _WHOLE = (
     "total_lengths",
     "weight_versions",
     "weight_fingerprint",
+    "trainer_weight_version",
     "max_seq_lens",
 )
 _Key = tuple[int | None, int]

@@ -50,6 +50,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "sample_id": ("sample_id", "index", "sample_index", "sample_indices", "idx"),
     "weight_versions": ("weight_versions", "weight_version"),
     "weight_fingerprint": ("weight_fingerprint",),
+    "trainer_weight_version": ("trainer_weight_version",),
     "temperature": ("temperature",),
     "finish_reason": ("finish_reason", "status"),
     "step": ("step", "global_step", "rollout_id"),

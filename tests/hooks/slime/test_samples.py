@@ -168,6 +168,23 @@ def test_spans_end_with_the_tokens_that_were_kept() -> None:
     assert spans(sample) == [("aa", 0, 2), ("bb", 2, 3)]
 
 
+def test_replies_of_other_forms() -> None:
+    sample = SlimeSample(response_length=2)
+    told = meta(2, ("aa", 0, 2), listed=True)
+    keep_served(sample, {**told, META_KEY: [None, *told[META_KEY]]})  # of a stream
+    assert spans(sample) == [("aa", 0, 2)]
+    sample = SlimeSample(response_length=3)
+    keep_served(sample, {META_KEY: told[META_KEY], "completion_tokens": 2})  # without log-probs
+    assert spans(sample) == [("aa", 1, 3)]
+    for metadata in ({META_KEY: "theirs"}, {META_KEY: None}):
+        sample = SlimeSample(response_length=2, metadata=metadata)
+        keep_served(sample, told)
+        assert spans(sample) == [("aa", 0, 2)]
+    sample = SlimeSample(response_length=2, metadata="text")
+    keep_served(sample, told)
+    assert sample.metadata == "text"
+
+
 # How it comes into the rollout's process ------------------------------------------------------------------------------
 
 

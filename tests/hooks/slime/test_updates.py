@@ -338,7 +338,7 @@ def test_the_dump_of_training_has_the_fingerprint_of_the_weights_it_began_with(r
     run.updates.watch(run.args, "error")
     for server in run.servers:
         server.held = loaded(weights(0))
-    run.updater().update_weights(weights(0))
+    run.updater(weight_version=4).update_weights(weights(0))
     verified = run.updates.fingerprint
     module = importlib.import_module(
         {"slime": "slime.observability.train_data_utils", "miles": "miles.utils.train_dump_utils"}[run.host]
@@ -346,12 +346,38 @@ def test_the_dump_of_training_has_the_fingerprint_of_the_weights_it_began_with(r
     data = {"response_lengths": [2, 1]}
     for number in range(2):  # an update every other rollout: the second trains on from weights that nobody serves
         module.save_debug_train_data(run.args, rollout_id=number, rollout_data=data)
-    assert [{**data, "weight_fingerprint": [verified] * 2}, data] == SAVED
+    assert [{**data, "weight_fingerprint": [verified] * 2, "trainer_weight_version": ["4"] * 2}, data] == SAVED
     columns = {"tokens": [[1, 2, 3]], "response_lengths": [2], "sample_indices": [4], "log_probs": [[-0.5, -0.25]]}
-    columns |= {"rollout_log_probs": columns["log_probs"], "weight_fingerprint": [verified]}
+    columns |= {
+        "rollout_log_probs": columns["log_probs"],
+        "weight_fingerprint": [verified],
+        "trainer_weight_version": ["4"],
+    }
     dump: dict[str, Any] = {"rollout_id": 3, "rank": 0, "rollout_data": columns}
     torch.save(dump | {"cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}, tmp_path / "3_0.pt")
-    assert [scored.weight_fingerprint for scored in read_dump(tmp_path / "3_0.pt").scored or ()] == [verified]
+    scored = read_dump(tmp_path / "3_0.pt").scored or ()
+    assert [(one.weight_fingerprint, one.weight_version) for one in scored] == [(verified, "4")]
+
+
+def test_tensors_that_cannot_be_digested_stop_no_update(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    run.updates.watch(run.args, "error")
+    new = {name: tensor.to_sparse() for name, tensor in weights(0).items()}
+    updater = run.updater()
+    assert updater.update_weights(new) == "the host's" and set(updater.sent) == set(new)
+    assert run.updates.fingerprint is None and "not all of the weight update was verified" in caplog.text
+
+
+def test_buckets_may_be_generators(run: Run) -> None:
+    run.updates.watch(run.args, "error")
+    for server in run.servers:
+        server.held = loaded(weights(0))
+    updater = run.updater()
+    name = updater.sender
+    own = getattr(type(updater), name)
+    # A host that makes its bucket as it goes: what we read must reach it all the same.
+    setattr(updater, name, lambda pairs: own(updater, (pair for pair in [*pairs])))
+    updater.update_weights(weights(0))
+    assert set(updater.sent) == set(weights(0)) and run.updates.fingerprint is not None
 
 
 # Several ranks --------------------------------------------------------------------------------------------------------
