@@ -6,7 +6,6 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-import httpx
 import pytest
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer
 from tests.distributed.launch import launch
+from tests.sglang.load import until_running
 from tests.sglang.training_side import ServerCase, score, train_on_server
 
 TASK = get_task("reverse")
@@ -166,14 +166,12 @@ def test_update_in_flight_shows_in_spans_and_metrics(float32_server: CpuServer) 
 
 async def _update_in_flight(url: str, before: dict[str, Tensor], after: dict[str, Tensor]) -> list[RolloutRecord]:
     """Responses in whose middle the weights change: once all of them run."""
-    async with SGLangClient(url) as client, httpx.AsyncClient(base_url=url) as server:
+    async with SGLangClient(url) as client:
         await client.update_weights_from_tensors(before, "run-1")
         prompts = TASK.prompts(8, 0)
         long = SamplingParameters(max_new_tokens=LONG, ignore_eos=True)
         pending = asyncio.create_task(client.generate(prompts, long))
-        while sum(load["num_running_reqs"] for load in (await server.get("/v1/loads")).json()["loads"]) < len(prompts):
-            assert not pending.done()
-            await asyncio.sleep(0.01)
+        await until_running(url, len(prompts), pending)
         async with client.paused("retract"):
             await client.update_weights_from_tensors(after, "run-2")
         return await pending

@@ -28,7 +28,9 @@ from mismatch_plugin.rollout.fingerprints import digests, fingerprint
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.served import META_KEY
-from mismatch_plugin.rollout.server import CpuServer, find_python, start_cpu_server
+from mismatch_plugin.rollout.server import CpuServer, ServerError, find_python, start_cpu_server
+from mismatch_plugin.rollout.weights import serialised
+from tests.sglang.load import until_running
 
 State = dict[str, Tensor]
 PROMPTS = [[5 + (7 * row + 3 * place) % 240 for place in range(6 + row % 5)] for row in range(8)]
@@ -163,7 +165,7 @@ def test_the_fingerprint_is_that_of_the_weights_that_were_sent(pair: list[CpuSer
         update = served(record).update
         assert (update.changed, update.tensors, update.changed_matrices, update.matrices) == (15, 15, 10, 10)
     assert info(pair[0])["fingerprint"] == after and info(pair[0])["label"] == "v1"
-    assert f"15 of 15 tensors changed: {after} as version 'v1'" in pair[0].log.read_text()
+    assert f"changed 15 of 15 tensors: {after} as version 'v1'" in pair[0].log.read_text()
 
 
 def test_a_name_that_the_server_skipped_is_told_from_what_was_sent(pair: list[CpuServer]) -> None:
@@ -183,6 +185,7 @@ def test_tokens_of_a_response_have_the_weights_that_made_them(pair: list[CpuServ
     async def job(client: SGLangClient) -> list[RolloutRecord]:
         await client.update_weights_from_tensors(states[0], "x0", expect_changed="any")
         running = asyncio.create_task(client.generate(PROMPTS, LONG))
+        await until_running(pair[0].url, len(PROMPTS), running)
         for state, version in zip(states[1:], ("x1", "x1"), strict=True):
             await client.generate(PROMPTS[:1], SHORT)
             async with client.paused("in_place"):
@@ -334,7 +337,7 @@ def test_a_required_change_fails_the_update(model: Path, monkeypatch: pytest.Mon
         server = start(stack, model, "required")
         send(server, weights(1, 0.1), "v1")
         with pytest.raises(
-            WeightUpdateError, match=r"10 of 15 tensors changed. The same as before: model\.layers\.0\.input"
+            WeightUpdateError, match=r"10 of 15 tensors changed on every rank. The same as before: model\.layers\.0\.in"
         ):
             send(server, {**weights(2), **_norms(weights(1, 0.1))}, "v2", expect_changed="any")
         assert served(sample(server, count=1)[0]).server == "rollout-7"
@@ -367,6 +370,55 @@ def test_ranks_have_one_fingerprint(
         second = served(sample(server, count=1)[0])
         assert second.weights[0].fingerprint == fingerprint(digests(expected.items()))
         assert second.update.changed_matrices == second.update.matrices == 10
+        if sizes[0] == "--tp-size":
+            _two_ranks_that_part(server)
+
+
+def _two_ranks_that_part(server: CpuServer) -> None:
+    """One rank takes new weights and the other one's stay as they were, of which SGLang says nothing."""
+    payloads = [serialised(list(weights(seed, 0.1).items())) for seed in (2, 1)]
+    body = {"serialized_named_tensors": payloads, "weight_version": "v2", "flush_cache": True}
+    for path, order in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
+        assert httpx.post(f"{server.url}/{path}", json=order, timeout=60).raise_for_status().json()["success"] is True
+    parted = served(sample(server, count=1)[0])
+    assert (parted.update.changed_matrices, parted.update.matrices) == (0, 10)
+    assert "WARNING: update 2 changed 0 of 15 tensors" in server.log.read_text()
+
+
+def test_weights_that_change_outside_an_update(pair: list[CpuServer]) -> None:
+    """SGLang's own check of updates: noise, an update with the weights that were there, a comparison."""
+    server, state = pair[0], weights(14, 0.1)
+    send(server, state, "n0", expect_changed="any")
+    before = info(server)["fingerprint"]
+    httpx.post(f"{server.url}/weights_checker", json={"action": "reset_tensors"}, timeout=60).raise_for_status()
+    noise = info(server)
+    assert noise["fingerprint"] != before and noise["label"] == "n0"
+    send(server, state, "n1", expect_changed="any")
+    after = info(server)
+    assert after["fingerprint"] == before and after["update"]["changed_matrices"] == after["update"]["matrices"]
+    (span,) = served(sample(server, count=1)[0]).weights
+    assert (span.fingerprint, span.since) == (before, "n1")
+
+
+def test_a_version_that_is_named_after_the_update(pair: list[CpuServer], tmp_path: Path) -> None:
+    """A batch of somebody else's in between makes no fault of it; a label that moves once more is one."""
+    server = pair[0]
+
+    def name(version: str) -> None:
+        body = {"new_version": version, "abort_all_requests": False}
+        httpx.post(f"{server.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+
+    send(server, weights(15, 0.1), "late-0", expect_changed="any")
+    sample(server, count=1)
+    send(server, weights(16, 0.1), "late-0", expect_changed="any")
+    sample(server, count=1)  # a health check, say
+    name("late-1")
+    records = sample(server)
+    assert {span.since for record in records for span in served(record).weights} == {"late-1"}
+    assert checked(tmp_path / "named", records)["findings"] == []
+    name("late-2")
+    found = checked(tmp_path / "moved", sample(server))["findings"]
+    assert [item["fault"] for item in found] == ["weights_not_updated"]
 
 
 def broken(folder: Path, file: str, old: str, new: str) -> Path:
@@ -417,6 +469,12 @@ def test_a_server_with_a_broken_plugin_serves_on(
         assert all(record.served is None for record in records) and len(records) == 8
         log = server.log.read_text()
         assert log.count(said) == 1
+
+
+def test_a_setting_that_is_none_is_refused_at_the_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MISMATCH_REQUIRE_CHANGE", "all")
+    with ExitStack() as stack, pytest.raises(ServerError, match="MISMATCH_REQUIRE_CHANGE='all' must be a number"):
+        start(stack, model, "refused")
 
 
 def test_it_can_be_turned_off(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
