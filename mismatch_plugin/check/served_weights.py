@@ -20,7 +20,9 @@ _OLD_FIX = (
     "tensors that are empty or views of freed memory at the moment of sending; /server_info has the digest of each "
     "tensor that serves."
 )
-NOT_UPDATED_FIX = f"{_OLD_FIX} A step that changes nothing (learning rate 0) is --accept weights_not_updated."
+NOT_UPDATED_FIX = (
+    f"{_OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
+)
 FIRST_SYNC_FIX = (
     f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {_OLD_FIX}"
 )
