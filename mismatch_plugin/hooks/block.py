@@ -45,5 +45,5 @@ def settings_given(
             raise unknown(f"setting of {place}.{BLOCK}", path, sorted(known))
         for prefix, instead in owned.items():
             if path.startswith(prefix):
-                raise ValueError(f"{BLOCK}.{path} is {host}'s to set: leave it out ({instead}).")
+                raise ValueError(f"{BLOCK}.{path} is {host}'s to set, not the block's: leave it out here ({instead}).")
         yield path, at(own, path)

@@ -86,17 +86,23 @@ def vocab_parallel_linear_log_probs(
         hidden: [T, H] of the last norm, in bf16, fp16, fp32 or fp64; the same on every rank of `tp_group`, or with
             `sequence_parallel` this rank's [T / tp, H].
         weight: [V, H] this rank's rows of the head (or of the embedding that is tied to it), in the same dtype.
-        targets, tp_group, temperature, entropy, vocab_size, vocab_start, sampling_mask: as there. Hidden states of
-            ignored targets should be finite: as in any linear layer, 0 · NaN is NaN in the gradient of the weight.
+        targets, tp_group, temperature, entropy, vocab_size, vocab_start, sampling_mask: as in
+            `vocab_parallel_log_probs`: targets are [T] ids, or [R] with `rows`. Hidden states of ignored targets should
+            be finite: as in any linear layer, 0 · NaN is NaN in the gradient of the weight.
         rows: [R] int64: targets[i] is predicted by hidden[rows[i]], of the gathered T rows. Others cost nothing; a row
             may be there more than once.
         sequence_parallel: hidden is sharded over `tp_group` along T: gathered here, its gradient reduce-scattered.
         chunk_rows: targets of a chunk. None: 2^22 logits on CPU (16 MiB in float32), 2^27 elsewhere (256 MiB in bf16).
         backend: "auto", "torch" or "triton", as there.
 
-    Results and dtypes are those of `vocab_parallel_log_probs` on these logits. d hidden is in its dtype. d weight is
-    summed in float32 (float64 for float64) over the chunks; where Megatron's DDP has given the weight a float32
-    `main_grad`, it is added there and `grad_added_to_main_grad` set, as Megatron's own fused accumulation does.
+    Returns `LogProbs(log_probs, entropy)`, [R] each, with the dtypes of `vocab_parallel_log_probs` on these logits:
+
+        found = vocab_parallel_linear_log_probs(hidden, head.weight, tokens, entropy="grad", temperature=0.7)
+        loss = -(advantages * found.log_probs).sum() - 1e-3 * found.entropy.sum()
+
+    d hidden is in its dtype. d weight is summed in float32 (float64 for float64) over the chunks; where Megatron's DDP
+    has given the weight a float32 `main_grad`, it is added there and `grad_added_to_main_grad` set, as Megatron's own
+    fused accumulation does.
     Collectives: one all-gather of 4 floats a target in the forward; in the backward one SUM of d hidden, [R, H]. With
     `sequence_parallel` an all-gather of hidden in both, and a reduce-scatter of [T, H] for that SUM. Host syncs: none;
     with a ragged mask on a device each chunk's offsets are copied there from memory that is not pinned.

@@ -7,6 +7,7 @@ import importlib.metadata
 import logging
 import os
 import socket
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -252,6 +253,7 @@ def _length(req: Any) -> int:
     return len(req.output_ids) if req.finished_len is None else req.finished_len
 
 
+@cache
 def _module(name: str) -> Any:
     return importlib.import_module(name)
 
