@@ -132,7 +132,12 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
         explained |= {piece.key for piece in wrong if chosen}
     if not odd:
         return [], set()
-    return [finding(batch, "stale_server", evidence, BEHIND_FIX.format(which=names_of(odd)), odd)], explained
+    # A trainer that names no version: the servers may have been asked before and after an update.
+    severity: Severity = "note" if all(piece.label == INITIAL_VERSION for piece in odd) else "fault"
+    fix = BEHIND_FIX.format(which=names_of(odd))
+    return [
+        finding(batch, "stale_server", evidence, fix, odd, severity=severity)
+    ], explained if severity == "fault" else set()
 
 
 def _behind(piece: Piece) -> bool:
@@ -147,14 +152,21 @@ def _again(piece: Piece) -> bool:
 
 
 def _moved(piece: Piece, since: str | None = None) -> bool:
+    """The label is a later one than that of the weights. An earlier one came before them: they were named late, or the
+    trainer started anew."""
     since = since or piece.weights.since
-    return None not in (piece.label, since) and piece.label != since
+    if piece.label is None or since is None or piece.label == since:
+        return False
+    label, first = version_number(piece.label), version_number(since)
+    return label is None or first is None or label > first
 
 
 def _not_as_sent(piece: Piece) -> bool:
     """The trainer sent other weights as this version. What a server quantises is not what was sent."""
     told, fingerprint = piece.sample.told, piece.weights.fingerprint
-    if None in (told.weight_fingerprint, fingerprint) or piece.served.quantization is not None:
+    if None in (told.weight_fingerprint, fingerprint):
+        return False
+    if piece.served.quantization is not None or piece.served.kv_heads_repeated:
         return False
     return _same_version(told.weight_version, piece.label) and told.weight_fingerprint != fingerprint
 

@@ -181,7 +181,9 @@ class SentWeights:
         tied = {value for value, _, _ in served.values()}  # a head that shares the embedding goes by one name there
         found.unknown.extend(name for name in sources.unknown if self._found[name][0] not in tied)
         nameless = [name for name in served if not sources.of(name)]
-        lacking = {self._found[name][0]: name for name in sources.unknown}  # a shared head once
+        named = {served[name][0] for name in served if sources.of(name)}
+        lacking = {self._found[name][0]: name for name in sources.unknown}  # a shared head once, or not at all
+        lacking = {value: name for value, name in lacking.items() if value not in named}
         if nameless and _total(served, nameless) == _total(self._found, lacking.values()):
             compared += nameless
             found.unknown.clear()

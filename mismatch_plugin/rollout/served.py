@@ -37,7 +37,7 @@ class LastUpdate(BaseModel):
     number: int = Field(ge=1)
     """How many updates there were since the model was loaded, this one included."""
     changed: int = Field(ge=0)
-    """On every rank: a tensor of which one rank still has what it had did not change."""
+    """Nothing of a rank that kept all its matrices counts, whatever the others have."""
     tensors: int = Field(ge=0)
     changed_matrices: int = Field(ge=0)
     matrices: int = Field(ge=0)
@@ -58,6 +58,8 @@ class Served(BaseModel):
     pp_rank: int = 0
     pp_size: int = 1
     ep_size: int = 1
+    kv_heads_repeated: bool = False
+    """Tensor parallelism has more ranks than the model has key and value heads: a trainer's fingerprint is another."""
     sglang: Text
     dtype: Text
     """Of weights and activations."""

@@ -41,9 +41,11 @@ class ServerState:
         self._facts = facts(scheduler)
         self.weights = LoadedWeights(scheduler, *(self._facts[name] for name in ("pp_rank", "pp_size", "tp_rank")))
         self._since: dict[str, str] = {}  # fingerprint → the label under which it was first sampled from
-        self._last: str | None = None  # fingerprint of the last batch; None: updates changed the weights since
-        self._label: str | None = None  # of the last batch
-        self._renamed = True  # the label moved with the weights of the last batch, or after them
+        self._last: str | None = None  # the fingerprint that serves; None: an update changed the weights since
+        self._ended = False  # an update ended, and what serves since is not known yet
+        self._label: str | None = None  # as it was last seen
+        self._unnamed = False  # the weights came, and the label has not moved yet
+        self._led = False  # the label moved, and the weights have not come yet
         self._greedy: dict[str, bool] = {}  # request that was in an all-greedy batch → whether in others, too
         self._fresh = True  # no batch was computed with these weights yet
         self._cuts_streams = bool(getattr(scheduler.server_args, "incremental_streaming_output", False))
@@ -54,6 +56,7 @@ class ServerState:
     def loaded(self) -> None:
         """After the model was loaded."""
         self.weights.take()
+        self._settle()
         self._log("loaded")
 
     def begin(self) -> None:
@@ -75,12 +78,31 @@ class ServerState:
         """A whole update is loaded. Returns why it fails, "" if it does not (`LoadedWeights.end`)."""
         self._mark_requests()
         before = self.weights.number
-        failure = self.weights.end(required, success)
-        self.under_way, self._fresh = False, True
-        if self.weights.update is None or self.weights.update["changed"]:
-            self._last = None  # weights that come back later are called anew
-        self._log_update(failed=not success, counted=self.weights.number > before)
+        try:
+            failure = self.weights.end(required, success)
+        finally:  # the same on all ranks, whatever fails on one of them
+            self.under_way, self._fresh = False, True
+        counted = self.weights.number > before
+        self._ended = self._ended or counted
+        self._settle()
+        self._log_update(failed=not success, counted=counted)
         return failure
+
+    def _settle(self) -> None:
+        """Name the weights that serve now, once they are known: of a pipeline when all stages have told."""
+        self.weights.complete()
+        if (current := self.weights.fingerprint) is None:
+            return
+        self._fresh, name, told = False, label(), self.weights.update
+        updated, self._ended = self._ended, False
+        if updated and (told is None or told["changed"]):
+            self._last = None  # weights that come back are named anew
+        if current != self._last:
+            self._since[current], self._last = name, current
+            self._unnamed = name == self._label and not self._led
+            self._led, self._label = False, name
+        elif updated and name != self._label:
+            self._unnamed, self._label = False, name
 
     def _log_update(self, failed: bool, counted: bool) -> None:
         told, same = self.weights.update, self.weights.unchanged
@@ -122,18 +144,12 @@ class ServerState:
 
     def before_batch(self, batch: Any) -> None:
         """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
-        name = label()
         if self._fresh:
-            self.weights.complete()
-            if (current := self.weights.fingerprint) is not None:
-                if current != self._last:
-                    self._since[current], self._last = name, current
-                    self._renamed = name != self._label
-                self._fresh, self._label = False, name
-        elif name != self._label:
-            if not self._renamed and self._last is not None:  # a trainer that names its update after it
+            self._settle()
+        if not (self._fresh or self.under_way) and (name := label()) != self._label:
+            if self._unnamed and self._last is not None:  # a trainer that names its update after it
                 self._since[self._last] = name
-            self._renamed, self._label = True, name
+            self._led, self._unnamed, self._label = not self._unnamed, False, name
         sampling = batch.sampling_info
         if sampling is None or not (sampling.is_all_greedy or self._greedy):
             return
@@ -209,7 +225,6 @@ class ServerState:
             "label": label(),
             "update": self.weights.update,
             "seconds": self.weights.seconds,
-            "kv_heads_repeated": _kv_heads_repeated(self._scheduler),
             "tensors": written(self.weights.tensors),
         }
 
@@ -232,6 +247,7 @@ def facts(scheduler: Any) -> dict[str, Any]:
         "pp_rank": parallel.pp_rank,
         "pp_size": parallel.pp_size,
         "ep_size": settings.get("ep_size") or 1,
+        "kv_heads_repeated": _kv_heads_repeated(scheduler),
         "sglang": importlib.metadata.version("sglang"),
         "dtype": dtype,
         "head_dtype": "float32" if getattr(processor, "use_fp32_lm_head", False) else dtype,

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from mismatch_plugin import __version__
 from mismatch_plugin.rollout.checksums import some
 from mismatch_plugin.rollout.fingerprints import Digest, combined, digests, fingerprint, read_tensors, written
 
@@ -18,6 +19,8 @@ logger = logging.getLogger("mismatch_plugin")
 _REQUIRED = "MISMATCH_REQUIRE_CHANGE"
 
 
+_KEPT = 8
+"""Generations of what pipeline stages tell each other: one may be some updates behind."""
 _PATIENCE = timedelta(seconds=60)
 """How far apart the ranks of one server may be when they have started."""
 
@@ -31,10 +34,11 @@ def all_ready(ready: bool) -> bool:
         return ready
     store = dist.distributed_c10d._get_default_store()
     keys = [f"mismatch_plugin/ready/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], "yes" if ready else "no")
+    store.set(keys[dist.get_rank()], __version__ if ready else "no")
     try:
         store.wait(keys, _PATIENCE)
-        verdict = "on" if all(store.get(key) == b"yes" for key in keys) else "off"
+        told = {store.get(key) for key in keys}
+        verdict = "on" if told == {__version__.encode()} else "off"
     except dist.DistStoreError:
         verdict = "off"
     return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
@@ -51,21 +55,26 @@ def exchanged(scheduler: Any, own: Any) -> list[Any]:
 
 
 class Stage(NamedTuple):
-    """Of one pipeline stage. tensors: digests of whole ones. unchanged: on one rank at least; None: not known."""
+    """Of one pipeline stage. tensors: digests of whole ones. unchanged: as `_unchanged`; None: not known."""
 
     tensors: dict[str, Digest]
     unchanged: list[str] | None
 
 
 def _unchanged(before: Sequence[Mapping[str, Digest]], after: Sequence[Mapping[str, Digest]]) -> list[str]:
-    """Names of tensors of which some rank has what it had. A shard of zeros (padding) tells nothing next to others."""
-    found: list[str] = []
-    for name in dict.fromkeys(name for rank in after for name in rank):
-        shards = [(new[name], old.get(name)) for new, old in zip(after, before, strict=True) if name in new]
-        same = [new == old for new, old in shards]
-        if any(equal for equal, (new, _) in zip(same, shards, strict=True) if new[0]) or all(same):
-            found.append(name)
-    return found
+    """Names of tensors that are what they were on all ranks, and all those of a rank whose matrices all are.
+
+    One shard alone may stay: a part of the vocabulary, or an expert, of which no token was.
+    """
+    same = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
+    matrices = [{name for name, (_, _, dimensions) in now.items() if dimensions > 1} for now in after]
+    idle = [bool(own) and own <= kept for own, kept in zip(matrices, same, strict=True)]
+    names = dict.fromkeys(name for now in after for name in now)
+    kept_by_idle = {name for kept, still in zip(same, idle, strict=True) if still for name in kept}
+    everywhere = {
+        name for name in names if all(name in kept for kept, now in zip(same, after, strict=True) if name in now)
+    }
+    return [name for name in names if name in everywhere or name in kept_by_idle]
 
 
 class LoadedWeights:
@@ -91,7 +100,7 @@ class LoadedWeights:
         """None: an update is half done, or it could not be taken."""
         self.update: dict[str, int] | None = None
         self.unchanged: list[str] = []
-        """Matrices that the last update left as they were, on one rank at least."""
+        """Matrices that the last update left as they were."""
         self.seconds = 0.0
 
     def take(self) -> None:
@@ -121,13 +130,20 @@ class LoadedWeights:
         if not self._awaits_stages:
             self._whole([self._stage])
         elif self._tp_rank == 0:
-            store = dist.distributed_c10d._get_default_store()
-            left = {"tensors": written(self._stage.tensors), "unchanged": self._stage.unchanged}
-            store.set(self._key(self._taken, self._pp_rank), json.dumps(left))
-            if self._taken > 2:  # all stages have read it
-                store.delete_key(self._key(self._taken - 2, self._pp_rank))
+            self._leave()
         self.seconds = time.perf_counter() - started
         return [bool(done) for _, done in told]
+
+    def _leave(self) -> None:
+        """This stage's, for the first one."""
+        left = {"tensors": written(self._stage.tensors), "unchanged": self._stage.unchanged}
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(self._key(self._taken, self._pp_rank), json.dumps(left))
+            if self._taken > _KEPT:
+                store.delete_key(self._key(self._taken - _KEPT, self._pp_rank))
+        except Exception:  # the other ranks go on
+            logger.exception("mismatch_plugin: the other pipeline stages get no fingerprint of this one")
 
     def begin(self) -> None:
         """A part of an update is loaded: until its end the weights are neither the old nor the new ones."""
@@ -136,7 +152,7 @@ class LoadedWeights:
     def end(self, required: int, success: bool = True) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not.
 
-        required: how many tensors must change, on every rank; of a pipeline, of the first stage's. The first update may
+        required: how many tensors must change; of a pipeline, of the first stage's. The first update may
         change none: a run begins with one that sends the loaded weights. success: SGLang calls it one on this rank;
         what is none on all of them counts as an update if it changed something.
         """
@@ -146,7 +162,7 @@ class LoadedWeights:
         done = self._take(success)
         tensors, same = self._stage
         if not any(done) and tensors and tensors == before:
-            self.number, self.update = self.number - 1, update
+            self.number, self.update, self._updated = self.number - 1, update, False
         if not required:
             return ""
         if any(done) and not all(done):
@@ -158,8 +174,8 @@ class LoadedWeights:
         if changed >= required or (self.number == 1 and tensors == before):
             return ""
         return (
-            f"{_REQUIRED}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed on "
-            f"every rank. The same as before: {some(sorted(same))}."
+            f"{_REQUIRED}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed. "
+            f"The same as before: {some(sorted(same))}."
         )
 
     def complete(self) -> None:

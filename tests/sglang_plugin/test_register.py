@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,4 +65,73 @@ def test_a_hook_that_raises_is_off_unless_ranks_wait_in_it() -> None:
 
     guarded = module.harmless(broken)
     assert guarded(1) is None and guarded(1) is None and runs == ["broken"]
-    assert {hooks.session_begun, hooks.session_ended, hooks.updated, hooks.loaded} <= {*hooks.TOGETHER}
+
+
+class Broken:
+    """A state that fails in every hook."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.runs += 1
+        raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize(
+    "hook", [hooks.session_begun, hooks.session_ended, hooks.updated, hooks.resumed, hooks.checked]
+)
+def test_a_hook_in_which_ranks_wait_is_tried_again(monkeypatch: pytest.MonkeyPatch, hook: Any) -> None:
+    state = Broken()
+    monkeypatch.setattr(hooks, "_state", state)
+    guarded = module.harmless(hook)
+    result = SimpleNamespace(success=True)
+    order = SimpleNamespace(selector="all", tags=None, action="reset_tensors")
+    for runs in (1, 2):
+        assert guarded(result, None, order) is None and state.runs == runs
+
+
+class Recorder:
+    """A state that tells what was asked of it."""
+
+    under_way = False
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def begin(self) -> None:
+        self.asked.append("begin")
+
+    def end(self, required: int, success: bool = True) -> str:
+        self.asked.append(("end", required, success))
+        return "too little" if required else ""
+
+    def changed(self, what: str) -> None:
+        self.asked.append(what)
+
+
+def test_what_each_hook_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Recorder()
+    monkeypatch.setattr(hooks, "_state", state)
+    done, failed = SimpleNamespace(success=True, message=""), SimpleNamespace(success=False, message="theirs")
+    hooks.session_begun(done, None, SimpleNamespace(selector="draft"))
+    hooks.session_begun(failed, None, SimpleNamespace(selector="all"))
+    hooks.session_ended(done, None, None)  # of a draft alone
+    assert state.asked == []
+    hooks.session_begun(done, None, SimpleNamespace(selector="target"))
+    state.under_way = True
+    assert hooks.updated(done, None, None) is None  # inside a session, whose end tells
+    assert hooks.session_ended(done, None, None) is None
+    assert state.asked == ["begin", ("end", 0, True)]
+    state.under_way, state.asked = False, []
+    monkeypatch.setenv("MISMATCH_REQUIRE_CHANGE", "2")
+    assert hooks.updated(failed, None, None) is None and failed.message == "theirs"
+    told = hooks.updated(done, None, None)
+    assert (told.success, told.message) == (False, "too little")
+    assert state.asked == [("end", 2, False), ("end", 2, True)]
+    state.asked = []
+    for tags in (None, [], ["weights", "kv_cache"], ["kv_cache"]):
+        hooks.resumed(None, None, SimpleNamespace(tags=tags))
+    for action, selector in (("reset_tensors", "all"), ("reset_tensors", "draft"), ("checksum", "all")):
+        hooks.checked(None, None, SimpleNamespace(action=action, selector=selector))
+    assert state.asked == ["resumed"] * 3 + ["reset"]

@@ -8,6 +8,7 @@ server has the plugin, nothing is digested any more.
 from __future__ import annotations
 
 import logging
+import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ SENDERS = {
 """The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
 _WATCHED = "mismatch_plugin_verifies"
 _TIMEOUT = 60.0
+_STAGES_S = 5
 _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
 
@@ -223,10 +225,15 @@ def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
         sent.update(part)
     if not len(sent):
         return Verdict(reason="no tensor was seen on its way.", final=True)
+    replies: list[list[Mapping[str, Any]]] = []
     engines = [*updater.rollout_engines]
     if getattr(updater, "use_distribute", False):
         engines += updater.distributed_rollout_engines
-    replies = [_held(reply) for reply in _ask(engines)]
+    for _ in range(_STAGES_S):  # the stages of a pipeline tell theirs one after the other
+        replies = [_held(reply) for reply in _ask(engines)]
+        if all(info.get("fingerprint") or info.get("pp_size", 1) == 1 for reply in replies for info in reply):
+            break
+        time.sleep(1.0)
     told, silent = [info for reply in replies for info in reply], sum(not reply for reply in replies)
     missing = "tell nothing of their weights: is mismatch_plugin installed there, with SGLang 0.5.21 or newer?"
     reason = f"{silent} of {len(replies)} servers {missing}"

@@ -1,0 +1,189 @@
+"""Under which version weights were first sampled from, whatever a trainer moves first: SGLang is a stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mismatch_plugin.sglang_plugin import state as module
+from mismatch_plugin.sglang_plugin.state import ServerState
+from tests.sglang_plugin.test_weights import Model, scheduler
+
+
+class Request:
+    """Of three tokens so far, with what the plugin reads of SGLang's."""
+
+    finished_len = input_embeds = None
+    retraction_count = 0
+
+    def __init__(self) -> None:
+        self.output_ids = [1, 2, 3]
+
+
+class Server:
+    """What happens to a server of one process, in order."""
+
+    def __init__(self) -> None:
+        self.label = "default"
+        self.model = Model()
+        host = scheduler(self.model)
+        host.server_args = SimpleNamespace()
+        host.waiting_queue, host.chunked_req, host.running = [], None, []
+        host.collect_inflight_reqs = lambda: host.running
+        self.host, self.state = host, ServerState(host)
+        self.state.loaded()
+
+    def move(self, value: float) -> None:
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.fill_(value)
+
+    def update(self, value: float, label: str | None = None, success: bool = True, batch: bool = False) -> None:
+        """A session that fills all weights; label: it comes with the last tensors. batch: one runs before its end."""
+        self.state.begin()
+        self.move(value)
+        self.label = label or self.label
+        if batch:
+            self.batch()
+        self.state.end(0, success)
+
+    def batch(self) -> None:
+        self.state.before_batch(SimpleNamespace(sampling_info=None, reqs=[]))
+
+    def since(self) -> str | None:
+        """What a reply of now would tell of its last token."""
+        self.batch()
+        return self.state._spans(Request())[-1]["since"]
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    facts = {"server": "a:1/7", "pp_rank": 0, "pp_size": 1, "tp_rank": 0}
+    monkeypatch.setattr(module, "facts", lambda _: facts)
+    monkeypatch.setattr(module, "_module", lambda _: SimpleNamespace(SGLANG_RETURN_ORIGINAL_LOGPROB=False))
+    monkeypatch.setattr(module, "label", lambda: made[0].label if made else "default")
+    made: list[Server] = []
+    made.append(Server())
+    yield made[0]
+    dist.destroy_process_group()
+
+
+def test_weights_and_label_together(server: Server) -> None:
+    assert server.since() == "default"
+    for step in (1, 2, 3):
+        server.update(step, f"v{step}", batch=step == 2)
+        assert server.since() == f"v{step}"
+    server.update(3, "v4")  # the label moves, the weights do not
+    assert server.since() == "v3"
+    server.update(5, "v5")
+    assert server.since() == "v5"
+    server.label = "v6"  # by /update_weight_version alone
+    assert server.since() == "v5"
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_a_label_that_comes_after_the_weights(server: Server, between: bool) -> None:
+    for step in (1, 2, 3):
+        server.update(step)
+        if between:
+            assert server.since() != f"v{step}"
+        server.label = f"v{step}"
+        assert server.since() == f"v{step}"
+    server.label = "v4"
+    assert server.since() == "v3"  # once more, and nothing came
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_a_label_that_comes_before_the_weights(server: Server, between: bool) -> None:
+    server.batch()
+    for step in (1, 2, 3):
+        server.label = f"v{step}"
+        if between:
+            assert server.since() != f"v{step}"  # these are the old weights
+        server.update(step)
+        assert server.since() == f"v{step}"
+
+
+def test_weights_that_come_back_are_named_anew(server: Server) -> None:
+    server.update(1, "v1")
+    server.update(2, "v2")  # no batch of them
+    server.update(1, "v3")
+    assert server.since() == "v3"
+
+
+def test_an_idle_update_before_the_first_batch_of_the_last_one(server: Server) -> None:
+    server.update(1, "v1")
+    server.update(1, "v2")
+    assert server.since() == "v1"
+
+
+def test_a_failed_update_names_nothing(server: Server) -> None:
+    server.update(1, "v1")
+    assert server.since() == "v1"
+    server.state.end(0, success=False)
+    server.label = "v2"
+    assert server.since() == "v1"
+
+
+def test_memory_that_comes_back_between_an_update_and_its_name(server: Server) -> None:
+    server.update(1)
+    server.state.changed("resumed")
+    server.label = "v1"
+    assert server.since() == "v1"
+
+
+def test_requests_under_way_keep_what_made_their_tokens(server: Server) -> None:
+    server.update(1, "v1")
+    server.batch()
+    req = Request()
+    server.host.running = [req]
+    server.update(2, "v2")
+    req.output_ids += [4]
+    server.batch()
+    server.update(1, "v3")  # the first weights again, under another name
+    req.output_ids += [5, 6]
+    server.batch()
+    spans = [(span["since"], span["start"], span["end"]) for span in server.state._spans(req)]
+    assert spans == [("v1", 0, 3), ("v2", 3, 4), ("v3", 4, 6)]
+
+
+def test_a_part_of_an_update_is_neither_the_old_weights_nor_the_new(server: Server) -> None:
+    server.update(1, "v1")
+    server.state.begin()
+    server.move(2)
+    assert server.since() is None
+    server.state.changed("resumed")  # nothing is told before its end
+    assert server.state.weights.fingerprint is None
+    server.state.end(0)
+    assert server.state.weights.fingerprint is not None
+
+
+def test_an_exception_in_the_end_leaves_no_rank_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.state.begin()
+    monkeypatch.setattr(server.state.weights, "end", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server.state.end(0)
+    assert not server.state.under_way
+
+
+def test_the_log_tells_each_update(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mismatch_plugin")
+    server.update(4, "v1")
+    server.update(4, "v2")
+    server.state.end(0, success=False)
+    with torch.no_grad():
+        server.model.a.weight.fill_(7)
+    server.state.end(0)
+    said: list[Any] = [record.message.partition("a:1/7, ")[2].partition(": ") for record in caplog.records]
+    assert said[0][0] == "update 1 changed 3 of 3 tensors"
+    assert said[1][2].startswith("update 2 changed 0 of 3 tensors")
+    assert said[2][2].startswith("an update failed and changed nothing")
+    assert said[3][2].startswith("update 3 changed 1 of 3 tensors, not b.weight")
+    assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * 3]
