@@ -37,12 +37,12 @@ class LastUpdate(BaseModel):
     number: int = Field(ge=1)
     """How many updates there were since the model was loaded, this one included."""
     changed: int = Field(ge=0)
-    """Nothing of a rank that kept all its matrices counts, whatever the others have."""
+    """On one rank at least."""
     tensors: int = Field(ge=0)
     changed_matrices: int = Field(ge=0)
     matrices: int = Field(ge=0)
     """Of the tensors, those with two dimensions or more: a step of RL moves them all, while a norm in bfloat16 often
-    stays the same bit for bit."""
+    stays the same bit for bit. Where a rank kept all it has, none of these changed."""
 
 
 class Served(BaseModel):

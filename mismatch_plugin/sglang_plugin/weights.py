@@ -55,26 +55,26 @@ def exchanged(scheduler: Any, own: Any) -> list[Any]:
 
 
 class Stage(NamedTuple):
-    """Of one pipeline stage. tensors: digests of whole ones. unchanged: as `_unchanged`; None: not known."""
+    """Of one pipeline stage. tensors: digests of whole ones. same: those that all ranks have as they were. kept: these,
+    and all tensors of a rank that has all its matrices as they were. None: not known."""
 
     tensors: dict[str, Digest]
-    unchanged: list[str] | None
+    same: list[str] | None = None
+    kept: list[str] | None = None
 
 
-def _unchanged(before: Sequence[Mapping[str, Digest]], after: Sequence[Mapping[str, Digest]]) -> list[str]:
-    """Names of tensors that are what they were on all ranks, and all those of a rank whose matrices all are.
-
-    One shard alone may stay: a part of the vocabulary, or an expert, of which no token was.
-    """
+def _stage(before: Sequence[Mapping[str, Digest]] | None, after: Sequence[Mapping[str, Digest]]) -> Stage:
+    """Of its ranks. One shard alone may stay: a part of the vocabulary, or an expert, of which no token was."""
+    if before is None:
+        return Stage(combined(after))
     same = [{name for name, new in now.items() if old.get(name) == new} for old, now in zip(before, after, strict=True)]
     matrices = [{name for name, (_, _, dimensions) in now.items() if dimensions > 1} for now in after]
-    idle = [bool(own) and own <= kept for own, kept in zip(matrices, same, strict=True)]
+    idle = [own for own, of_rank in zip(same, matrices, strict=True) if of_rank and of_rank <= own]
     names = dict.fromkeys(name for now in after for name in now)
-    kept_by_idle = {name for kept, still in zip(same, idle, strict=True) if still for name in kept}
-    everywhere = {
-        name for name in names if all(name in kept for kept, now in zip(same, after, strict=True) if name in now)
-    }
-    return [name for name in names if name in everywhere or name in kept_by_idle]
+    everywhere = [
+        name for name in names if all(name in own for own, now in zip(same, after, strict=True) if name in now)
+    ]
+    return Stage(combined(after), everywhere, [*everywhere, *set().union(*idle).difference(everywhere)])
 
 
 class LoadedWeights:
@@ -91,7 +91,7 @@ class LoadedWeights:
         self._taken = 0
         self._ranks: list[dict[str, Digest]] | None = None
         """Of this pipeline stage; None: of one of them they could not be taken."""
-        self._stage = Stage({}, None)
+        self._stage = Stage({})
         self._updated = self._awaits_stages = False
         self.number = 0
         """Of updates since the model was loaded."""
@@ -119,10 +119,7 @@ class LoadedWeights:
         told = exchanged(self._scheduler, (own, success))
         whole = [rank for rank, _ in told if rank is not None]
         before, self._ranks = self._ranks, whole if len(whole) == len(told) else None
-        if self._ranks is None:
-            self._stage = Stage({}, None)
-        else:
-            self._stage = Stage(combined(whole), None if before is None else _unchanged(before, whole))
+        self._stage = Stage({}) if self._ranks is None else _stage(before, whole)
         self.tensors, self.fingerprint = {}, None
         self._updated = success is not None
         self._taken += 1
@@ -136,7 +133,7 @@ class LoadedWeights:
 
     def _leave(self) -> None:
         """This stage's, for the first one."""
-        left = {"tensors": written(self._stage.tensors), "unchanged": self._stage.unchanged}
+        left = {**self._stage._asdict(), "tensors": written(self._stage.tensors)}
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(self._key(self._taken, self._pp_rank), json.dumps(left))
@@ -160,7 +157,7 @@ class LoadedWeights:
         update, self.update = self.update, None
         before = self._stage.tensors
         done = self._take(success)
-        tensors, same = self._stage
+        tensors, _, kept = self._stage
         if not any(done) and tensors and tensors == before:
             self.number, self.update, self._updated = self.number - 1, update, False
         if not required:
@@ -168,14 +165,14 @@ class LoadedWeights:
         if any(done) and not all(done):
             failed = ", ".join(str(rank) for rank, fine in enumerate(done) if not fine)
             return f"{_REQUIRED}: the update failed on tensor-parallel rank {failed}, and did not on the others."
-        if same is None:
+        if kept is None:
             return f"{_REQUIRED}: whether the update changed anything is not known: see the server's log."
-        changed = len(tensors) - len(same)
+        changed = len(tensors) - len(kept)
         if changed >= required or (self.number == 1 and tensors == before):
             return ""
         return (
             f"{_REQUIRED}={required}: the weights were loaded, and {changed} of {len(tensors)} tensors changed. "
-            f"The same as before: {some(sorted(same))}."
+            f"The same as before: {some(sorted(kept))}."
         )
 
     def complete(self) -> None:
@@ -187,7 +184,7 @@ class LoadedWeights:
         if store.check(keys):
             self._awaits_stages = False
             left = [json.loads(store.get(key)) for key in keys]
-            self._whole([Stage(read_tensors(stage), stage["unchanged"]) for stage in left])
+            self._whole([Stage(read_tensors(stage), stage["same"], stage["kept"]) for stage in left])
 
     def _key(self, taken: int, pp_rank: int) -> str:
         return f"mismatch_plugin/{taken}/{pp_rank}"
@@ -197,14 +194,14 @@ class LoadedWeights:
             return
         self.tensors = combined([stage.tensors for stage in stages])
         self.fingerprint = fingerprint(self.tensors)
-        same = {name for stage in stages for name in stage.unchanged or ()}
-        if self._updated and all(stage.unchanged is not None for stage in stages):
+        if self._updated and all(stage.same is not None for stage in stages):
+            same, kept = ({name for stage in stages for name in stage[at] or ()} for at in (1, 2))
             matrices = {name for name, (_, _, dimensions) in self.tensors.items() if dimensions > 1}
-            self.unchanged = sorted(matrices & same)
+            self.unchanged = sorted(matrices & kept)
             self.update = {
                 "number": self.number,
                 "changed": len(self.tensors.keys() - same),
                 "tensors": len(self.tensors),
-                "changed_matrices": len(matrices - same),
+                "changed_matrices": len(matrices - kept),
                 "matrices": len(matrices),
             }

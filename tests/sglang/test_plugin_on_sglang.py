@@ -381,8 +381,8 @@ def _two_ranks_that_part(server: CpuServer) -> None:
     for path, order in (("begin_weight_update", {}), ("update_weights_from_tensor", body), ("end_weight_update", {})):
         assert httpx.post(f"{server.url}/{path}", json=order, timeout=60).raise_for_status().json()["success"] is True
     parted = served(sample(server, count=1)[0])
-    assert (parted.update.changed_matrices, parted.update.matrices) == (0, 10)
-    assert "WARNING: update 2 changed 0 of 15 tensors" in server.log.read_text()
+    assert (parted.update.changed, parted.update.changed_matrices, parted.update.matrices) == (15, 0, 10)
+    assert "WARNING: update 2 changed 15 of 15 tensors, not " in server.log.read_text()
 
 
 def test_weights_that_change_outside_an_update(pair: list[CpuServer]) -> None:
