@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from mismatch_plugin.sglang_plugin import state as module
 from mismatch_plugin.sglang_plugin.state import ServerState
+from tests.distributed.alone import process_group_of_one
 from tests.sglang_plugin.test_weights import Model, scheduler
 
 
@@ -64,15 +64,14 @@ class Server:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Server]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     facts = {"server": "a:1/7", "pp_rank": 0, "pp_size": 1, "tp_rank": 0}
     monkeypatch.setattr(module, "facts", lambda _: facts)
     monkeypatch.setattr(module, "_module", lambda _: SimpleNamespace(SGLANG_RETURN_ORIGINAL_LOGPROB=False))
     monkeypatch.setattr(module, "label", lambda: made[0].label if made else "default")
     made: list[Server] = []
-    made.append(Server())
-    yield made[0]
-    dist.destroy_process_group()
+    with process_group_of_one(tmp_path):
+        made.append(Server())
+        yield made[0]
 
 
 def test_weights_and_label_together(server: Server) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from mismatch_plugin.rollout.fingerprints import digests, fingerprint
 from mismatch_plugin.sglang_plugin import weights as module
 from mismatch_plugin.sglang_plugin.weights import LoadedWeights, all_ready
+from tests.distributed.alone import process_group_of_one
 from tests.distributed.launch import launch
 
 NAMES = ("a.weight", "b.weight", "norm")
@@ -56,9 +57,8 @@ def counts(found: LoadedWeights) -> tuple[int, int, int]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group_of_one(tmp_path):
+        yield
 
 
 def test_an_update_is_counted_by_what_it_changed(alone: None) -> None:

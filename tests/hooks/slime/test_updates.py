@@ -33,6 +33,7 @@ from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.fingerprints import digests, fingerprint
 from mismatch_plugin.rollout.outcomes import WeightUpdateError
 from mismatch_plugin.rollout.served import META_KEY
+from tests.distributed.alone import process_group_of_one
 from tests.distributed.launch import launch
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
@@ -155,9 +156,8 @@ def send(self: Updater, named_tensors: list[tuple[str, Tensor]], pbar: Any = Non
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
     """A process group of one."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with process_group_of_one(tmp_path):
+        yield
 
 
 @dataclass
