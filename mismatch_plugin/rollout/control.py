@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 
 from mismatch_plugin.config import MismatchWarning
-from mismatch_plugin.rollout.fingerprints import SentWeights, served_dtypes
+from mismatch_plugin.rollout.fingerprints import STAGES_S, SentWeights, served_dtypes, settled
 from mismatch_plugin.rollout.outcomes import RequestError, WeightUpdateError
 from mismatch_plugin.rollout.served import META_KEY
 from mismatch_plugin.rollout.server_info import ServerInfo
@@ -35,7 +35,6 @@ GROUP_NAME = "weight_update_group"
 logger = logging.getLogger("mismatch_plugin")
 
 _ONCE = Retries(attempts=1)
-_STAGES_S = 5
 _OK = 200
 
 
@@ -255,8 +254,8 @@ class ServerControl:
     async def _compare(self, version: str | int, pairs: Bucket, whole: bool) -> None:
         """What was sent with what serves, where the server has our plugin. whole: it must have all names."""
         states = await self._served()
-        for _ in range(_STAGES_S * 10):  # the stages of a pipeline tell theirs one after the other
-            if all(state.get("fingerprint") or state.get("pp_size") == 1 for state in states):
+        for _ in range(STAGES_S * 10):
+            if settled(states):
                 break
             await asyncio.sleep(0.1)
             states = await self._served()

@@ -97,6 +97,15 @@ def read_tensors(info: Mapping[str, Any]) -> dict[str, Digest]:
         raise ValueError(f"the server's weight fingerprints have another form ({error!r}).") from None
 
 
+STAGES_S = 5
+"""How long the stages of a pipeline may take to tell theirs, one after the other."""
+
+
+def settled(infos: Iterable[Mapping[str, Any]]) -> bool:
+    """No server waits for a pipeline stage. infos: as in `SentWeights.compare`."""
+    return all(info.get("fingerprint") or info.get("pp_size", 1) == 1 for info in infos)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """What was sent next to what serves. sent: how many names. compared: how many of the server's tensors could be.
@@ -158,8 +167,8 @@ class SentWeights:
         sources = _sources({name: dimensions for name, (_, _, dimensions) in self._found.items()}, served)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in served:
-            if parts := sources.of(name):
-                groups.setdefault(tuple(parts), []).append(name)
+            groups.setdefault(tuple(sources.of(name)), []).append(name)
+        nameless = groups.pop((), [])
         found = Comparison(len(self._found), 0)
         compared: list[str] = []
         other_dtype: list[str] = []
@@ -180,8 +189,7 @@ class SentWeights:
                 found.differ.extend(names)
         tied = {value for value, _, _ in served.values()}  # a head that shares the embedding goes by one name there
         found.unknown.extend(name for name in sources.unknown if self._found[name][0] not in tied)
-        nameless = [name for name in served if not sources.of(name)]
-        named = {served[name][0] for name in served if sources.of(name)}
+        named = {served[name][0] for names in groups.values() for name in names}
         lacking = {self._found[name][0]: name for name in sources.unknown}  # a shared head once, or not at all
         lacking = {value: name for value, name in lacking.items() if value not in named}
         if nameless and _total(served, nameless) == _total(self._found, lacking.values()):

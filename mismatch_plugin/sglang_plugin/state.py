@@ -105,7 +105,7 @@ class ServerState:
             self._unnamed, self._label = False, name
 
     def _log_update(self, failed: bool, counted: bool) -> None:
-        told, same = self.weights.update, self.weights.unchanged
+        told = self.weights.update
         if not counted:
             return self._log("WARNING: an update failed and changed nothing", warn=True)
         what = f"update {self.weights.number}{', which failed,' if failed else ''}"
@@ -114,7 +114,7 @@ class ServerState:
         what += f" changed {told['changed']} of {told['tensors']} tensors"
         partly = told["changed_matrices"] < told["matrices"]
         if partly and told["changed"]:
-            what += f", not {some(same)}"
+            what += f", not {some(self.weights.unchanged)}"
         self._log(f"WARNING: {what}" if partly else what, warn=partly)
 
     def _mark_requests(self) -> None:

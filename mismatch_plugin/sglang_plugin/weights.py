@@ -195,7 +195,8 @@ class LoadedWeights:
         self.tensors = combined([stage.tensors for stage in stages])
         self.fingerprint = fingerprint(self.tensors)
         if self._updated and all(stage.same is not None for stage in stages):
-            same, kept = ({name for stage in stages for name in stage[at] or ()} for at in (1, 2))
+            same = {name for stage in stages for name in stage.same or ()}
+            kept = {name for stage in stages for name in stage.kept or ()}
             matrices = {name for name, (_, _, dimensions) in self.tensors.items() if dimensions > 1}
             self.unchanged = sorted(matrices & kept)
             self.update = {

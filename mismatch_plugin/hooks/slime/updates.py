@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
-from mismatch_plugin.rollout.fingerprints import SentWeights
+from mismatch_plugin.rollout.fingerprints import STAGES_S, SentWeights, settled
 from mismatch_plugin.rollout.outcomes import WeightUpdateError
 from mismatch_plugin.rollout.served import META_KEY
 
@@ -40,7 +40,6 @@ SENDERS = {
 """The host's updaters → the method that sends one bucket, [(name, tensor)], its first argument. Others write files."""
 _WATCHED = "mismatch_plugin_verifies"
 _TIMEOUT = 60.0
-_STAGES_S = 5
 _NO_GROUP = 2**31
 _TURN_OFF = "--mismatch-verify-weights warn goes on after such an update, off makes no comparison."
 
@@ -100,9 +99,8 @@ class WeightUpdates:
         @wraps(own)
         def send(updater: Any, named_tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if self._sent is not None:
-                if not isinstance(
-                    named_tensors, Sequence
-                ):  # a generator is gone once it is read; lists the host clears
+                # The host clears its lists, so they go on as they are; a generator is gone once it is read.
+                if not isinstance(named_tensors, Sequence):
                     named_tensors = [*named_tensors]
                 try:
                     self._sent.add(named_tensors)
@@ -229,9 +227,9 @@ def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
     engines = [*updater.rollout_engines]
     if getattr(updater, "use_distribute", False):
         engines += updater.distributed_rollout_engines
-    for _ in range(_STAGES_S):  # the stages of a pipeline tell theirs one after the other
+    for _ in range(STAGES_S):
         replies = [_held(reply) for reply in _ask(engines)]
-        if all(info.get("fingerprint") or info.get("pp_size", 1) == 1 for reply in replies for info in reply):
+        if settled(info for reply in replies for info in reply):
             break
         time.sleep(1.0)
     told, silent = [info for reply in replies for info in reply], sum(not reply for reply in replies)
