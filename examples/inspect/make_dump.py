@@ -26,11 +26,11 @@ import typer
 import mismatch_plugin as mp
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.files import replacing
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
+from mismatch_plugin.sglang.client import SGLangClient
 
 PROMPTS, SAMPLES, PART = 16, 8, 64
 """Prompts of a step, responses to each, and responses of a micro-batch of the trainer."""

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, SGLangEngine, write_checkpoint
 from mismatch_plugin.lab.tasks import get_task
-from mismatch_plugin.rollout.address import shown
-from mismatch_plugin.rollout.outcomes import RequestError
 from mismatch_plugin.rollout.server import ServerDtype, start_cpu_server
+from mismatch_plugin.sglang.client import RequestError
+from mismatch_plugin.sglang.http import shown
 
 if TYPE_CHECKING:
     from mismatch_plugin.lab.compare import Job

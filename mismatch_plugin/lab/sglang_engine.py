@@ -22,10 +22,10 @@ from torch import Tensor
 from mismatch_plugin.lab.engines import RolloutDtype
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import TASKS, get_task
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.verification import ExpectChanged
+from mismatch_plugin.sglang.client import SGLangClient
 
 SERVER_ARGUMENTS = ("--skip-tokenizer-init",)
 """What the server of the lab's model is started with beyond the rest: the lab has token ids and no tokenizer."""

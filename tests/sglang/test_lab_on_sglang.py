@@ -12,11 +12,11 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.lab.sglang_engine import SGLangEngine
 from mismatch_plugin.lab.tasks import EOS, get_task
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.packing import to_packed
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer
+from mismatch_plugin.sglang.client import SGLangClient
 from tests.distributed.launch import launch
 from tests.sglang.load import until_running
 from tests.sglang.training_side import ServerCase, score, train_on_server

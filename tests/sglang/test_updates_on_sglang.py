@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ci.sglang_cpu.tiny_model import Family, tiny_model, write_tiny_model
 from mismatch_plugin.rollout import server as server_module
-from mismatch_plugin.rollout.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer, start_cpu_server
+from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from tests.fixtures.faulty_server import call
 
 EXACT = 1e-4
@@ -77,7 +77,7 @@ def distance(records: Sequence[RolloutRecord], seed: int, family: Family = "llam
 
 async def begin(client: SGLangClient, seed: int, family: Family = "llama") -> None:
     """The weights of `seed`, whatever the server had, and their keys and values of PREFIX in its cache."""
-    await client.update_weights_from_tensors(weights(seed, family), f"seed-{seed}", expect_changed="any")
+    await client.update_weights_from_tensors(weights(seed, family), f"seed-{seed}")
     await client.generate(PROMPTS[:1], SHORT)
 
 
@@ -99,7 +99,7 @@ def test_updates_that_arrive_in_part_or_not_at_all_are_errors(
         assert "6 of 15 tensors should have changed and did not: model.embed_tokens.weight, " in str(stuck.value)
         assert "model.layers.1.self_attn.qkv_proj.weight" in str(stuck.value)
         assert "4 changed: model.layers.0.self_attn.qkv_proj.weight, " in str(stuck.value)
-        await client.update_weights_from_tensors(weights(2), "whole", expect_changed="some")  # layer 0 is there already
+        await client.update_weights_from_tensors(weights(2), "whole")  # layer 0 is there already
         await client.update_weights_from_tensors(weights(3), "next", bucket_bytes=100_000)
         return await client.generate(PROMPTS, SHORT)
 
@@ -119,7 +119,7 @@ def test_updates_from_disk_are_verified(server: CpuServer, tmp_path: Path) -> No
         await client.update_weights_from_disk(str(tmp_path), "disk")
         with pytest.raises(WeightUpdateError, match="version stale, but no tensor changed"):
             await client.update_weights_from_disk(str(tmp_path), "stale")
-        await client.update_weights_from_disk(str(tmp_path), "again", expect_changed="any")
+        await client.update_weights_from_disk(str(tmp_path), "again")
         return await client.generate(PROMPTS, SHORT)
 
     assert distance(call(server, run), 5) < EXACT
@@ -132,7 +132,7 @@ def test_updates_over_a_group_are_verified(server: CpuServer, free_port: int) ->
         await client.update_weights_from_group(weights(7), "group", group)
         with pytest.raises(WeightUpdateError, match="6 of 15 tensors should have changed and did not"):
             await client.update_weights_from_group(only(weights(8), "model.layers.1."), "part", group)
-        await client.update_weights_from_group(weights(8), "whole", group, expect_changed="some")
+        await client.update_weights_from_group(weights(8), "whole", group)
         await client.destroy_weights_update_group(group)
         return await client.generate(PROMPTS, SHORT)
 
