@@ -105,10 +105,10 @@ class Server:
         self.url, user, password = _parse_address(url)
         self.timeout, self.connect_timeout = timeout, connect_timeout
         self._headers, self._limit = _checked_headers(headers or {}), max_reply_bytes
+        basic = base64.b64encode(f"{user}:{password}".encode()).decode()
+        self._secrets = _secrets_pattern([password or user, basic], self._headers)
         if user or password:
-            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {basic}"
-        self._secrets = _secrets_pattern([password or user], self._headers)
         self._slots = asyncio.Semaphore(concurrency)
         self._session: aiohttp.ClientSession | None = None  # made where an event loop runs
         self._closed = False
