@@ -206,7 +206,7 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
         ("opsm", {}, "preset opsm needs delta:"),
         ("opsm", {"delta": -0.1}, "delta of preset opsm is -0.1: it should be greater than or equal to 0."),
         ("opsm", {"delta": 0.1, "beta": 1}, "parameter of preset opsm 'beta' is unknown: did you mean delta?"),
-        ("prefix_is", {"threshold_lower": 1.01}, "tis.bound_growth 0.5 needs bounds around 1"),
+        ("prefix_is", {"threshold": 0.9}, "tis.bound_growth 0.5 needs bounds around 1"),
         ("geo_rs", {"veto_threshold": 2}, "rs.veto_threshold is 2.0: it should be less than 1."),
     ],
 )
