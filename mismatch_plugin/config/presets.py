@@ -277,7 +277,7 @@ PRESETS = (
         {"delta": 0.1}),
     Preset("prefix_is", 2, (_PREFIX, _growing), _WIDE,
         "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
-        "an advantage for each token and KL × length to 1: less bias than token_is; exact up to the bound for "
+        "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
 )
 # fmt: on

@@ -154,8 +154,8 @@ def kl_from_rollout(log_probs_T: Tensor, rollout_T: Tensor, kind: str) -> Tensor
     log_r = log_probs_T - rollout_T
     if kind == "k2":
         return 0.5 * log_r.square()
-    bounded = log_r.clamp(max=SAFETY_BOUND)
-    return torch.expm1(bounded) + math.exp(SAFETY_BOUND) * (log_r - bounded) - log_r
+    beyond = torch.relu(log_r - SAFETY_BOUND)
+    return torch.expm1(log_r.clamp(max=SAFETY_BOUND)) - log_r + math.exp(SAFETY_BOUND) * beyond
 
 
 def score_function_kl(

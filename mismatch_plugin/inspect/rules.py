@@ -156,10 +156,10 @@ RULES = (
         run="an advantage for each token",
         preset="prefix_is",
         reason="a token's advantage is about what follows it, so the product of the ratios up to it is its weight. Its "
-        "bias is below that of token weights; beyond KL × length 1 a few tokens would have all the weight",
+        "bias is below that of token weights; at a larger KL × length few tokens have much of the weight",
         also=lambda figures: figures.credit >= CREDIT,
         kl=(SMALL_KL, STRONG_KL),
-        kl_length=1.0,
+        kl_length=0.5,
         keeps=1.0,
     ),
     Rule(

@@ -26,8 +26,7 @@ _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
 _DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
-_WINDOW = {"tis.lower_bound": math.exp(-0.025), "tis.upper_bound": math.exp(0.05), "tis.bound_growth": 0.5}
-_PREFIX = {"tis.level": "prefix", "tis.mode": "clip", **_WINDOW}
+_PREFIX = {"tis.level": "prefix", "tis.upper_bound": 5.0, "tis.bound_growth": 0.5}
 # names: (algorithm, what is not at its default, criteria, veto)
 _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
     "decoupled_token_is token_is": (2, {}, [], None),
