@@ -40,7 +40,7 @@ METHODS = (
         "verl bypass_mode, loss_type reinforce"),
     Method("Per-decision weights", "Precup et al. 2000", "min(Π_{k≤t} ρ_k, 5^√t) · PPO",
         "--mismatch-preset prefix_is", NOTHING),
-    Method("Turn weights", NOTHING, "Π of the turn's own ρ, truncated (Precup's weight would run over all turns so far)",
+    Method("Turn weights", NOTHING, "Π of the turn's own ρ, truncated (Precup's would run over all turns so far)",
         "--use-tis --tis-level turn", NOTHING),
     Method("KPop", "KPop 2026", "PPO, kept where both binary KLs are ≤ 0.1; no weight", "--mismatch-preset kpop",
         "AReaL's metric=binary_kl has these masks and another loss: the next row"),

@@ -205,9 +205,9 @@ class Terms(Section):
     )
     kl_importance_weighted: bool = described(
         False,
-        "multiply the KL penalty by the importance weight, detached. With unbounded prefix or sequence weights the mean "
-        "gradient is that of each state's KL(π_θ‖π_ref) for k2, KL(π_ref‖π_θ) for k3. In algorithm 2 only while π_θ is "
-        "π_old. The mean value is then KL(π_θ‖π_ref) for k1 and k3 alone",
+        "multiply the KL penalty by the importance weight, detached. With unbounded prefix or sequence weights the "
+        "mean gradient is that of each state's KL(π_θ‖π_ref) for k2, KL(π_ref‖π_θ) for k3. In algorithm 2 only while "
+        "π_θ is π_old. The mean value is then KL(π_θ‖π_ref) for k1 and k3 alone",
         flag="--mismatch-kl-importance-weighted",
         source="DeepSeek-V3.2, arXiv 2512.02556",
     )
