@@ -152,6 +152,17 @@ RULES = (
         keeps=1.0,
     ),
     Rule(
+        name="credit",
+        run="an advantage for each token",
+        preset="prefix_is",
+        reason="a token's advantage is about what follows it, so the product of the ratios up to it is its weight. Its "
+        "bias is below that of token weights; at a larger KL × length few tokens have much of the weight",
+        also=lambda figures: figures.credit >= CREDIT,
+        kl=(SMALL_KL, STRONG_KL),
+        kl_length=0.5,
+        keeps=1.0,
+    ),
+    Rule(
         name="short",
         run="short responses, one reward each",
         preset="seq_is",
@@ -171,16 +182,6 @@ RULES = (
         "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change "
         "is not reweighted",
         also=lambda figures: figures.mean_turns >= 2 and figures.kl_turn <= 1.0 < figures.kl_length,
-        kl=(SMALL_KL, STRONG_KL),
-        keeps=1.0,
-    ),
-    Rule(
-        name="credit",
-        run="an advantage for each token, too long for a product of ratios",
-        preset="prefix_is",
-        reason="a token's advantage is about what follows it: its weight is the product of the ratios up to it, and "
-        "the bounds widen with √t, which keeps what they cut nearly independent of the length",
-        also=lambda figures: figures.credit >= CREDIT and figures.kl_length > 1.0,
         kl=(SMALL_KL, STRONG_KL),
         keeps=1.0,
     ),

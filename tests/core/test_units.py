@@ -264,7 +264,7 @@ def test_the_bounds_that_act() -> None:
     assert acting_bounds(mp.preset("seq_is")) == ("sequence", 0.5, 2.0, 0.0)
     assert acting_bounds(mp.preset("geo_rs")) == ("geometric", 1 / 1.001, 1.001, 0.0)
     assert acting_bounds(mp.preset("ppo_is_bypass")) == ("token", 0.5, 2.0, 0.0)
-    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", math.exp(-0.025), math.exp(0.05), 0.5)
+    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", 0.2, 5.0, 0.5)
 
 
 @pytest.mark.parametrize(

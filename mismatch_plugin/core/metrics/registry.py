@@ -167,7 +167,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", f.LEVEL_UNITS,
            "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
-    Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
+    Metric("rollout_is_masked_fraction", "share rejected by mask mode, criteria and rs.max_staleness", "tokens", "one",
            Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
            Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),
