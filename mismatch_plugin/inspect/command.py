@@ -17,7 +17,7 @@ CANNOT_READ = 2
 _DUMP, _SETTINGS, _SERVER, _METRICS, _OUTPUT = "Dump", "Your settings", "Server", "Run's metrics", "Output"
 
 SAMPLES, MAX_NEW_TOKENS = 64, 128
-_BEFORE_A_STEP = {"settings.json", "config.json", "plots"}
+_BEFORE_A_STEP = {"settings.json", "config.json", "plots", ".lock"}
 """What the report folder of a run may hold before its first step."""
 
 
