@@ -21,7 +21,7 @@ SLIME_SRC ?=
 MILES_SRC ?=
 MEGATRON_SRC ?=
 NEMO_RL_SRC ?=
-# For their pytest: -k misspelt runs one case.
+# For their pytest: -k "algorithm and 3" runs what is named so, and starts no other run; slime's -k misspelt is one.
 TRAINER_ARGS ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile

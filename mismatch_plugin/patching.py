@@ -234,9 +234,9 @@ def revert_command(host: Host, root: Root, file: Files = None) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """A PatchError becomes one sentence on stderr and exit status 1."""
+    """A PatchError becomes one sentence on stderr and exit status 2."""
     try:
         yield
     except PatchError as error:
         typer.echo(f"mismatch-plugin patch: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None

@@ -168,7 +168,7 @@ def with_mismatch_loss(
         config = settings(master_config)
         lines = describe(config, master_config)  # a mistake shows before the cluster starts
         if config.report_dir is not None:
-            refuse_other_settings(config.report_dir, config)
+            refuse_other_settings(config.report_dir, config, holds=True)
         if config.rs.group != "keep":
             GroupAdvantages(config, master_config).install()
         lines = [line for line in lines if line not in said] if said else [*lines, version_line("nemo-rl")]

@@ -86,10 +86,11 @@ class StepRun:
         hold at the step's end.
         Collectives: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch normalisation
         meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ; before
-        the first step where the report folder holds steps of other settings.
+        the first step, on the rank that writes, where the report folder is another run's.
         """
-        if config.report_dir is not None and not self._asked:
-            refuse_other_settings(config.report_dir, config)
+        if config.report_dir is not None and not self._asked and groups.is_last_stage and groups.is_first_of_stage:
+            if self.writes(args):
+                refuse_other_settings(config.report_dir, config, holds=True)
             self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self._steps_per_rollout > 0
