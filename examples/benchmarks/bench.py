@@ -48,7 +48,7 @@ def log_probs(device: torch.device, quick: bool, repeats: int) -> list[Row]:
 
 def linear(device: torch.device, quick: bool, repeats: int) -> list[Row]:
     """From hidden states and the head's weight."""
-    rows, sizes = [], [(1024, 32768, 256), (1024, 32768, 1024)] if device.type == "cpu" else [(8192, 131072, 4096)]
+    rows, sizes = [], [(512, 32768, 256), (512, 32768, 1024)] if device.type == "cpu" else [(8192, 131072, 4096)]
     for tokens, vocab, width in [(16, 512, 16)] if quick else sizes:
         for entropy in (True, False):
             case = f"{tokens} tokens, vocabulary {vocab}, hidden size {width}{', with entropy' if entropy else ''}"

