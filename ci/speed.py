@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md, from docs/bench.json: the file that `make bench` wrote, with the machine of each part."""
+"""The tables of docs/speed.md, from docs/bench.json: what `make bench` wrote, with the machine of each part."""
 
 from __future__ import annotations
 

@@ -159,8 +159,9 @@ def plain_loop(rows: list[tuple[Tensor, ...]], setting: Setting) -> tuple[list[T
             kept = kept & ~(l < math.log(VETO)).any()
         keep.append(kept)
     if setting.normalize:
-        factor = sum(mask.sum() for _, _, mask in rows) / sum(weight.sum() for weight in weights)
-        weights = [weight * factor for weight in weights]
+        masks = [mask for _, _, mask in rows]
+        tokens, total = (torch.stack([value.sum() for value in values]).sum() for values in (masks, weights))
+        weights = [weight * (tokens / total) for weight in weights]
     return weights, keep
 
 
