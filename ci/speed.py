@@ -1,4 +1,4 @@
-"""The tables of docs/speed.md, from docs/bench.json: what `make bench` wrote, with the machine of each part."""
+"""The tables of docs/speed.md, from ci/bench.json: what `make bench` wrote, with the machine of each part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from examples.benchmarks.bench import table
 from mismatch_plugin.report.table import Table
 
-FILE = Path(__file__).resolve().parent.parent / "docs" / "bench.json"
+FILE = Path(__file__).resolve().parent / "bench.json"
 
 
 @cache
