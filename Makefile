@@ -47,7 +47,7 @@ help:  ## list the targets
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
 
-bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.html
+bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.md and bench.json
 	PYTHONPATH="$(abspath $(BENCH_PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH}" $(foreach source,SLIME_SRC NEMO_RL_SRC,\
 		$(if $($(source)),$(source)="$(abspath $($(source)))")) $(BIN)/python -m examples.benchmarks.bench $(BENCH_ARGS)
 
