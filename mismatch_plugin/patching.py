@@ -69,7 +69,7 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    every = [Patch(**entry) for entry in version.manifest()["patches"]]
+    every, host = [Patch(**entry) for entry in version.manifest()["patches"]], host_name(host)
     mine = [patch for patch in every if patch.host == host]
     if not mine:
         hosts = ", ".join(dict.fromkeys(patch.host for patch in every))

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Sequence
 
 from mismatch_plugin.config.values import unknown
-from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, stop
+from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, host_name, stop
 from mismatch_plugin.launch import patched
 from mismatch_plugin.launch.command_line import HOST_FLAG, help_text, named_host, script_position
 from mismatch_plugin.launch.guard import Guard, refusal
@@ -53,9 +53,9 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
 def host_of(script: str, imported: set[str], named: str | None = None) -> Host:
     """The host named, or else the one whose package the script imports. Raises ValueError where that is not one."""
     if named is not None:
-        if named not in HOSTS:
+        if (name := host_name(named)) not in HOSTS:
             raise unknown(HOST_FLAG, named, HOSTS)
-        return find_host(named)
+        return find_host(name)
     found = [host for host in map(find_host, HOSTS) if any(is_below(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
@@ -92,10 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if guard.refused:
         raise SystemExit(2)
     if plan.ours and not guard.read:
-        stop(
-            f"{target.name} has ended and never read {host.name}'s command line in this process, so that the plugin's "
-            f"flags did nothing: put the launcher before the script that trains."
-        )
+        stop(guard.never_read())
 
 
 def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:

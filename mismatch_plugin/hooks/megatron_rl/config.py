@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from argparse import Namespace
 from typing import Any
@@ -50,8 +49,7 @@ def settings(args: Namespace) -> MismatchConfig:
     corrects = getattr(args, "rl_inference_logprobs_is_correction", False)
     coefficient = getattr(args, "rl_importance_sampling_truncation_coef", None)
     if corrects and handed is None and not given_flags(args):  # a preset may set nothing, and is a wish all the same
-        # None of our flags: Megatron's own mean algorithm 2 with token weights, bounded if there is a coefficient.
-        given = {"use_tis": True, "tis": {"upper_bound": math.inf} if coefficient is None else {}}
+        given = {"use_tis": True}  # none of our flags: Megatron's own mean algorithm 2 with token weights
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
     refuse_group_advantages(config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side")

@@ -54,8 +54,6 @@ def settings(host_config: Any) -> MismatchConfig:
             given = f"preset {name}" if name is not None else "use_rollout_log_probs"
             raise ValueError(f"loss_fn.{CORRECTION_TYPE} {kind} is next to {BLOCK}.{given}: leave one of them out.")
         theirs = {key: theirs[key] for key in ("objective", "ppo", "aggregation") if key in theirs}
-    elif kind is None and "tis" in own and "tis" in theirs:
-        theirs["tis"] = {"level": theirs["tis"]["level"]}
     for path, value in settings_given(own, "loss_fn", "NeMo-RL", _OWNED_BY_NEMO_RL):
         fixed = at(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
         if fixed not in (None, value):
