@@ -33,7 +33,12 @@ def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
     config = megatron_rl.settings(args)
     assert (config.algorithm, config.tis.upper_bound, config.ppo.eps_clip_high) == (2, 3.0, 0.28)
     assert "--tis-upper-bound" not in done.given["argv"]  # its parser stops at what it does not know
-    parts = ("algorithm 2", "Megatron's own", "no loss mask without", f"added to the command line: {_ON}")
+    parts = (
+        "algorithm 2",
+        "divided as in Megatron: by each micro-batch",
+        "\n! no loss mask without",
+        f"added to the command line: {_ON}",
+    )
     assert [part for part in parts if part not in done.printed] == []
 
 
@@ -109,7 +114,7 @@ def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) 
     ],
 )
 def test_what_corrects_single_tokens_needs_no_patch(line: str, tmp_path: Path) -> None:
-    assert "no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
+    assert "! no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
 
 
 @pytest.mark.parametrize("more", ["", " --mismatch-metrics full --mismatch-report-dir runs"])
