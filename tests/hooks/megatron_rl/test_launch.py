@@ -42,6 +42,24 @@ def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
     assert [part for part in parts if part not in done.printed] == []
 
 
+@pytest.mark.parametrize(("coefficient", "bound"), [(None, 2.0), (5.0, 5.0)])
+def test_megatron_s_missing_coefficient_leaves_our_bound(coefficient: float | None, bound: float) -> None:
+    """A patched tree under Megatron's own switch, with none of our flags."""
+    args = Namespace(rl_inference_logprobs_is_correction=True, rl_importance_sampling_truncation_coef=coefficient)
+    config = megatron_rl.settings(args)
+    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "token", bound)
+
+
+def test_the_longest_response_is_megatron_s_own(tmp_path: Path) -> None:
+    line = "--use-tis --tis-level sequence"
+    warned = {
+        length: [said for said in _plan(tmp_path, f"{line} {length}", patched=True).lines if said.startswith("! --tis")]
+        for length in ("", "--inference-max-seq-length 64")
+    }
+    assert [said[:38] for said in warned[""]] == ["! --tis-level sequence over 2560 tokens"[:38]]
+    assert warned["--inference-max-seq-length 64"] == []
+
+
 def test_objectives_have_megatron_s_eps_and_are_in_the_block(tmp_path: Path) -> None:
     line = "--mismatch-objective gspo --use-tis --grpo-clamp-eps-lower 3 --grpo-clamp-eps-upper 4e-4 --bf16"
     done = launch(megatron_tree(tmp_path / "tree", patched=True), line)

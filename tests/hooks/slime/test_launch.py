@@ -215,7 +215,12 @@ def test_bounds_that_do_harm_are_warned_of_in_the_block(host: str, tmp_path: Pat
         assert [said.split(":")[0] for said in warned(f"--use-tis --tis-upper-bound {bound}")] == [
             f"! --tis-upper-bound {bound}"
         ]
-    for line in ("--use-tis", "--use-tis --tis-level geometric", "--use-tis --tis-upper-bound 100", "--use-rs"):
+    for line in (
+        "--use-tis",
+        "--use-tis --tis-level geometric",
+        "--use-tis --tis-upper-bound 100",
+        "--rs-criterion token:k2:0.5",
+    ):
         assert warned(line) == []
     assert not any("! --" in said for said in _plan(tmp_path, "--use-tis --tis-level sequence", host).lines)
 
@@ -228,7 +233,7 @@ def test_a_report_folder_of_other_settings_is_refused_at_launch(host: str, tmp_p
     write_step(tmp_path / "run", ADAPTERS[host].settings(args), {"rollout_corr/kl": 0.1})
     assert _plan(tmp_path, line, host).config == ADAPTERS[host].settings(args)
     for other in ("--tis-level geometric", "--rs-veto-threshold 1e-4", "--use-rollout-log-probs"):
-        with pytest.raises(ValueError, match="run holds steps of a run with .*: give this run another folder"):
+        with pytest.raises(ValueError, match=r"run holds steps of a run with .*: give this run another folder"):
             _plan(tmp_path, f"{line} {other}", host)
 
 
