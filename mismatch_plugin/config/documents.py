@@ -30,7 +30,7 @@ _Loader.yaml_implicit_resolvers = {
 _Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+$", re.ASCII), list("-+0123456789"))
 _NUMBER = re.compile(r"([-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|[-+]?\.inf|\.nan)$", re.ASCII | re.IGNORECASE)
 _Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
-_Loader.add_constructor(_INT, lambda loader, node: int(loader.construct_scalar(node)))
+_Loader.add_constructor(_INT, lambda _, node: int(node.value))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:

@@ -328,7 +328,7 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
-    assert "algorithm 1: bypass PPO" in printed and "\n  host: nemo-rl " in printed
+    assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
     said = [line[2:] for line in printed.splitlines()]
     with_mismatch_loss(setup, said)(config, "t")  # the launcher has said it
     assert not capsys.readouterr().out
