@@ -302,3 +302,11 @@ def _log_softmax(root: Path) -> Any:
     names: dict[str, Any] = {"torch": torch, "is_batch_invariant_mode_enabled": lambda: False}
     exec(compile(ast.Module(body=[node], type_ignores=[]), "rl_utils.py", "exec"), names)
     return names["selective_log_softmax"]
+
+
+def test_a_host_may_be_spelled_as_it_is_elsewhere() -> None:
+    for name, spelled in {"megatron-lm": ("megatron_lm", "megatron_rl"), "nemo-rl": ("nemo_rl", "NeMo-RL")}.items():
+        for other in spelled:
+            assert patches_of(other) == patches_of(name)
+    with pytest.raises(PatchError, match="there is no patch for host 'nemo'"):
+        patches_of("nemo")

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, ValidationInfo, model_validator
 
 from mismatch_plugin.config.fields import Section, described, spell
-from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.limits import SAFETY_BOUND, UPPER_BOUNDS
 
 Level = Literal["token", "turn", "sequence", "geometric", "prefix", "none"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -94,6 +94,14 @@ class ImportanceSampling(Section):
     def upper(self) -> float:
         """hi, with inf replaced by the safety bound e^20."""
         return min(self.upper_bound, math.exp(SAFETY_BOUND))
+
+    @property
+    def upper_bound_fault(self) -> str:
+        """What is wrong with hi as a bound of weights; "" where it is between 1 and 100."""
+        lowest, highest = UPPER_BOUNDS
+        if self.upper_bound < lowest:
+            return "no weight reaches 1, which hides a smaller step"
+        return f"one weight can outweigh {highest:g} others" if self.upper_bound > highest else ""
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> ImportanceSampling:

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import Units, growth_of, units_of
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 About = Literal["data", "correction", "fault"]
 
-MEAN_RANGE = (0.5, 2.0)
-MIN_EFFECTIVE_SAMPLE_SIZE = 0.3
+MEAN_RANGE = (MIN_MEAN_WEIGHT, 2.0)
 MAX_VETO_FRACTION = 0.1
 MAX_STD = 1.0
 MAX_KL = 0.1
@@ -168,9 +168,18 @@ _BLOWN = Rule(
     "correction",
     lambda v: v > MAX_NORMALIZED_WEIGHT,  # in upper bounds
     f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds",
-    "normalisation blew a weight up",
+    "batch normalisation produced an outlier weight",
     "Nearly everything else was bounded to little: raise the lower bound.",
     only="batch normalisation, bounds that do not grow",
+)
+_UPPER = Rule(
+    "tis.upper_bound",
+    "correction",
+    lambda v: not UPPER_BOUNDS[0] <= v <= UPPER_BOUNDS[1],
+    f"below {UPPER_BOUNDS[0]:g} or above {UPPER_BOUNDS[1]:g}",
+    "no weight reaches 1, or one weight can outweigh 100 others",
+    "2 is usual.",
+    only="weights",
 )
 _INVALID = Rule(
     "invalid_{kind}",
@@ -200,7 +209,7 @@ _NOT_FINITE = Rule(
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, for the documentation's table."""
-    return (*RULES, _BLOWN, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
+    return (*RULES, _BLOWN, _UPPER, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
@@ -221,6 +230,8 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     grows = growth_of(config) > 0
     if largest is not None and config.tis.batch_normalize and not grows and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
+    if config.weighted and (fault := config.tis.upper_bound_fault):
+        found.append(HealthWarning(_UPPER.metric, config.tis.upper_bound, fault, _UPPER.advice, _UPPER.about))
     tokens = values.get("tokens")
     counts = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
     for rule in (_INVALID, _INVALID_TRAIN):
@@ -235,5 +246,5 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
 
 
 def _warning(rule: Rule, metric: str, value: float, dry_run: bool = False) -> HealthWarning:
-    would = "in earnest " if dry_run and rule.about == "correction" else ""
+    would = "without dry-run: " if dry_run and rule.about == "correction" else ""
     return HealthWarning(PREFIX + metric, value, would + rule.meaning, rule.advice, rule.about)

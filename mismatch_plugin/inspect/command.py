@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from mismatch_plugin.hooks.base import host_name
 from mismatch_plugin.inspect.hosts import HOSTS
 
 CANNOT_READ = 2
@@ -185,7 +186,7 @@ def inspect(
     from mismatch_plugin.report.table import printable
 
     try:
-        host = host.replace("-", "_")  # as --mismatch-host spells them
+        host = host_name(host)
         if host not in HOSTS:
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:

@@ -66,7 +66,7 @@ class Prediction(_Model):
 
 
 class Recommendation(_Model):
-    """One setting. flags: what to paste, by host (slime, miles, megatron_lm, verl, nemo_rl, python). watch: what to
+    """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
     look at in the first ten steps. preset: its name where one gives the settings."""
 
     setting: str

@@ -163,13 +163,24 @@ def test_invalid_values_of_a_side_are_added_up_and_named_by_their_side() -> None
 
 def test_a_dry_run_says_what_would_be() -> None:
     (warning,) = [w for w in warnings_of([[-2.0] * 4], **weighted(), dry_run=True).values() if w.about == "correction"]
-    assert warning.meaning.startswith("in earnest the weights shrink")
+    assert warning.meaning.startswith("without dry-run: the weights shrink")
 
 
 def test_every_rule_is_planted() -> None:
     """No threshold without data: those of invalid and broken numbers have tests of their own below."""
-    others = {"pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "kl, pg_loss"}
+    others = {"tis.upper_bound", "pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "kl, pg_loss"}
     assert {rule.metric for rule in all_rules()} == {*PLANTED, *others}
+
+
+@pytest.mark.parametrize(("bound", "wrong"), [(0.5, True), (1.0, False), (100.0, False), (math.inf, True)])
+def test_an_upper_bound_that_is_none_or_hides_a_smaller_step(bound: float, wrong: bool) -> None:
+    """By name and value, in the words of the settings; not where nothing is weighed."""
+    metrics = {PREFIX + "tokens": 9.0}
+    config = mp.MismatchConfig.build({"use_tis": True, "tis": {"upper_bound": bound}})
+    found = mp.check_health(metrics, config)
+    assert [(w.metric, w.value) for w in found] == [("tis.upper_bound", bound)] * wrong
+    assert all(config.tis.upper_bound_fault == w.meaning for w in found)
+    assert mp.check_health(metrics, mp.MismatchConfig.build({"tis": {"upper_bound": bound}})) == []
 
 
 def test_a_clip_that_acts_on_the_mismatch_itself() -> None:

@@ -20,7 +20,7 @@ from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, traini
 
 CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
-HOSTS = {"slime", "miles", "megatron_lm", "verl", "nemo_rl", "python"}
+HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"}
 
 
 def _inspect(*arguments: object) -> Result:
@@ -125,6 +125,8 @@ def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
         assert result.exit_code == 2 and told["verdict"] == "cannot_read" and path.name in told["headline"]
     assert "nothing to inspect" in _inspect().output
     assert "--host nemo is unknown" in _inspect(RECORDS, "--host", "nemo").output
+    for host in ("megatron-lm", "megatron_lm", "megatron_rl", "nemo-rl", "nemo_rl"):
+        assert "is unknown" not in _inspect(tmp_path / "absent.pt", "--host", host).output
 
 
 def test_own_settings_come_from_one_place() -> None:

@@ -98,8 +98,8 @@ def test_tokens_that_are_few_old_and_far_off_get_a_limit_on_staleness() -> None:
     figures, found = figures_of(packed), _advice(packed)
     assert figures.fresh == 1.0 and figures.old_kl > 10
     assert found.setting == "token_is, max_staleness 1" and found.settings["rs"]["max_staleness"] == 1
-    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo_rl"]
-    assert "--rs-max-staleness" not in found.flags["megatron_lm"]
+    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo-rl"]
+    assert "--rs-max-staleness" not in found.flags["megatron-lm"]
     kept = predict_one(packed, mp.MismatchConfig.build(found.settings), "").kept
     assert kept == pytest.approx(0.97, abs=0.005)
 

@@ -18,7 +18,7 @@ from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
-from mismatch_plugin.hooks.slime.config import gate_needs_steps
+from mismatch_plugin.hooks.slime.config import needs_steps
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
@@ -140,7 +140,7 @@ class StepRun:
         """
         if self.step is None:
             if config.gate_kl is not None:
-                raise ValueError(gate_needs_steps(self.host))
+                raise ValueError(needs_steps("--mismatch-gate-kl judges", self.host))
             defective = correction.tokens.stopping(config)
             if defective is None or config.rollout_log_prob_policy != "error":
                 return loss_T
