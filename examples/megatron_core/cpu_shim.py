@@ -31,7 +31,7 @@ class CudaLiteralsToCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         result = func(*args, **kwargs)
-        # `grad.type() == "torch.cuda.FloatTensor"`: gradient clipping and the distributed optimizer accept nothing else.
+        # `grad.type() == "torch.cuda.FloatTensor"`: gradient clipping and the distributed optimizer want nothing else.
         if func is torch.Tensor.type and isinstance(result, str):
             result = _FULL_PRECISION.get(result, result.replace("torch.", "torch.cuda.", 1))
         return result

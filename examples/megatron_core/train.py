@@ -22,7 +22,6 @@ import random
 import re
 import statistics
 import tempfile
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -119,7 +118,6 @@ class Trainer:
             vocab_size=VOCAB,
             max_sequence_length=16,
             position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
         )
         self.device: Any = torch.cuda.current_device()  # on CPU the shim's answer
         gpt.to(device=self.device)
@@ -149,25 +147,25 @@ class Trainer:
             return vocab_parallel_log_probs(logits.flatten(0, -2), batch.targets, **rows).log_probs
 
         with torch.no_grad():
-            return self._schedule(forward_step, batch, forward_only=True, collect_non_loss_data=True)[0]
+            return self._schedule(forward_step, [batch], forward_only=True, collect_non_loss_data=True)[0]
 
-    def step(self, batch: MegatronBatch) -> dict[str, float]:
-        """One optimizer step; the plugin's metrics, and the gradient norm before clipping."""
+    def step(self, batches: Sequence[MegatronBatch]) -> dict[str, float]:
+        """One optimizer step on micro-batches: the plugin's metrics, and the gradient norm before clipping."""
         self.model[0].zero_grad_buffer()
         self.optimizer.zero_grad()
-        self.hook.start([batch])  # ours: all micro-batches of this rank, of which there is one here
-        self._schedule(self.hook.forward_step, batch)  # ours: the forward step, and with it the loss
+        self.hook.start(batches)  # ours
+        self._schedule(self.hook.forward_step, batches)  # ours: the forward step, and with it the loss
         _, norm, _ = self.optimizer.step()
         return {**self.hook.metrics(), "grad_norm": float(norm)}  # ours
 
-    def _schedule(self, forward_step: Any, batch: MegatronBatch, **options: Any) -> list[Any]:
+    def _schedule(self, forward_step: Any, batches: Sequence[MegatronBatch], **options: Any) -> list[Any]:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
-            data_iterator=iter([batch]),
+            data_iterator=iter(batches),
             model=self.model,
-            num_microbatches=1,
-            seq_length=batch.tokens.shape[1],
-            micro_batch_size=batch.tokens.shape[0],
+            num_microbatches=len(batches),
+            seq_length=batches[0].tokens.shape[1],
+            micro_batch_size=batches[0].tokens.shape[0],
             **{"forward_only": False, **options},
         )
 
@@ -222,7 +220,6 @@ def write_checkpoint(folder: str, context: int = 64) -> None:
         num_attention_heads=HEADS,
         rms_norm_eps=1e-5,  # megatron's default
         max_position_embeddings=context,
-        tie_word_embeddings=False,
         eos_token_id=EOS,
     )
     model: Any = LlamaForCausalLM(config)
@@ -257,16 +254,16 @@ class Server:
 # ------------------------------------------------------------------------------------------------------------- the loop
 
 
-def warm_up(steps: int = 70) -> dict[str, Any]:
+def warm_up(steps: int = 70, seed: int = 0) -> dict[str, Any]:
     """This rank's weights after supervised steps on right answers, so that RL has something to begin with.
 
     With advantage 1 and π_θ = π_old the gradient of PPO's loss is that of −log π.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     trainer = Trainer(mp.MismatchConfig(metrics="off"), lr=2e-3)
     for step in range(steps):
         prompts = questions(128, f"warm-up {step}")
-        trainer.step(trainer.batch([Sample(prompt, answer(prompt), 1.0) for prompt in prompts]))
+        trainer.step([trainer.batch([Sample(prompt, answer(prompt), 1.0) for prompt in prompts])])
     return copy.deepcopy(trainer.model[0].module.state_dict())
 
 
@@ -284,7 +281,7 @@ def train(trainer: Trainer, server: Server, rollouts: int, update_every: int, na
         batches = [trainer.batch(samples[part::MINI_BATCHES]) for part in range(MINI_BATCHES)]
         if not trainer.hook.config.use_rollout_log_probs:
             batches = [replace(b, packed=b.packed.replace(old_log_probs=trainer.log_probs(b))) for b in batches]
-        first, *_ = [trainer.step(batch) for batch in batches]
+        first, *_ = [trainer.step([batch]) for batch in batches]
         history.append({"reward": statistics.fmean(rewards), **first})
         if dist.get_rank() == 0 and (number + 1) % 10 == 0:
             print(f"algorithm {name}, rollout batch {number + 1}: reward {history[-1]['reward']:.3f}", flush=True)
@@ -301,7 +298,6 @@ def main() -> None:
     mp.add_arguments(parser)  # ours
     args = parser.parse_args()
     config = mp.MismatchConfig.from_args(args)  # ours: before anything starts, so that a mistake costs no time
-    warnings.simplefilter("ignore")  # megatron-core and transformers say what CPU lacks
     initialize(args.tp)
     start, table = warm_up(), []
     with ExitStack() as stack:
