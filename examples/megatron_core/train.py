@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,8 +85,9 @@ def reward(prompt: Sequence[int], response: Sequence[int]) -> float:
 
 def initialize(tp: int = 1) -> None:
     """torch.distributed and megatron's process groups: what is not tensor parallel is data parallel."""
-    alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}  # without torchrun
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **alone)
+    if not dist.is_initialized():
+        alone = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}  # without torchrun
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", **alone)
     parallel_state.initialize_model_parallel(tp)
     tensor_parallel.model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
 
@@ -206,7 +208,7 @@ def _llama_name(name: str, part: str = "") -> str:
     return re.sub("|".join(_NAMES), lambda found: _NAMES[found[0]], name).format(part)
 
 
-def write_checkpoint(folder: str, context: int = 64) -> None:
+def write_checkpoint(folder: str | Path, context: int = 64) -> None:
     """A Llama of the trainer's shape with random weights, for a server to start with."""
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
@@ -222,8 +224,7 @@ def write_checkpoint(folder: str, context: int = 64) -> None:
         max_position_embeddings=context,
         eos_token_id=EOS,
     )
-    model: Any = LlamaForCausalLM(config)
-    model.save_pretrained(folder)
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 # -------------------------------------------------------------------------------------------------- the rollout engine

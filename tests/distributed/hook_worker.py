@@ -101,8 +101,8 @@ def run_layout(layout: Layout) -> list[Outcome]:
     from megatron.core import parallel_state
 
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
-    from tests import megatron_cpu as megatron
     from mismatch_plugin.parallel.groups import ParallelGroups
+    from tests import megatron_cpu as megatron
 
     settings = model_settings(layout)
     megatron.initialize_parallel(layout.tp, layout.pp, layout.cp, settings.virtual_stages)
