@@ -1,1 +1,1 @@
-"""The experiment behind `mismatch-plugin compare`: small RL runs under each algorithm and mismatch, and their report."""
+"""The experiment behind `mismatch-plugin compare`: small RL runs under each algorithm and mismatch, and a report."""
