@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.lab.experiments import variant_config
-from mismatch_plugin.compare.loop import PAD, Settings, get_task, seed_for
+from mismatch_plugin.compare.experiments import PAD, Settings, get_task, seed_for, variant_config
 from mismatch_plugin.compare.loop import ExpertFlips, Runs, exponential, generate, rollout_weights, warm_weights
-from mismatch_plugin.compare.loop import OUTPUT, Weights, forward, initial_weights, response_log_probs
+from mismatch_plugin.compare.model import OUTPUT, Weights, forward, initial_weights, response_log_probs
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core"),
