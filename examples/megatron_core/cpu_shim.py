@@ -50,11 +50,8 @@ class _NoStream:
         pass
 
 
-def install() -> CudaLiteralsToCpu | None:
-    """Make megatron-core run on CPU in this process and thread, for the rest of its life. Idempotent.
-
-    Returns the active mode, which this module keeps alive; None, and nothing is done, where CUDA is available.
-    """
+def install() -> None:
+    """Make megatron-core run on CPU in this process and thread. Does nothing where CUDA is available. Idempotent."""
     global _installed
     if _installed is None and not torch.cuda.is_available():
         cuda: Any = torch.cuda
@@ -70,4 +67,3 @@ def install() -> CudaLiteralsToCpu | None:
         cuda.current_stream = lambda device=None: _NoStream()
         _installed = CudaLiteralsToCpu()
         _installed.__enter__()
-    return _installed

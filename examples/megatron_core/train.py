@@ -237,10 +237,11 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.client = SGLangClient(url, vocab_size=VOCAB) if url and dist.get_rank() == 0 else None  # ours
 
-    def update(self, weights: Mapping[str, Tensor], version: str) -> None:
-        """New weights; an error if the server's checksums do not show them all."""
+    def update(self, weights: Mapping[str, Tensor], version: str, expect: Any = "all") -> None:
+        """New weights; an error if the server's checksums do not show them all ("any": if it may have them already)."""
         if self.client is not None:
-            self.loop.run_until_complete(self.client.update_weights_from_tensors(weights, version))
+            update = self.client.update_weights_from_tensors(weights, version, expect_changed=expect)
+            self.loop.run_until_complete(update)
 
     def sample(self, prompts: list[list[int]], samples: int) -> list[RolloutRecord]:
         """`samples` responses to each prompt, with the log-probs of their tokens as the server returned them."""
@@ -273,7 +274,7 @@ def train(trainer: Trainer, server: Server, rollouts: int, update_every: int, na
     history = []
     for number in range(rollouts):
         if number % update_every == 0:
-            server.update(trainer.weights(), f"{name}-{number}")
+            server.update(trainer.weights(), f"{name}-{number}", "all" if number else "any")
         records = server.sample(questions(PROMPTS, number), SAMPLES)
         rewards = [reward(record.prompt_ids, record.response_ids) for record in records]
         advantages = mp.group_advantages(rewards, [row // SAMPLES for row in range(len(records))]).tolist()  # ours
