@@ -75,7 +75,7 @@ def compare(
         typer.Option(help="PPO, bypass, dual_clip, geo_rs_token_tis (bounds 0.8 to 1.25), presets, 0 to 3 or "
                      "ALGORITHM:LEVEL:MODE, with commas between. Default: those of each setting.", show_default=False),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, max=10_000, help="For each algorithm. Default: 12; 8 with --quick.")] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, max=10_000, help="How many. Default: 12; 8 with --quick.")] = None,
     first_seed: Annotated[int, typer.Option(min=0, help="0 to 9 were used to choose the settings.")] = 100,
     settings: Annotated[
         str | None,
@@ -161,7 +161,7 @@ def choose(
 
     Raises ValueError for options that contradict each other or name what is not there.
     """
-    if full and (quick or algorithms is not None) or quick and settings is not None:
+    if (full and (quick or algorithms is not None)) or (quick and settings is not None):
         raise ValueError("--full chooses the algorithms and --quick the settings: leave out what chooses them, too.")
     known, fields = {**experiments.SETTINGS, **experiments.MORE_SETTINGS}, _fields(given)
     names = settings if settings is not None else experiments.QUICK if quick else tuple(experiments.SETTINGS)

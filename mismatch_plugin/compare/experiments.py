@@ -56,6 +56,10 @@ class Task:
         return answer if self.eos is None else [*answer, self.eos]
 
 
+def _six(generator: random.Random) -> list[int]:
+    return generator.choices(range(10), k=6)
+
+
 def _three_to_nine(generator: random.Random) -> list[int]:
     length = generator.randint(3, 9)
     return [*[FILL] * (9 - length), *generator.choices(range(10), k=length)]
@@ -71,8 +75,8 @@ _ABOUT = (
 TASKS = {
     task.name: task
     for task in (
-        Task("reverse6", lambda draw: draw.choices(range(10), k=6), _reversed, 6, eos=None, about=_ABOUT.format("six digits", ", in six tokens")),
-        Task("reverse", lambda draw: draw.choices(range(10), k=6), _reversed, 7, about=_ABOUT.format("six digits", " and an end token")),
+        Task("reverse6", _six, _reversed, 6, eos=None, about=_ABOUT.format("six digits", ", in six tokens")),
+        Task("reverse", _six, _reversed, 7, about=_ABOUT.format("six digits", " and an end token")),
         Task("reverse3to9", _three_to_nine, _reversed, 10, 15,
              about=_ABOUT.format("three to nine digits, filled in front to nine,", " and an end token")),
     )
