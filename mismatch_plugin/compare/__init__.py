@@ -1,1 +1,1 @@
-"""The experiment behind `mismatch-plugin compare`: small RL runs under each algorithm and mismatch, and a report."""
+"""The comparison of the algorithms: many small RL runs, their statistics, one page."""

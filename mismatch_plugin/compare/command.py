@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from itertools import combinations
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -32,10 +31,10 @@ import torch
 import typer
 from pydantic import ValidationError
 
+import mismatch_plugin as mp
 from mismatch_plugin.compare import experiments
 from mismatch_plugin.compare.experiments import Setting, Settings, get_task, variant_config, variant_name
 from mismatch_plugin.compare.loop import Runs, warm_weights
-from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.log import differences, to_json
@@ -43,7 +42,6 @@ from mismatch_plugin.report.log import differences, to_json
 CONFIG, METRICS, DONE, WARM = "config.json", "metrics.jsonl", "done.json", ".warm"
 BLOCK = 24
 """Runs in one tensor program: more are not faster."""
-MAX_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class Run:
     variant: str
     seed: int
     settings: Settings
-    config: MismatchConfig
+    config: mp.MismatchConfig
 
     @property
     def finished(self) -> bool:
@@ -74,11 +72,11 @@ Block = Sequence[Run]
 def compare(
     algorithms: Annotated[
         str | None,
-        typer.Option(help="Presets, 0 to 3, ALGORITHM:LEVEL:MODE or 0:dual_clip, with commas between. Default: those "
-                     "of each setting.", show_default=False),
+        typer.Option(help="PPO, bypass, dual_clip, geo_rs_token_tis (bounds 0.8 to 1.25), presets, 0 to 3 or "
+                     "ALGORITHM:LEVEL:MODE, with commas between. Default: those of each setting.", show_default=False),
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="How many for each algorithm. Default: 12; 8 with --quick.")] = None,
-    first_seed: Annotated[int, typer.Option(help="0 to 9 were used to choose the settings.")] = experiments.FIRST_SEED,
+    seeds: Annotated[int | None, typer.Option(min=1, max=10_000, help="How many. Default: 12; 8 with --quick.")] = None,
+    first_seed: Annotated[int, typer.Option(min=0, help="0 to 9 were used to choose the settings.")] = 100,
     settings: Annotated[
         str | None,
         typer.Option(help="Mismatch settings, with commas between: control, int2, stale24, stale32, int2_stale8, "
@@ -91,7 +89,7 @@ def compare(
     ] = None,
     full: Annotated[bool, typer.Option("--full", help="Every algorithm of the problem in every setting.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Three settings, three algorithms, eight seeds.")] = False,
-    workers: Annotated[int, typer.Option(help="Processes side by side; 0: one a core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes side by side; 0: one a core.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder of the runs and their report.")] = Path("runs/compare"),
     resume: Annotated[bool, typer.Option(help="Go on with the runs in that folder.")] = False,
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Write TensorBoard events of every run.")] = False,
@@ -103,9 +101,7 @@ def compare(
     Ctrl-C leaves a report of what is there; --resume goes on.
     """
     try:
-        if workers < 0:
-            raise ValueError(f"workers is {workers}: give 1 or more, or 0 for one a core.")
-        needed = ["matplotlib", "jinja2", *(["tensorboard"] if tensorboard else [])]
+        needed = ["matplotlib", "jinja2", "scipy", *(["tensorboard"] if tensorboard else [])]
         if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
             raise ValueError(f"{', '.join(missing)} cannot be imported: pip install 'mismatch-plugin[lab]'.")
         given = [*(lab or ()), *([] if steps is None else [f"steps={steps}"])]
@@ -117,6 +113,8 @@ def compare(
         raise typer.BadParameter(str(plain_error(error, Settings))) from None
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
+    from mismatch_plugin.compare.report import write_report  # its libraries are an extra
+
     count, began, failures, stopped = workers or os.cpu_count() or 1, time.monotonic(), list[str](), False
     typer.echo(f"{sum(map(len, planned))} runs on {count} workers; into {output}")
     try:
@@ -127,7 +125,8 @@ def compare(
     try:
         if tensorboard:
             write_events([run for block in planned for run in block])
-        typer.echo(_report(output))
+        typer.echo(write_report(output))
+        typer.echo(f"report: {output / 'report.html'}")
     except OSError as error:  # the runs are there, the room for a page may not be
         failures.append(f"report: {error}")
     for sentence in failures:
@@ -149,15 +148,6 @@ def _command() -> str:
     return shlex.join(["mismatch-plugin", *(word for word in sys.argv[1:] if word != "--resume")])
 
 
-def _report(output: Path) -> str:
-    from mismatch_plugin.report.page import build_report
-
-    return f"report: {build_report(output, exact=False)}"
-
-
-# ---------------------------------------------------------------------------------------------------- what is chosen
-
-
 def choose(
     algorithms: Sequence[str] | None,
     seeds: int | None,
@@ -171,65 +161,48 @@ def choose(
 
     Raises ValueError for options that contradict each other or name what is not there.
     """
-    if full and (quick or algorithms is not None):
-        raise ValueError(f"--full runs every algorithm: leave out {'--quick' if quick else '--algorithms'}.")
-    if quick and settings is not None:
-        raise ValueError("--quick chooses the settings: leave out one of the two.")
+    if (full and (quick or algorithms is not None)) or (quick and settings is not None):
+        raise ValueError("--full chooses the algorithms and --quick the settings: leave out what chooses them, too.")
+    known, fields = {**experiments.SETTINGS, **experiments.MORE_SETTINGS}, _fields(given)
     names = settings if settings is not None else experiments.QUICK if quick else tuple(experiments.SETTINGS)
-    known, fields = experiments.SETTINGS | experiments.MORE_SETTINGS, _fields(given)
-    chosen = {name: _own_setting(name) if "=" in name else known.get(name) for name in names}
-    if not chosen or None in chosen.values() or len(chosen) < len(names):
+    for name in names:
+        if "=" in name:  # a setting of one's own
+            variants = experiments.SETTINGS["control"].variants
+            known[name] = Setting(name.replace("+", ", "), "Given by options.", _fields(name.split("+")), variants)
+    if not 0 < len(set(names) & known.keys()) == len(names):
         raise ValueError(f"settings {','.join(names)!r}: give each once, and choose from {', '.join(known)}.")
-    chosen = {name: setting for name, setting in chosen.items() if setting is not None}
+    chosen = {name: known[name] for name in names}
     for name, setting in chosen.items():
         if both := sorted(fields.keys() & setting.changes):
             raise ValueError(f"--lab {both[0]}: setting {name} has its own, {setting.changes[both[0]]}: leave one out.")
     made = {name: Settings.model_validate({**fields, **setting.changes}) for name, setting in chosen.items()}
-    for one, other in combinations(made, 2):
-        if made[one] == made[other]:
-            raise ValueError(f"settings {one} and {other} are the same run: leave one of them out.")
 
-    if full or quick:
-        algorithms = experiments.VARIANTS if full else algorithms or experiments.SETTINGS["control"].variants
-    labels = None if algorithms is None else tuple(map(variant_name, algorithms))
+    if algorithms is None and (full or quick):
+        algorithms = experiments.VARIANTS if full else experiments.SETTINGS["control"].variants
+    labels = None if algorithms is None else [variant_name(label) for label in algorithms]
     if labels is not None and not 0 < len(set(labels)) == len(labels):
-        raise ValueError(f"algorithms {','.join(algorithms or ())!r} is empty or names one twice: give each once.")
-    plan = {name: list(setting.variants if labels is None else labels) for name, setting in chosen.items()}
+        raise ValueError(f"algorithms {','.join(labels)!r} is empty or names one twice: give each once.")
+    plan = {name: setting.variants if labels is None else labels for name, setting in chosen.items()}
 
     count = seeds if seeds is not None else experiments.QUICK_SEEDS if quick else experiments.SEEDS
-    if not (0 < count <= MAX_SEEDS and first_seed >= 0):
-        raise ValueError(f"seeds is {count} from {first_seed}: give 1 to {MAX_SEEDS}, from 0 or more.")
     numbers = list(range(first_seed, first_seed + count))
-    used = sorted(set(numbers) & set(experiments.CHOSEN_ON))
+    used = [str(seed) for seed in numbers if seed in experiments.CHOSEN_ON]
     changed = f" Changed for all settings: {', '.join(given)}." if given else ""
+    about = {name: (setting.title, setting.what + changed, setting.changes) for name, setting in chosen.items()}
     return {
         "command": _command(),
         "settings": list(chosen),
         "variants": list(dict.fromkeys(label for labels in plan.values() for label in labels)),
         "seeds": numbers,
-        "plan": plan,
+        "plan": {name: list(labels) for name, labels in plan.items()},
         "about_settings": {
-            name: {
-                "title": setting.title,
-                "what": setting.what + changed,
-                "task": get_task(made[name].task).about,
-                "changes": dict(setting.changes),
-            }
-            for name, setting in chosen.items()
+            name: {"title": title, "what": what, "task": get_task(made[name].task).about, "changes": dict(changes)}
+            for name, (title, what, changes) in about.items()
         },
-        "outcomes": experiments.OUTCOMES,
-        "about_seeds": f"Learning rate, staleness and precision were chosen on seeds "
-        f"{experiments.CHOSEN_ON[0]} to {experiments.CHOSEN_ON[-1]}; of those reported here, "
-        f"{', '.join(map(str, used)) or 'none'} {'are' if len(used) > 1 else 'is'} among them.",
+        "about_seeds": f"Learning rate, staleness and precision were chosen on seeds 0 to 9; of those reported here, "
+        f"{', '.join(used) or 'none'} {'are' if len(used) > 1 else 'is'} among them.",
         "lab": {**Settings.model_validate({}).model_dump(mode="json"), **fields},
     }
-
-
-def _own_setting(written: str) -> Setting:
-    """`staleness=12+rollout_dtype=int4`."""
-    changes = _fields(written.split("+"))
-    title = ", ".join(f"{name} {value}" for name, value in changes.items())
-    return Setting(title, "A setting given by options.", changes, experiments.SETTINGS["control"].variants)
 
 
 def _fields(given: Sequence[str]) -> dict[str, Any]:
@@ -237,11 +210,8 @@ def _fields(given: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for entry in given:
         name, equals, value = entry.partition("=")
-        name = name.strip().replace("-", "_")
-        if not equals or name not in Settings.model_fields:
-            raise ValueError(f"--lab {entry}: write NAME=VALUE with one of {', '.join(Settings.model_fields)}.")
-        if name in fields:
-            raise ValueError(f"{name} is given twice, {fields[name]} and {value}: leave one out.")
+        if not equals or name not in Settings.model_fields or name in fields:
+            raise ValueError(f"{entry}: write NAME=VALUE, each once, with one of {', '.join(Settings.model_fields)}.")
         try:
             fields[name] = json.loads(value)
         except ValueError:
@@ -271,19 +241,14 @@ def blocks(folder: Path, chosen: Mapping[str, Any]) -> list[Block]:
     return [block for _, block in sorted(found, key=lambda entry: entry[0])]
 
 
-# --------------------------------------------------------------------------------------------------------- the folder
-
-
 def open_folder(folder: Path, chosen: dict[str, Any], resume: bool) -> None:
     """Make the run folder, or take it up again. Raises ValueError where it holds another run or something else."""
     record = folder / "run.json"
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: choose another --output.")
     if not record.exists():
         if folder.exists() and any(folder.iterdir()):
             raise ValueError(f"{folder} is not empty and holds no run: choose another --output.")
         folder.mkdir(parents=True, exist_ok=True)
-        versions = {"python": platform.python_version(), "platform": platform.platform()}
+        versions = {"python": platform.python_version(), "torch": torch.__version__, "mismatch-plugin": mp.__version__}
         started = datetime.now(timezone.utc).isoformat(timespec="seconds")
         write_whole(record, json.dumps({**chosen, "versions": versions, "started": started}, indent=2) + "\n")
         return
@@ -296,15 +261,9 @@ def open_folder(folder: Path, chosen: dict[str, Any], resume: bool) -> None:
     same = ("settings", "plan", "seeds", "lab", "about_settings")
     for name, old, new in differences({key: before.get(key) for key in same}, {key: chosen[key] for key in same}):
         raise ValueError(
-            f"{folder} holds a run with {name} {_shown(old)}, now {_shown(new)}: resume it with the same, or choose "
+            f"{folder} holds a run with {name} {old!s:.80}, now {new!s:.80}: resume it with the same, or choose "
             f"another --output."
         )
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, list) and len(value) > 3 and all(isinstance(entry, int) for entry in value):
-        return f"{value[0]} to {value[-1]}"
-    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def hold(folder: Path) -> IO[str]:
@@ -327,32 +286,25 @@ def run_block(block: Block, warm: Path, report: Callable[[int], None]) -> None:
 
     A run whose gradient stopped being finite is `diverged` in done.json: its weights stayed as they were.
     """
-    start = time.process_time()
-    seeds = list(dict.fromkeys(run.seed for run in block))
-    weights = warm_weights(block[0].settings, seeds, warm)
-    warm_seconds = time.process_time() - start
-    runs = Runs(block[0].settings, seeds, [run.config for run in block[:: len(seeds)]], weights)
-    last = [{} for _ in block]
+    settings, seeds, start = block[0].settings, list(dict.fromkeys(run.seed for run in block)), time.process_time()
+    runs = Runs(settings, seeds, [run.config for run in block[:: len(seeds)]], warm_weights(settings, seeds, warm))
     with ExitStack() as stack:
         files: list[IO[str]] = []
         for run in block:
             run.folder.mkdir(parents=True, exist_ok=True)
             (run.folder / DONE).unlink(missing_ok=True)
-            parts = {"settings": run.settings.model_dump(mode="json"), "mismatch": run.config.model_dump(mode="json")}
-            versions = {"python": platform.python_version(), "torch": torch.__version__}
-            about = {"variant": run.variant, **parts, "versions": versions}
-            write_whole(run.folder / CONFIG, to_json(about, indent=2) + "\n")
+            parts = {"settings": settings.model_dump(mode="json"), "mismatch": run.config.model_dump(mode="json")}
+            write_whole(run.folder / CONFIG, to_json({"variant": run.variant, **parts}, indent=2) + "\n")
             files.append(stack.enter_context((run.folder / METRICS).open("w")))
         for records in runs.steps():
-            for file, record, end in zip(files, records, last, strict=True):
+            for file, record in zip(files, records, strict=True):
                 file.write(to_json(record) + "\n")
-                end |= {name: value for name, value in record.items() if name in ("step", "held_out_exact")}
                 if "held_out_exact" in record:
                     file.flush()
             report(len(block) if records[0]["step"] else 0)
-    seconds = {"warm_up": warm_seconds / len(block), "total": (time.process_time() - start) / len(block)}
-    for run, end, live in zip(block, last, runs.optimizer.live.tolist(), strict=True):
-        outcome = {"status": "finished" if live else "diverged", "seconds": seconds, **end}
+    seconds = (time.process_time() - start) / len(block)
+    for run, live in zip(block, runs.optimizer.live.tolist(), strict=True):
+        outcome = {"status": "finished" if live else "diverged", "step": settings.steps, "cpu_seconds": seconds}
         write_whole(run.folder / DONE, to_json(outcome, indent=2) + "\n")
 
 
@@ -370,9 +322,6 @@ def write_events(runs: Iterable[Run]) -> None:
                             writer.add_scalar(name, value, record["step"])
 
 
-# --------------------------------------------------------------------------------------------------------- processes
-
-
 def run_all(planned: Sequence[Block], warm: Path, workers: int) -> list[str]:
     """Run the blocks that are not done, each in a process of its own, `workers` at a time, with a live line.
 
@@ -385,7 +334,7 @@ def run_all(planned: Sequence[Block], warm: Path, workers: int) -> list[str]:
     context = multiprocessing.get_context("spawn" if sys.platform == "win32" else "forkserver")
     context.set_forkserver_preload([__name__])
     running: dict[Connection, tuple[Any, Block]] = {}
-    failures, ended, runs = list[str](), 0, sum(map(len, waiting))
+    failures = list[str]()
     with Progress() as progress, ExitStack() as stack:
         bar = progress.add_task("training", total=sum(len(block) * block[0].settings.steps for block in waiting))
         stack.callback(lambda: [process.terminate() for process, _ in running.values()])
@@ -406,8 +355,7 @@ def run_all(planned: Sequence[Block], warm: Path, workers: int) -> list[str]:
                 except EOFError:  # it has ended
                     process.join()
                     del running[receiver]
-                    ended += len(block)
-                    progress.console.print(f"{ended} of {runs} runs")
+                    progress.console.print(f"{len(waiting) + len(running)} blocks of runs are left")
                     if process.exitcode:
                         failures.append(f"{where}: its process ended with {process.exitcode} (out of memory?)")
                     continue

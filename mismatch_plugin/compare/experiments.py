@@ -1,7 +1,6 @@
 """What `compare` runs, as data: the problem with its tasks, the settings of mismatch, and the variants of the loss.
 
-Importing this imports no torch loop. The problem and the settings were chosen on the seeds CHOSEN_ON and are reported
-on others.
+The problem and the settings were chosen on the seeds CHOSEN_ON and are reported on others.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 import mismatch_plugin
-from mismatch_plugin.config import MismatchConfig, preset
-from mismatch_plugin.config.presets import COMPLETE, preset_names
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.presets import COMPLETE, find_preset, preset_names
 from mismatch_plugin.config.values import no_notes
-
-# ----------------------------------------------------------------------------------------------------------- tasks
 
 BOS, SEP, EOS, PAD, FILL = 10, 11, 12, 13, 14  # 0 to 9 are the digits
 Split = Literal["train", "held_out"]
@@ -59,11 +56,11 @@ class Task:
         return answer if self.eos is None else [*answer, self.eos]
 
 
-def _six_digits(generator: random.Random) -> list[int]:
+def _six(generator: random.Random) -> list[int]:
     return generator.choices(range(10), k=6)
 
 
-def _three_to_nine_digits(generator: random.Random) -> list[int]:
+def _three_to_nine(generator: random.Random) -> list[int]:
     length = generator.randint(3, 9)
     return [*[FILL] * (9 - length), *generator.choices(range(10), k=length)]
 
@@ -78,9 +75,9 @@ _ABOUT = (
 TASKS = {
     task.name: task
     for task in (
-        Task("reverse6", _six_digits, _reversed, 6, eos=None, about=_ABOUT.format("six digits", ", in six tokens")),
-        Task("reverse", _six_digits, _reversed, 7, about=_ABOUT.format("six digits", " and an end token")),
-        Task("reverse3to9", _three_to_nine_digits, _reversed, 10, 15,
+        Task("reverse6", _six, _reversed, 6, eos=None, about=_ABOUT.format("six digits", ", in six tokens")),
+        Task("reverse", _six, _reversed, 7, about=_ABOUT.format("six digits", " and an end token")),
+        Task("reverse3to9", _three_to_nine, _reversed, 10, 15,
              about=_ABOUT.format("three to nine digits, filled in front to nine,", " and an end token")),
     )
 }  # fmt: skip
@@ -91,9 +88,6 @@ def get_task(name: str) -> Task:
     if name not in TASKS:
         raise ValueError(f"task {name!r} is unknown: choose one of {', '.join(TASKS)}.")
     return TASKS[name]
-
-
-# --------------------------------------------------------------------------------------------------------- problem
 
 
 class Settings(BaseModel):
@@ -135,25 +129,20 @@ class Settings(BaseModel):
     eval_every: int = Field(20, ge=0)  # optimizer steps; 0: only before the first and after the last
     eval_prompts: int = Field(128, ge=1)  # held out, the same at every evaluation
 
-    @field_validator("task")
-    @classmethod
-    def _is_known(cls, name: str) -> str:
-        return get_task(name).name
-
     @model_validator(mode="after")
     def _fit(self) -> Settings:
+        get_task(self.task)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas is {list(self.betas)}: each is at least 0 and below 1.")
         if self.samples_per_prompt % self.mini_batches:
             raise ValueError(
-                f"mini_batches {self.mini_batches} must divide the {self.samples_per_prompt} samples of a prompt."
+                f"mini_batches {self.mini_batches} must divide samples_per_prompt {self.samples_per_prompt}."
             )
         if self.hidden % self.heads:
             raise ValueError(f"heads {self.heads} must divide hidden, which is {self.hidden}.")
         if self.experts == 1 or (self.expert_flips and not self.experts):
             raise ValueError(
-                f"experts {self.experts}, expert_flips {self.expert_flips}: a router chooses from at least 2 experts; "
-                f"0 is a dense model, in which nothing flips."
+                f"experts {self.experts}, expert_flips {self.expert_flips}: give at least 2 experts, or none."
             )
         return self
 
@@ -161,18 +150,6 @@ class Settings(BaseModel):
     def samples(self) -> int:
         """Responses of a rollout batch."""
         return self.prompts_per_batch * self.samples_per_prompt
-
-    def version_for(self, step: int) -> int:
-        """The optimizer step whose weights sample the rollout batch that is first trained on after `step`."""
-        return max(0, step - self.staleness)
-
-    def samples_later(self, step: int) -> bool:
-        """Whether a rollout batch samples from the weights after `step` optimizer steps."""
-        return step == 0 or (step + self.staleness) % self.mini_batches == 0
-
-    def evaluates(self, step: int) -> bool:
-        """Whether held-out prompts are asked after `step` optimizer steps."""
-        return step in (0, self.steps) or (self.eval_every > 0 and step % self.eval_every == 0)
 
     def warm_up_key(self, seed: int) -> str:
         """A file name for a seed's warm weights: equal for all settings that start from the same ones."""
@@ -190,19 +167,12 @@ def seed_for(seed: int, *purpose: object) -> int:
 
 CHOSEN_ON = tuple(range(10))
 """Seeds on which learning rate, staleness and precision were chosen."""
-FIRST_SEED, SEEDS = 100, 12
-"""Those that are reported."""
-OUTCOMES = {"primary": "final exact match", "secondary": ["area under the curve", "collapsed"]}
-"""Named before any run."""
+SEEDS = 12
 
-# ----------------------------------------------------------------------------------------------- variants, settings
-
-GEO_RS = "geo_rs_token_tis:rs_threshold=0.8_1.25"
-"""Token weights, and responses rejected whose geometric mean ratio leaves [0.8, 1.25]."""
-VARIANTS = ("0", "0:dual_clip", "1", "token_is", "token_icepop", "seq_is", "pg_is", GEO_RS)
+VARIANTS = ("PPO", "dual_clip", "bypass", "token_is", "token_icepop", "seq_is", "pg_is", "geo_rs_token_tis")
 """`--full` runs them all in each setting."""
-_THREE = ("0", "1", "token_is")
-_FOUR = (*_THREE, GEO_RS)
+_THREE = ("PPO", "bypass", "token_is")
+_FOUR = (*_THREE, "geo_rs_token_tis")
 
 
 @dataclass(frozen=True)
@@ -216,7 +186,7 @@ class Setting:
 
 
 # fmt: off
-SETTINGS = {
+SETTINGS: dict[str, Setting] = {
     "control": Setting("Engines in sync",
         "The rollout engine computes in the trainer's precision with the trainer's newest weights.",
         {}, _THREE),
@@ -237,10 +207,10 @@ SETTINGS = {
         "to another expert at random, and gradients are not clipped.",
         {"experts": 4, "ffn": 32, "expert_flips": 0.6, "lr": 6e-3, "clip_grad": 1e9}, VARIANTS[:4]),
 }
-MORE_SETTINGS = {
+MORE_SETTINGS: dict[str, Setting] = {
     "int2_long": Setting("Longer answers, a persistent engine mismatch",
         "Answers have four to ten tokens; the rollout engine has the newest weights, rounded to two bits.",
-        {"task": "reverse3to9", "rollout_dtype": "int2"}, ("0", "token_is", "seq_is", "2:geometric:truncate")),
+        {"task": "reverse3to9", "rollout_dtype": "int2"}, ("PPO", "token_is", "seq_is", "2:geometric:truncate")),
 }
 """These run where they are named."""
 # fmt: on
@@ -248,33 +218,43 @@ QUICK, QUICK_SEEDS = ("control", "int2", "stale32"), 8
 """The settings of `--quick`, with the first three variants of the others."""
 
 
-def variant_config(label: str) -> MismatchConfig:
-    """The configuration of a label: an algorithm 0 to 3, ALGORITHM:LEVEL[:MODE] as `2:sequence:mask`, `0:dual_clip`, or
-    a preset, with parameters behind it as in `token_is:threshold=5`.
+_NAMED: dict[str, dict[str, Any]] = {
+    "PPO": {},
+    "bypass": {"use_rollout_log_probs": True},
+    "dual_clip": {"ppo": {"dual_clip": 3.0}},
+    # The preset with bounds that fit policies as far apart as these.
+    "geo_rs_token_tis": find_preset("geo_rs_token_tis").settings(rs_threshold="0.8_1.25"),
+}
 
-    A bare 2 is token level, a bare 3 sequence level, both truncate. Raises ValueError naming what exists.
+
+def variant_config(label: str) -> MismatchConfig:
+    """The configuration of a label: PPO, bypass, dual_clip; a preset, with parameters behind it as in
+    `token_is:threshold=5`; an algorithm 0 to 3, or ALGORITHM:LEVEL:MODE as in `2:sequence:mask`.
+
+    2 and 3 alone are token and sequence level, truncate. Raises ValueError naming what exists.
     """
     name, *parts = label.split(":")
-    data: dict[str, Any] = {}
-    with no_notes():  # bounds far from 1 are meant: so are the policies
-        if name in preset_names() and all("=" in part for part in parts):
-            return preset(name, **dict(part.split("=", 1) for part in parts)).replace(metrics="full")
-        if label == "0:dual_clip":
-            data = {"ppo": {"dual_clip": 3.0}}
-        elif name not in ("0", "1", "2", "3") or len(parts) > (2 if name in "23" else 0):
-            raise ValueError(
-                f"algorithm {label!r} is unknown: write 0, 1, 2, 3, ALGORITHM:LEVEL:MODE as in 2:sequence:mask, "
-                f"0:dual_clip, or a preset (mismatch-plugin presets)."
-            )
-        else:
-            data = {"use_rollout_log_probs": name in "13", "use_tis": name in "23"}
+    data: dict[str, Any]
+    if label in _NAMED:
+        data = _NAMED[label]
+    elif name in preset_names() and all("=" in part for part in parts):
+        data = find_preset(name).settings(**dict(part.split("=", 1) for part in parts))
+    elif name in ("0", "1", "2", "3") and len(parts) <= (2 if name in "23" else 0):
+        data = {"use_rollout_log_probs": name in "13", "use_tis": name in "23"}
+        if name in "23":
             level, mode = (*parts, *("token" if name == "2" else "sequence", "truncate")[len(parts) :])
-            data |= {"tis": {"level": level, "mode": mode}} if name in "23" else {}
+            data["tis"] = {"level": level, "mode": mode}
+    else:
+        raise ValueError(
+            f"algorithm {label!r} is unknown: write {', '.join(_NAMED)}, a preset (mismatch-plugin presets), 0 to 3 or "
+            f"ALGORITHM:LEVEL:MODE, as 2:sequence:mask."
+        )
+    with no_notes():  # bounds far from 1 are meant: so are the policies
         return MismatchConfig.build({**data, "metrics": "full"})
 
 
 def variant_name(label: str) -> str:
-    """One name for a variant, however it is spelt: 0, 1, or the short name of a preset with the same settings."""
+    """The one name of a variant, however it is spelt: one of _NAMED, or the short name of a preset."""
     config = variant_config(label).model_dump()
-    names = ("0", "1", *(record.short for record in COMPLETE))
+    names = (*_NAMED, *(record.short for record in COMPLETE))
     return next((name for name in names if variant_config(name).model_dump() == config), label)

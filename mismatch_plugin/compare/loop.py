@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import io
 import math
-import time
 import zlib
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +41,6 @@ from mismatch_plugin.compare.model import (
 )
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.files import replacing
-
-# ----------------------------------------------------------------------------------- rollout engine: the mismatch
 
 
 def rollout_weights(weights: Weights, dtype: str) -> Weights:
@@ -119,9 +116,6 @@ def generate(
     return Responses(*(torch.stack(parts, dim=2) for parts in (ids, log_probs, mask)))
 
 
-# ------------------------------------------------------------------------------------ questions, reward, optimizer
-
-
 def questions(task: Task, count: int, seeds: Sequence[int], split: Split = "train") -> tuple[Tensor, Tensor]:
     """(prompts [S, count, T], right answers [S, count, R] with PAD behind the end) of every seed."""
     prompts = [task.prompts(count, seed, split) for seed in seeds]
@@ -168,8 +162,6 @@ class BatchedAdamW:
             weight[stopped] = kept
         return norms
 
-
-# -------------------------------------------------------------------------------------------------------- the loop
 
 IMPOSSIBLE = math.log(1e-4)
 """A sampled token that the trainer gives less than this is all but impossible to it."""
@@ -218,39 +210,30 @@ class Runs:
         """Train; before the first optimizer step and after each, the records of all runs.
 
         step; reward, exact, response_length (means over the rollout batch), weight_version (that sampled it); loss,
-        grad_norm (before clipping); seconds {rollout, old_log_probs, train} of CPU time, the block's divided by the
-        runs that took part; held_out_exact after an evaluation, an expectation without sampling noise; metrics (the
-        plugin's) and impossible_tokens (share of sampled tokens with log π_train below log 1e-4) at the first step
+        grad_norm (before clipping); held_out_exact after an evaluation, an expectation without sampling noise; metrics
+        (the plugin's) and impossible_tokens (share of sampled tokens with log π_train below log 1e-4) at the first step
         after one. A record of step 0 holds the evaluation alone.
         """
         settings, mini_batches = self.settings, self.settings.mini_batches
         self._keep(0)
         yield [{"step": 0, "held_out_exact": exact} for exact in self._held_out_exact()]
         for first in range(0, settings.steps, mini_batches):
-            times = [time.process_time()]
             batch, facts = self._roll_out(first)
-            times.append(time.process_time())
             batch = batch._replace(old_NBR=self._old_log_probs(batch))
-            times.append(time.process_time())
             for j, step in enumerate(range(first + 1, min(first + mini_batches, settings.steps) + 1)):
                 measured = j == 0 and first % (settings.eval_every or settings.steps) < mini_batches
                 trained = self._train_step(batch.mini(j, mini_batches), step, measured)
                 self._keep(step)
-                times.append(time.process_time())
-                records = [
-                    {"step": step, **fact, **own, "seconds": seconds}
-                    for fact, own, seconds in zip(facts, trained, self._seconds(times), strict=True)
-                ]
-                if settings.evaluates(step):
+                records = [{"step": step, **fact, **own} for fact, own in zip(facts, trained, strict=True)]
+                if step == settings.steps or (settings.eval_every and step % settings.eval_every == 0):
                     for record, exact in zip(records, self._held_out_exact(), strict=True):
                         record["held_out_exact"] = exact
                 yield records
-                times = [time.process_time()] * 3  # the first two parts are of a rollout batch's first step
 
     def _roll_out(self, step: int) -> tuple[Batch, list[Record]]:
         """A rollout batch with its advantages, and what is reported of each run's."""
         settings, task, samples = self.settings, self.task, self.settings.samples_per_prompt
-        version = settings.version_for(step)
+        version = max(0, step - settings.staleness)
         self.versions = {known: kept for known, kept in self.versions.items() if known >= version}
         weights = rollout_weights(self.versions[version], settings.rollout_dtype)
 
@@ -265,12 +248,9 @@ class Runs:
         groups = torch.arange(dense.numel()) // samples
         advantages = mp.group_advantages(dense.flatten(), groups).view(dense.shape).float()
         lengths = drawn.mask.float().sum(-1)
-        means = (rows.mean(1).tolist() for rows in (dense, exact, lengths))
-        facts = [
-            {"reward": reward, "exact": right, "response_length": length, "weight_version": version}
-            for reward, right, length in zip(*means, strict=True)
-        ]
-        return Batch(prompts, drawn, advantages, version), facts
+        means = {"reward": dense, "exact": exact, "response_length": lengths}
+        facts = [{name: rows[n].mean().item() for name, rows in means.items()} for n in range(len(self.configs))]
+        return Batch(prompts, drawn, advantages, version), [{**fact, "weight_version": version} for fact in facts]
 
     @torch.no_grad()
     def _old_log_probs(self, batch: Batch) -> Tensor:
@@ -329,7 +309,7 @@ class Runs:
 
     def _keep(self, step: int) -> None:
         """Keep a copy of the weights after `step` optimizer steps, if a later rollout batch samples from them."""
-        if self.settings.samples_later(step):
+        if step == 0 or (step + self.settings.staleness) % self.settings.mini_batches == 0:
             self.versions[step] = map_weights(self.weights, lambda weight: weight.detach().clone())
 
     def _held_out_exact(self) -> list[float]:
@@ -341,16 +321,6 @@ class Runs:
     def _by_variant(self, of_seeds: Tensor) -> Tensor:
         """[S, …] -> [N, …]: the same for every variant."""
         return of_seeds.repeat(self.variants, *[1] * (of_seeds.dim() - 1))
-
-    def _seconds(self, times: Sequence[float]) -> list[dict[str, float]]:
-        """CPU seconds between the times, of every run: shared equally by those that took part."""
-        rollout, old, train = (after - before for before, after in pairwise(times))
-        passes = dict.fromkeys(self.needs_old, old / max(len(self.needs_old), 1))
-        N = len(self.configs)
-        return [{"rollout": rollout / N, "old_log_probs": passes.get(n, 0.0), "train": train / N} for n in range(N)]
-
-
-# -------------------------------------------------------------------------------------------- evaluation, warm-up
 
 
 @torch.no_grad()
@@ -401,23 +371,18 @@ def warm_weights(settings: Settings, seeds: Sequence[int], cache: Path | None = 
 
     Raises OSError where a file cannot be written; one that cannot be read is made again.
     """
-    found = {seed: _read(cache / settings.warm_up_key(seed)) if cache else None for seed in seeds}
-    if missing := [seed for seed in seeds if found[seed] is None]:
+    found: dict[int, Weights] = {}
+    files = {seed: cache / settings.warm_up_key(seed) for seed in seeds} if cache else {}
+    for seed, file in files.items():
+        with suppress(Exception):  # absent, cut short or damaged, which torch says in many ways
+            found[seed] = torch.load(file, weights_only=True)
+    if missing := [seed for seed in seeds if seed not in found]:
         trained = warm_up(settings, missing)
-        for i, seed in enumerate(missing):
-            found[seed] = own = map_weights(trained, lambda weight, i=i: weight[i].clone())
-            if cache:
-                cache.mkdir(parents=True, exist_ok=True)
-                data = io.BytesIO()  # torch.save to a full disk raises a sentence about its streams
-                torch.save(own, data)
-                with replacing(cache / settings.warm_up_key(seed)) as part:
-                    part.write_bytes(data.getvalue())
-    kept = [weights for weights in found.values() if weights is not None]
-    return {name: torch.stack([weights[name] for weights in kept]) for name in kept[0]}
-
-
-def _read(file: Path) -> Weights | None:
-    try:
-        return torch.load(file, weights_only=True)
-    except Exception:  # absent, cut short or damaged, which torch says in many ways
-        return None
+        found |= {s: map_weights(trained, lambda weight, i=i: weight[i].clone()) for i, s in enumerate(missing)}
+    for seed in files.keys() & missing:
+        files[seed].parent.mkdir(parents=True, exist_ok=True)
+        data = io.BytesIO()  # torch.save to a full disk raises a sentence about its streams
+        torch.save(found[seed], data)
+        with replacing(files[seed]) as part:
+            part.write_bytes(data.getvalue())
+    return {name: torch.stack([found[seed][name] for seed in seeds]) for name in found[seeds[0]]}

@@ -72,14 +72,9 @@ def initial_weights(settings: Settings, seeds: Sequence[int]) -> Weights:
 
 
 def forward(
-    settings: Settings,
-    weights: Weights,
-    ids_NBT: Tensor,
-    past: Cache | None = None,
-    *,
-    last_only: bool = False,
+    settings: Settings, weights: Weights, ids_NBT: Tensor, past: Cache | None = None, last_only: bool = False,
     reroute: Reroute | None = None,
-) -> tuple[Tensor, Cache]:
+) -> tuple[Tensor, Cache]:  # fmt: skip
     """(logits [N, B, T, V], cache of past and these positions) of a small GPT: learned positions, RMSNorm, SwiGLU.
 
     past: keys and values of the same sequences' earlier positions. last_only: logits of the last one, [N, B, 1, V].
@@ -92,7 +87,10 @@ def forward(
     mask = torch.full((T, start + T), -math.inf).triu(start + 1) if T > 1 else None
     cache: Cache = []
     for i in range(settings.layers):
-        own = partial(_layer_weight, weights, i)
+
+        def own(part: str, layer: int = i) -> Tensor:
+            return weights[layer_name(layer, part)]
+
         qkv = _linear(_norm(x, own("input_layernorm")), own("self_attention.linear_qkv"))
         # megatron's order of rows: head by head q, k, v
         q, k, v = qkv.view(N * B, T, settings.heads, 3, -1).permute(3, 0, 2, 1, 4)
@@ -107,10 +105,6 @@ def forward(
         x = x + _mlp(settings, _norm(x, own("pre_mlp_layernorm")), own, reroute)
     logits = _linear(_norm(x, weights[FINAL_NORM]), weights[OUTPUT])
     return logits.view(N, B, T, -1), cache
-
-
-def _layer_weight(weights: Weights, layer: int, part: str) -> Tensor:
-    return weights[layer_name(layer, part)]
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
