@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import math
 import os
 import random
 import re
@@ -286,7 +287,7 @@ def train(trainer: Trainer, server: Server, rollouts: int, update_every: int, na
         first, *_ = [trainer.step([batch]) for batch in batches]
         history.append({"reward": statistics.fmean(rewards), **first})
         if dist.get_rank() == 0 and (number + 1) % 10 == 0:
-            print(f"algorithm {name}, rollout batch {number + 1}: reward {history[-1]['reward']:.3f}", flush=True)
+            print(f"{name}, rollout batch {number + 1}: reward {history[-1]['reward']:.3f}", flush=True)
     return history
 
 
@@ -311,16 +312,17 @@ def main() -> None:
             args.url = stack.enter_context(started).url
         server = Server(args.url)
         for own in dict.fromkeys([mp.MismatchConfig(), config]):
-            trainer, name = Trainer(own, state=start), str(own.algorithm)
+            name = f"algorithm {own.algorithm}" + (" with your flags" if own == config else "")
+            trainer = Trainer(own, state=start)
             history = train(trainer, server, args.rollouts, args.update_every, name)
             server.update(trainer.weights(), f"{name}-end")
             records = server.sample(questions(256, "held out"), SAMPLES)
             exact = statistics.fmean(record.response_ids == answer(record.prompt_ids) for record in records)
-            kl = statistics.fmean(step["rollout_corr/kl"] for step in history)
+            kl = statistics.fmean(step.get("rollout_corr/kl", math.nan) for step in history)
             norm = max(step["grad_norm"] for step in history)
-            table.append(f"{name:>9}  {exact:11.3f}  {kl:20.4f}  {norm:21.2f}")
+            table.append(f"{name:27}  {exact:11.3f}  {kl:20.4f}  {norm:21.2f}")
     if dist.get_rank() == 0:
-        print("algorithm  exact match  KL(rollout || train)  largest gradient norm", *table, sep="\n")
+        print(f"{'':27}  exact match  KL(rollout || train)  largest gradient norm", *table, sep="\n")
     dist.destroy_process_group()
 
 

@@ -163,7 +163,8 @@ def test_the_command_prints_its_table(float32_server: CpuServer, ranks: int) -> 
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, env={**os.environ})
     assert done.returncode == 0, done.stdout + done.stderr
     assert ("starting SGLang" in done.stdout) == (ranks == 1)
-    rows = re.findall(r"^ +([02]) +([\d.]+) +(-?[\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    row = r"^algorithm ([02])(?: with your flags)? +([\d.]+) +(-?[\d.]+) +([\d.]+)$"
+    rows = re.findall(row, done.stdout, re.MULTILINE)
     values: list[Any] = [[float(value) for value in row] for row in rows]
     assert [row[0] for row in values] == [0, 2]
     assert all(0 < exact < 1 and abs(kl) < 0.01 and norm > 0 for _, exact, kl, norm in values)
