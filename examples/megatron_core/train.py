@@ -296,8 +296,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.megatron_core.train", allow_abbrev=False)
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks (default: %(default)s)")
     parser.add_argument("--url", help="of a server with the model of write_checkpoint (default: start one on CPU)")
-    parser.add_argument("--rollouts", type=int, default=60, help="rollout batches (default: %(default)s)")
-    parser.add_argument("--update-every", type=int, default=4, help="rollout batches (default: %(default)s)")
+    parser.add_argument("--rollouts", type=int, default=40, help="rollout batches (default: %(default)s)")
+    parser.add_argument("--update-every", type=int, default=8, help="rollout batches (default: %(default)s)")
     mp.add_arguments(parser)  # ours
     args = parser.parse_args()
     config = mp.MismatchConfig.from_args(args)  # ours: before anything starts, so that a mistake costs no time
