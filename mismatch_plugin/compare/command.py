@@ -126,7 +126,6 @@ def compare(
         if tensorboard:
             write_events([run for block in planned for run in block])
         typer.echo(write_report(output))
-        typer.echo(f"report: {output / 'report.html'}")
     except OSError as error:  # the runs are there, the room for a page may not be
         failures.append(f"report: {error}")
     for sentence in failures:
