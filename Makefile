@@ -65,9 +65,8 @@ sglang:  ## make .venv-sglang, where SGLang serves on CPU (2.6 GB, made on first
 test-sglang: sglang $(VENV)/.test  ## run the tests against a real SGLang server (makes both environments on first use)
 	$(BIN)/python -m pytest tests/sglang
 
-compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLang server; writes runs/compare-sglang/report.html
-	$(BIN)/mismatch-plugin compare --resume --trainer megatron --engine sglang --start-server --seeds 1 --steps 80 \
-		--output runs/compare-sglang $(COMPARE_ARGS)
+compare-sglang: sglang $(VENV)/.test  ## algorithm 0 and token weights through megatron-core on an SGLang server; prints a table
+	$(BIN)/python -W ignore -m examples.megatron_core.train --use-tis --tis-level token $(COMPARE_ARGS)
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)

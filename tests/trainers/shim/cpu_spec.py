@@ -1,11 +1,8 @@
-"""Layer spec that lets GPTModel run on CPU with sequence parallelism, packed sequences and context parallelism.
+"""Modules for megatron-core's `ModuleSpec` that run on CPU, where its own need Transformer Engine.
 
-megatron-core's local spec refuses these three without Transformer Engine. Two modules put in through its `ModuleSpec`
-seam lift that: a norm that marks its parameters `sequence_parallel`, and a core attention that gathers keys and values.
-
-Context-parallel layouts are those of `parallel.context`, every chunk filled with padding behind its own sequence:
-RoPE, the gather of keys and sequence parallelism need the same number of tokens on every rank. This is exact: the
-causal mask hides padding from every real token, and the loss selects it away.
+A norm that marks its weight for sequence parallelism, and a core attention for packed (thd) sequences and context
+parallelism. Context-parallel layouts are those of `parallel.context`, every chunk filled with padding behind its own
+sequence: the causal mask hides padding from every real token, and the loss selects it away.
 """
 
 from __future__ import annotations
@@ -16,13 +13,9 @@ from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -49,20 +42,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark_sequence_parallel(self, config)
-
-
-class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm whose weights' gradients megatron sums over TP under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        _mark_sequence_parallel(self, config)
-
-
-def _mark_sequence_parallel(norm: torch.nn.Module, config: TransformerConfig) -> None:
-    for parameter in norm.parameters():
-        setattr(parameter, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - megatron's own attribute
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined] - megatron's own
 
 
 class CoreAttention(MegatronModule):
@@ -120,28 +100,3 @@ class CoreAttention(MegatronModule):
         output = F.scaled_dot_product_attention(query, key, value, mask, scale=self.scale, enable_gqa=True)
         output = output.permute(2, 0, 1, 3).flatten(2)
         return output.squeeze(1) if packed else output
-
-
-def block_spec(
-    config: TransformerConfig, cp_layout: CpLayout, vp_stage: int | None = None
-) -> TransformerBlockSubmodules:
-    """megatron's local GPT layer with the two modules above, for the layers of this pipeline stage (or chunk of it)."""
-    if not hasattr(moe_utils, "te_general_gemm"):
-        # The router asks whether this is None, and without Transformer Engine it is not even defined.
-        setattr(moe_utils, "te_general_gemm", None)  # noqa: B010 - not among the names that the module declares
-    norm: Any = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
-    layer = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, normalization=config.normalization)
-    submodules: Any = layer.submodules
-    submodules.input_layernorm = submodules.pre_mlp_layernorm = norm
-    attention = submodules.self_attention.submodules
-    attention.core_attention = ModuleSpec(module=CoreAttention, params={"cp_layout": cp_layout})
-    count = get_num_layers_to_build(config, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
-
-
-def mtp_spec(config: TransformerConfig, spec: TransformerBlockSubmodules, vp_stage: int | None = None) -> Any:
-    """megatron's local multi-token prediction block around the last layer of `spec`, with the norm above."""
-    block: Any = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
-    for layer in block.layer_specs:
-        layer.submodules.enorm = layer.submodules.hnorm = layer.submodules.layer_norm = spec.layer_norm
-    return block

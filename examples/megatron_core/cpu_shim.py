@@ -1,8 +1,5 @@
-"""What it takes to run megatron-core 0.16 on CPU over gloo: a few replaced functions and one `TorchFunctionMode`.
-
-megatron-core asks CUDA for its device in a few dozen places, although nothing that the lab and the tests use (GPTModel,
-schedules, DDP, optimizers, `finalize_model_grads`) needs a GPU. Nothing of megatron itself is replaced.
-"""
+"""What it takes to run megatron-core 0.16 on CPU over gloo: it asks CUDA for its device in a few dozen places, although
+GPTModel, schedules, DDP, optimizers and `finalize_model_grads` need no GPU. Nothing of megatron itself is replaced."""
 
 from __future__ import annotations
 
@@ -34,8 +31,7 @@ class CudaLiteralsToCpu(TorchFunctionMode):
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         result = func(*args, **kwargs)
-        # `grad.type() == "torch.cuda.FloatTensor"`: gradient clipping and the distributed optimizer accept nothing
-        # else. For float64 the answer is the same, since megatron means "not half precision" by it.
+        # `grad.type() == "torch.cuda.FloatTensor"`: gradient clipping and the distributed optimizer want nothing else.
         if func is torch.Tensor.type and isinstance(result, str):
             result = _FULL_PRECISION.get(result, result.replace("torch.", "torch.cuda.", 1))
         return result
@@ -54,14 +50,8 @@ class _NoStream:
         pass
 
 
-def install() -> CudaLiteralsToCpu | None:
-    """Make megatron-core run on CPU in this process and thread, for the rest of its life.
-
-    Idempotent. Where CUDA is available it does nothing, since megatron-core then runs as it is.
-
-    Returns:
-        The active mode (this module keeps it alive), or None where CUDA is available.
-    """
+def install() -> None:
+    """Make megatron-core run on CPU in this process and thread. Does nothing where CUDA is available. Idempotent."""
     global _installed
     if _installed is None and not torch.cuda.is_available():
         cuda: Any = torch.cuda
@@ -77,4 +67,3 @@ def install() -> CudaLiteralsToCpu | None:
         cuda.current_stream = lambda device=None: _NoStream()
         _installed = CudaLiteralsToCpu()
         _installed.__enter__()
-    return _installed
