@@ -80,7 +80,7 @@ def compare(
     settings: Annotated[
         str | None,
         typer.Option(help="Mismatch settings, with commas between: control, int2, stale24, stale32, int2_stale8, "
-                     "moe_flips, int2_long (default: all but the last), or your own: staleness=12+rollout_dtype=int4.",
+                     "moe_flips, int2_long (default: all but the last), or your own: staleness=9+lr=1e-3.",
                      show_default=False),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps of a run. Default: 360.")] = None,

@@ -91,7 +91,7 @@ def test_the_default_comparison() -> None:
     assert "none is among them" in found["about_seeds"]
     assert "8, 9 are among them" in chosen(seeds=4, first_seed=8)["about_seeds"]
     assert all(labels[0] == "PPO" for labels in found["plan"].values())
-    assert found["plan"]["stale32"] == found["variants"] == list(experiments.VARIANTS)
+    assert set(found["plan"]["stale32"]) == set(found["variants"]) == set(experiments.VARIANTS)
     assert sum(map(len, blocks(Path("run"), found))) == 312
     assert 2 / 2 ** len(found["seeds"]) * (len(experiments.VARIANTS) - 1) < 0.01  # Holm's smallest threshold
     quick = chosen(quick=True)
@@ -124,10 +124,10 @@ def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() 
         ("--algorithms opsm", "preset opsm needs delta"),
         ("--algorithms ,", "is empty or names one twice"),
         ("--algorithms 2,token_is", "'token_is,token_is' is empty or names one twice"),
-        ("--seeds 0", "0 is not in the range"),
-        ("--seeds 1000000000", "is not in the range"),
-        ("--first-seed -1", "-1 is not in the range"),
-        ("--workers -1", "-1 is not in the range"),
+        ("--seeds 0", "Invalid value for '--seeds'"),
+        ("--seeds 1000000000", "Invalid value for '--seeds'"),
+        ("--first-seed -1", "Invalid value for '--first-seed'"),
+        ("--workers -1", "Invalid value for '--workers'"),
         ("--settings int5", "settings 'int5': give each once, and choose from control, int2, stale24"),
         ("--settings int2,int2", "give each once"),
         ("--settings ,", "give each once"),
@@ -135,12 +135,12 @@ def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() 
         ("--settings staleness=-1", "staleness is -1"),
         ("--steps 0", "steps is 0"),
         ("--lab task=chess", "task 'chess' is unknown: choose one of reverse6"),
-        ("--lab rollout_dtype=bfloat16", "rollout_dtype is 'bfloat16'"),
+        ("--lab rollout_dtype=bfloat16 --settings control", "rollout_dtype is 'bfloat16'"),
         ("--lab lr", "lr: write NAME=VALUE"),
         ("--lab hidden=30", "heads 4 must divide hidden, which is 30"),
         ("--lab mini_batches=3", "mini_batches 3 must divide samples_per_prompt 8"),
         ("--lab betas=[0.9,1]", "betas is [0.9, 1.0]: each is at least 0 and below 1"),
-        ("--lab lr=Infinity", "lr is"),
+        ("--lab lr=Infinity --settings control", "lr is"),
         ("--lab experts=1 --settings control", "give at least 2 experts"),
         ("--lab expert_flips=0.1 --settings control", "give at least 2 experts"),
         ("--lab steps=8 --steps 9", "steps=9: write NAME=VALUE, each once"),
@@ -252,10 +252,10 @@ def test_what_is_damaged_is_made_again_with_the_same_numbers(tmp_path: Path) -> 
     def cut(path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-20])
 
-    damages: list[Callable[[Path], None]] = [
+    damages: list[Callable[[Path], object]] = [
         lambda folder: cut(folder / "done.json"),
         lambda folder: cut(folder / "metrics.jsonl"),
-        lambda folder: (folder / "done.json").write_text("[]") and None,
+        lambda folder: (folder / "done.json").write_text("[]"),
         lambda folder: (folder / "metrics.jsonl").unlink(),
         lambda folder: cut(next((tmp_path / ".warm").iterdir())) or cut(folder / "done.json"),
     ]
@@ -305,7 +305,7 @@ def test_events_are_written_once(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (block[0].folder / "metrics.jsonl").read_text().splitlines()]
     rewards = [(point.step, point.value) for point in read.Scalars("reward")]
     assert rewards == [(r["step"], pytest.approx(r["reward"])) for r in records[1:]]
-    assert len(read.Scalars("rollout_corr/k3_kl")) == 2
+    assert len(read.Scalars("rollout_corr/k3_kl")) == 1
 
 
 # ------------------------------------------------------------------------------------------------- the whole command
