@@ -2,7 +2,7 @@
 
 python examples/collect_report.py OUTPUT
 
-A run counts as finished where its folder holds a `done.json` (any content), as compare_four_on_a_cluster.sh writes it.
+A run counts as finished where its folder holds a `done.json` with an object, as compare_four_on_a_cluster.sh writes it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import mismatch_plugin
+from mismatch_plugin.compare.report import write_report
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.log import METRICS, SETTINGS
-from mismatch_plugin.report.page import build_report
 
 ABOUT = [
     "These runs were trained elsewhere, each under one algorithm, and wrote only metrics of the mismatch between "
@@ -59,7 +59,8 @@ def collect(output: Path) -> Path:
         "versions": {"mismatch-plugin, of this report": mismatch_plugin.__version__},
     }
     write_whole(record, json.dumps(whole, indent=2) + "\n")
-    return build_report(output, exact=False)
+    write_report(output)
+    return output / "report.html"
 
 
 def label(run: Path, settings: dict[str, Any]) -> str:

@@ -8,8 +8,7 @@ from typing import Any
 
 from examples.benchmarks.communication import LINKS
 from examples.benchmarks.results import MEASURED, Row, Section
-from mismatch_plugin.report.statistics import number
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.report.table import NOTHING, Table, number
 
 Column = tuple[str, str, Callable[[Any], str]]
 """Header, key of the row, and how its number is written."""

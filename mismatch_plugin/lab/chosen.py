@@ -13,7 +13,8 @@ from mismatch_plugin.lab.compare import Job, Trainer, plan
 from mismatch_plugin.lab.experiments import Setting
 from mismatch_plugin.lab.settings import LabSettings
 from mismatch_plugin.lab.tasks import get_task
-from mismatch_plugin.report.run_info import MAX_SEEDS
+
+MAX_SEEDS = 10_000
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mismatch_plugin.lab.chosen import Chosen
     from mismatch_plugin.lab.compare import Job
 
-_DRAWN = ("matplotlib", "jinja2")
+_DRAWN = ("scipy", "matplotlib", "jinja2")
 _MEGATRON = ("megatron", "transformers")
 
 
@@ -99,7 +99,6 @@ def compare(
     workers: Annotated[int, typer.Option(help="Tasks side by side; 0: one a core, with sglang 1.")] = 0,
     output: Annotated[Path, typer.Option(help="Folder of the run and its report.")] = Path("runs/compare"),
     resume: Annotated[bool, typer.Option(help="Go on with the run in that folder.")] = False,
-    exact: Annotated[bool, typer.Option(help="Add the tables computed by enumeration, without seeds.")] = True,
     tensorboard: Annotated[
         bool, typer.Option("--tensorboard", help="Write TensorBoard events of every run, too.")
     ] = False,
@@ -164,9 +163,7 @@ def compare(
         if starts:
             typer.echo("starting SGLang on CPU")
         with servers_for(jobs, url) as urls:
-            failures = _run(
-                [*jobs, *checked], partial(run_all, workers=count, urls=urls, exact=output if exact else None)
-            )
+            failures = _run([*jobs, *checked], partial(run_all, workers=count, urls=urls))
     except ServerError as error:
         failures = [str(error)]
     except KeyboardInterrupt:
@@ -178,7 +175,9 @@ def compare(
         runs.write_events([*jobs, *checked])
     try:
         if any(job.steps_done for job in jobs):
-            _report(output, exact and not stopped)
+            from mismatch_plugin.compare.report import write_report
+
+            typer.echo(write_report(output))
     except OSError as error:  # the runs are there, the room for a page may not be
         failures.append(f"report: {error}")
         typer.echo(f"failed: {failures[-1]}", err=True)
@@ -221,22 +220,6 @@ def _check_engine(trainer: str, engine: str, start_server: bool, url: str | None
         raise ValueError("--engine sglang needs --start-server or --url, and not both.")
     if engine == "sglang" and workers > 1:
         raise ValueError(f"workers is {workers}: one server has one set of weights, so leave it out or give 1.")
-
-
-def _report(output: Path, exact: bool) -> None:
-    """Show the final values, write the page and its numbers."""
-    from mismatch_plugin.report.data import read_run_folder
-    from mismatch_plugin.report.page import final_table, write_page
-    from mismatch_plugin.report.statistics import summarise
-    from mismatch_plugin.report.summary import write_summary
-    from mismatch_plugin.report.terminal import show
-
-    folder = read_run_folder(output)
-    summaries = summarise(folder)
-    show(final_table(summaries))
-    page = write_page(folder, summaries, exact=exact)
-    write_summary(folder, summaries, output / "plots" / "collapse.png")
-    typer.echo(f"report: {page}")
 
 
 def _cost(seconds: float) -> str:

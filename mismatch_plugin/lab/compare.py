@@ -16,12 +16,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from mismatch_plugin.compare.statistics import read_records
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.lab.experiments import variant_config
 from mismatch_plugin.lab.run import DONE, METRICS
 from mismatch_plugin.lab.settings import LabSettings
-from mismatch_plugin.report.data import read_objects
 from mismatch_plugin.report.log import differences
 
 Trainer = Literal["batched", "megatron"]
@@ -59,7 +59,7 @@ class Job:
 
     def last(self, name: str) -> float | None:
         """The newest value of a metric in the run's file."""
-        for record in reversed([*read_objects(self.folder / METRICS)]):
+        for record in reversed([*read_records(self.folder / METRICS)]):
             value = (record or {}).get(name)  # None: the line being written
             if isinstance(value, (int, float)):
                 return float(value)
@@ -212,7 +212,7 @@ def write_events(jobs: Iterable[Job]) -> int:
         if not path.exists() or (job.folder / "events").exists():
             continue
         with SummaryWriter(str(job.folder / "events")) as writer:
-            for record in read_objects(path):
+            for record in read_records(path):
                 if record is None or "step" not in record:
                     continue
                 metrics = record.get("metrics", {})

@@ -26,12 +26,10 @@ def run_all(
     workers: int,
     watch: Callable[[Sequence[Job], float], None],
     urls: Mapping[str, str] | None = None,
-    exact: Path | None = None,
 ) -> list[str]:
     """Run what is not done on `workers` processes; `watch(jobs, seconds)` is called twice a second meanwhile.
 
     urls: servers to roll out with, by rollout_dtype. One has one set of weights, so `workers` must be 1 then.
-    exact: the report's folder, whose tables without seeds are computed last, by whoever is free.
     Returns sentences about runs that failed. KeyboardInterrupt stops the workers and is raised again.
     """
     todo = [task for task in tasks(jobs) if not all(job.done for job in task)]
@@ -41,8 +39,6 @@ def run_all(
     queue, failures = context.Queue(), context.Queue()
     for task in todo:
         queue.put(task)
-    if exact is not None:
-        queue.put(exact)
     count = min(workers, len(todo))
     for _ in range(count):
         queue.put(None)
@@ -94,16 +90,8 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _attempt(task: tuple[Job, ...] | Path, locks: dict[str, Any], urls: Mapping[str, str]) -> str | None:
+def _attempt(task: tuple[Job, ...], locks: dict[str, Any], urls: Mapping[str, str]) -> str | None:
     """Run a task. Returns a sentence if it failed: one failed task must not end the others."""
-    if isinstance(task, Path):
-        from mismatch_plugin.report.exact import cached_tables
-
-        try:
-            cached_tables(task)
-        except Exception as error:
-            return f"tables without seeds: {error}"
-        return None
     try:
         if task[0].trainer == "batched":
             _run_block(task, locks)

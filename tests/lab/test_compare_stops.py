@@ -17,13 +17,11 @@ import pytest
 
 from mismatch_plugin.lab import command, workers
 from mismatch_plugin.lab.compare import hold
-from mismatch_plugin.report import exact
-from tests.report.synthetic import write_comparison
 
 needs_lab = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("megatron", "transformers", "matplotlib")), reason="needs [lab]"
 )
-OPTIONS = "--algorithms 0,1 --settings control --seeds 1 --steps 40 --workers 1 --no-exact"
+OPTIONS = "--algorithms 0,1 --settings control --seeds 1 --steps 40 --workers 1"
 SECONDS = 180
 
 
@@ -93,20 +91,6 @@ def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
     assert [len(path.read_text().splitlines()) for path in sorted(folder.rglob("metrics.jsonl"))] == [41, 41]
 
 
-@needs_lab
-def test_the_end_shows_the_final_values_on_80_columns(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    command._report(write_comparison(tmp_path / "run", check=False, settings=["int2", "stale32"]), exact=False)
-    said = capsys.readouterr().out.splitlines()
-    rows = {line.split("  ")[0].strip(): line.split() for line in said}
-    assert "▼" in rows["1 bypass PPO"] and "▲" in rows["1 bypass PPO"]  # lost at int2, better where 0 collapses
-    assert "(12/12)" in rows["0 PPO"]
-    table = said[: next(index for index, line in enumerate(said) if line.startswith("report: "))]
-    assert max(map(len, table)) <= 80 and "at the end over 12 seeds" in " ".join(" ".join(table).split())
-
-
 def test_what_it_took_is_said() -> None:
     minutes, cpu, memory = map(float, re.findall(r"[\d.]+(?= )", command._cost(90.0)))
     assert minutes == 1.5 and cpu >= 0 and memory > 0.01
@@ -131,11 +115,3 @@ def test_a_lock_whose_holder_was_killed_is_not_waited_for_forever(monkeypatch: p
     with workers._warming(lock):
         assert lock.locked()
     assert not lock.locked()
-
-
-def test_tables_that_cannot_be_computed_do_not_end_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(folder: Path) -> None:
-        raise OSError(f"no space left in {folder}")
-
-    monkeypatch.setattr(exact, "cached_tables", full)
-    assert workers._attempt(tmp_path, {}, {}) == f"tables without seeds: no space left in {tmp_path}"
