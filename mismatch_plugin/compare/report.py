@@ -17,6 +17,7 @@ import jinja2
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from PIL import Image
 
 import mismatch_plugin
 from mismatch_plugin.compare.statistics import (
@@ -59,8 +60,7 @@ PANELS: tuple[tuple[str, str, How], ...] = (
 def write_report(folder: Path) -> str:
     """Write FOLDER/report.html, summary.json and collapse.png, whatever it holds; returns the table for a terminal.
 
-    Raises FileNotFoundError without a folder.
-    """
+    Raises FileNotFoundError without a folder."""
     found = read_folder(folder)
     results, measure = summarise(found), found.measure()
     table = final_table(results)
@@ -107,11 +107,11 @@ def write_report(folder: Path) -> str:
     return f"{text.get()}report: {folder / 'report.html'}"
 
 
-def cell(variant: Variant | None) -> str:
+def cell(variant: Variant | None, marked: bool = True) -> str:
     """Mean final value, ▲ or ▼ where it differs significantly from PPO, and (c/n) where c of n runs collapsed."""
     if variant is None or not variant.finals:
         return NOTHING
-    mark = {"better": " ▲", "worse": " ▼"}.get(variant.verdict, "")
+    mark = {"better": " ▲", "worse": " ▼"}.get(variant.verdict, "") if marked else ""
     return f"{variant.mean:.2f}{mark}" + (f" ({variant.fell}/{len(variant.collapsed)})" if variant.fell else "")
 
 
@@ -136,7 +136,7 @@ def conclusion(results: Results) -> list[str]:
     if not base:
         return ["No run of PPO has finished: nothing is compared."]
     fell = [f"{s} {v.fell}/{len(v.collapsed)}" for s, v in base.items() if v.fell]
-    told = [f"PPO without correction collapsed in {_of(fell, base)}."]
+    told = [f"Runs of PPO without correction collapsed in {_of(fell, base)}."]
     pairs = [[v.difference.n for v in results[s].values() if v.difference and v.difference.n] for s in base]
     if all(2.0 ** (1 - max(ns)) * len(ns) >= LEVEL for ns in pairs if ns):
         return [*told, "With so few seeds no difference can be significant: nothing else is concluded."]
@@ -162,18 +162,18 @@ def conclusion(results: Results) -> list[str]:
 
 
 def survivors(band: Mapping[str, Results]) -> list[str]:
-    """What holds at every learning rate of the band: significant differences, and the order of the means."""
-    first, told, changing = next(iter(band.values())), list[str](), list[str]()
-    rates = _list([f"× {rate}" for rate in sorted(band, key=float)])
-    for kind, verb in (("better", "gains"), ("worse", "losses")):
-        always = list[str]()
-        for name in dict.fromkeys(name for s in first for name in first[s]):
-            at = {s: [of[s][name].verdict == kind for of in band.values()] for s in first if name in first[s]}
-            if held := [s for s, found in at.items() if all(found)]:
-                always.append(f"{name} in {_list(held)}")
-            changing += [f"{name} in {s}" for s, found in at.items() if any(found) and not all(found)]
-        told += [f"Significant {verb} at every rate ({rates}): {'; '.join(always)}."] if always else []
-    told += [f"Significant at some of the rates only: {'; '.join(changing)}."] if changing else []
+    """What holds at every learning rate: differences that are significant at × 1, and the order of the means."""
+    first, others, told = band["1"], {rate: of for rate, of in band.items() if rate != "1"}, list[str]()
+    for verdict, what in (("better", "Gains"), ("worse", "Losses")):
+        found: dict[bool, dict[str, list[str]]] = {True: {}, False: {}}
+        for setting, name in [(s, name) for s in first for name, v in first[s].items() if v.verdict == verdict]:
+            at = [d for of in others.values() if (d := of[setting][name].difference)]
+            held = all(d.p < LEVEL and (d.mean > 0) == (verdict == "better") for d in at)
+            found[held].setdefault(name, []).append(setting)
+        rates = f"× {' and × '.join(sorted(others, key=float))} (same sign, p < {LEVEL} at each)"
+        for held, how in ((True, f"hold at {rates}"), (False, "do not hold there")):
+            if where := [f"{name} in {_list(settings)}" for name, settings in found[held].items()]:
+                told.append(f"{what} that are significant at × 1 and {how}: {'; '.join(where)}.")
     most, groups, start = max(first, key=lambda s: len(first[s])), list[str](), 0
     orders = [sorted(first[most], key=lambda name: -of[most][name].mean) for of in band.values()]
     for end in range(1, len(orders[0]) + 1):
@@ -281,8 +281,10 @@ def _all_outcomes(settings: Sequence[str], panel: Callable[..., bool], measure: 
         axis.set_visible(False)
     lines = {line.get_label(): line for axis in axes for line in axis.get_lines() if line.get_label()[0] != "_"}
     drawn.legend([*lines.values()], [*lines], loc="outside upper center", ncols=4, frameon=False, handlelength=3.5)
-    drawn.savefig(out, format="png", dpi=110, metadata={"Software": None})
-    return out.getvalue()
+    drawn.savefig(out, dpi=110)
+    small = io.BytesIO()
+    Image.open(out).convert("RGB").quantize(colors=64).save(small, format="png", optimize=True)
+    return small.getvalue()
 
 
 def _summary(folder: Folder, results: Results, picture: bytes) -> dict[str, Any]:
@@ -314,7 +316,10 @@ def _figures(of: Variant) -> dict[str, Any]:
     if (d := of.difference) is not None and d.n:
         found |= {"difference": d.mean, "interval": [d.low, d.high], "p": d.p, "p_holm": d.p_holm}
         found |= {"effect_size": d.effect_size, "verdict": d.verdict}
-    return {**found, "mechanism": {k: of.figures[k] for k in ("grad_norm", "kl", "impossible") if k in of.figures}}
+    return {
+        **found,
+        "mechanism": {k: of.figures[k] for k in ("grad_norm", "kl", "impossible", "rejected") if k in of.figures},
+    }
 
 
 def _of(some: Sequence[str], among: Mapping[str, Any] | Sequence[str]) -> str:

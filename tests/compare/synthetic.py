@@ -26,7 +26,7 @@ ENDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
 }
 """Setting → label → (peak, final value)."""
 MISMATCH: Mapping[str, Mapping[str, Any]] = {
-    "0": {},
+    "0": {"use_tis": False},
     "0:dual_clip": {"ppo": {"dual_clip": 3.0}},
     "1": {"use_rollout_log_probs": True},
     "2:token:truncate": {"use_tis": True},

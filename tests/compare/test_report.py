@@ -55,7 +55,7 @@ def text_of(html: str) -> str:
 
 def test_the_page_begins_with_the_conclusion_then_table_then_pictures(html: str) -> None:
     said = text_of(html)
-    assert "PPO without correction collapsed in 1 of 3 settings (stale32 12/12)." in said
+    assert "Runs of PPO without correction collapsed in 1 of 3 settings (stale32 12/12)." in said
     assert "token_is gained in 1 of 3 settings (stale32) and was significantly worse in none." in said
     assert "bypass gained in 1 of 3 settings (stale32) and was significantly worse in 1: int2 (0.01, PPO 0.90)." in said
     assert "token_icepop ran in stale32 alone and gained there." in said
@@ -93,7 +93,7 @@ def test_the_page_says_how_it_judges_and_how_it_was_run(html: str) -> None:
     said = text_of(html)
     for words in ("Six digits are reversed.", "seeds 100 to 111", f"above {EXACT_SEEDS} seeds Student's t", "Holm",
                   "mismatch-plugin compare --output RUN", "Parameters were chosen on seeds 0 to 9.",
-                  "Nothing: every run that was asked for has finished"):  # fmt: skip
+                  "Complete, every run has finished"):  # fmt: skip
         assert words in said, words
     assert "This is a partial report" not in said and "Gradients and mismatch in stale32" in said
     assert "+0.500 ▲ +0.485 to +0.515 < 0.001" in said or "+0.500 ▲" in said
@@ -104,7 +104,7 @@ def test_a_partial_folder_says_so_first_and_lists_what_is_missing(tmp_path: Path
     (root / "int2" / "1" / "seed104" / "done.json").unlink()
     write_report(root)
     said = text_of((root / "report.html").read_text(encoding="utf-8"))
-    assert said.index("This is a partial report.") < said.index("PPO without correction")
+    assert said.index("This is a partial report.") < said.index("Runs of PPO without")
     assert "int2, bypass, seed 104: unfinished, 21 steps; left out of every comparison." in said
     assert json.loads((root / "summary.json").read_text())["complete"] is False
 
@@ -159,7 +159,7 @@ BASE = {"a": {"PPO": 0.9, "x": 0.9}, "b": {"PPO": 0.2, "x": 0.8}, "c": {"PPO": 0
 @pytest.mark.parametrize(
     ("setting", "changed", "sentence"),
     [
-        ("b", {"PPO": 0.85}, "PPO without correction collapsed in 1 of 3 settings (b 12/12)."),
+        ("b", {"PPO": 0.85}, "Runs of PPO without correction collapsed in 1 of 3 settings (b 12/12)."),
         ("b", {"x": 0.2}, "x gained in 1 of 3 settings (b) and was significantly worse in none."),
         ("c", {"x": 0.1}, "x gained in 1 of 3 settings (b) and was significantly worse in none."),
         ("c", {"x": 0.95}, "x gained in 1 of 3 settings (b) and was significantly worse in none."),
@@ -193,19 +193,19 @@ def test_cells_have_a_mark_only_where_it_is_significant() -> None:
 
 
 def test_what_survives_the_band_is_what_holds_at_every_rate() -> None:
-    one = {"b": {"PPO": 0.2, "x": 0.8, "y": 0.6, "z": 0.5, "w": 0.1}}
-    other = {"b": {"PPO": 0.2, "x": 0.9, "y": 0.3, "z": 0.6, "w": 0.19}}
-    band = {"1": outcome(one), "0.7": outcome(one), "1.4": outcome(other, spread=0.1)}
-    said = survivors(band)
-    assert said[0] == "Significant gains at every rate (× 0.7, × 1 and × 1.4): x in b; y in b; z in b."
-    assert said[1:] == [
-        "Significant at some of the rates only: w in b.",
-        "Order of the means in b at every rate: x > (y, z) > PPO > w; inside brackets it changes.",
+    one = {"b": {"PPO": 0.5, "x": 0.9, "y": 0.8, "z": 0.7, "w": 0.2}}
+    other = {"b": {"PPO": 0.5, "x": 0.9, "y": 0.5, "z": 0.6, "w": 0.2}}
+    band = {"1": outcome(one), "0.7": outcome(one, n=6), "1.4": outcome(other, n=6)}
+    assert survivors(band) == [
+        "Gains that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): x in b; z in b.",
+        "Gains that are significant at × 1 and do not hold there: y in b.",
+        "Losses that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): w in b.",
+        "Order of the means in b at every rate: x > (y, z, PPO) > w; inside brackets it changes.",
     ]
     assert survivors({"1": outcome(one), "1.4": outcome(one)})[-1] == (
         "Order of the means in b at every rate: x > y > z > PPO > w."
     )
-    assert "x in b" not in survivors({**band, "1.4": outcome({"b": {**other["b"], "x": 0.2}})})[0]
+    assert "x in b" not in survivors({**band, "1.4": outcome({"b": {**other["b"], "x": 0.2}}, n=6)})[0]
 
 
 def test_kept_evidence_is_on_the_page_of_a_checkout(
@@ -218,7 +218,10 @@ def test_kept_evidence_is_on_the_page_of_a_checkout(
     monkeypatch.setattr(report, "EVIDENCE", path)
     write_report(root)
     said = text_of((root / "report.html").read_text(encoding="utf-8"))
-    assert "Order of the means in stale32 at every rate: bypass > PPO." in said and "× 1 is with 3 seeds" in said
+    assert (
+        "Order of the means in stale32 at every rate: bypass > PPO." in said
+        and "seeds a rate: × 1: 3, × 0.7: 3." in said
+    )
     assert "0.20 (1/3)" in said
     monkeypatch.setattr(report, "EVIDENCE", tmp_path / "none.json")
     write_report(root)
