@@ -1,7 +1,7 @@
 """What README and docs/compare.md say of the comparison, from two files in examples/compare.
 
 summary.json, collapse.png: of a run of `make compare` with its defaults; the picture's SHA-256 is in the file.
-evidence.json: final values of the same variants on 24 seeds, and on twelve of them at other learning rates. Made once:
+evidence.json: final values of the same variants on 24 seeds, and on six of them at other learning rates. Made once:
 
     python -m ci.compare 1=RUN,RUN 0.7=RUN 1.4=RUN
 """

@@ -43,6 +43,7 @@ FOLDERS = (
         "check",
         "inspect",
         "hooks",
+        "compare",
         "lab",
         "launch",
     ),  # downwards only
