@@ -8,7 +8,7 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def write_report(folder: Path) -> str:
     console = terminal()
     with console.capture() as text:
         console.print(table.to_rich(console.width), *table.notes, sep="\n")
-    return f"{text.get()}report: {folder / 'report.html'}"
+    return text.get()
 
 
 def cell(variant: Variant | None, marked: bool = True) -> str:
@@ -224,7 +224,7 @@ def _panel(axis: Any, folder: Folder, names: Sequence[str], setting: str, column
     """Draw a column of every variant over the steps. False where nothing but zeros was recorded."""
     (of_steps, over_seeds, log), drawn = how, False
     for place, name in enumerate(names):
-        steps, values = _curve(folder.of(setting, name), column, of_steps)
+        steps, values = _curve(folder.of(setting, name).values(), column, of_steps)
         if not values.size:
             continue
         drawn |= bool(np.abs(values).max() > 1e-6)
@@ -246,7 +246,7 @@ def _panel(axis: Any, folder: Folder, names: Sequence[str], setting: str, column
     return drawn
 
 
-def _curve(runs: Sequence[Run], column: str, of_steps: Callable[..., Any]) -> tuple[Array, Array]:
+def _curve(runs: Iterable[Run], column: str, of_steps: Callable[..., Any]) -> tuple[Array, Array]:
     """(steps [K], values [runs, K]) at the steps that all runs have; more than 60 are put together in 40 windows."""
     curves = [curve for run in runs if len((curve := run.curve(column))[0])]
     if not curves:
@@ -311,8 +311,9 @@ def _summary(folder: Folder, results: Results, picture: bytes) -> dict[str, Any]
 
 
 def _figures(of: Variant) -> dict[str, Any]:
-    found: dict[str, Any] = {"seeds": len(of.finals), "mean": of.mean, "error": of.error, "area": of.area}
-    found |= {"collapsed": of.fell, "runs": len(of.collapsed)}
+    found: dict[str, Any] = {"seeds": len(of.finals), "mean": of.mean, "error": of.error}
+    area = float(np.mean([*of.areas.values()])) if of.areas else math.nan
+    found |= {"collapsed": of.fell, "runs": len(of.collapsed), "area": area}
     if (d := of.difference) is not None and d.n:
         found |= {"difference": d.mean, "interval": [d.low, d.high], "p": d.p, "p_holm": d.p_holm}
         found |= {"effect_size": d.effect_size, "verdict": d.verdict}

@@ -29,16 +29,6 @@ from mismatch_plugin.report.log import record_in
 Array = NDArray[np.float64]
 
 BASELINE = "PPO"
-NAMES = {
-    "0": BASELINE,
-    "0:dual_clip": "dual_clip",
-    "1": "bypass",
-    "2:token:truncate": "token_is",
-    "2:sequence:truncate": "seq_is",
-    "3:sequence:truncate": "pg_is",
-    "2:geo_rs": "geo_rs_token_tis",
-}
-"""Label of a run → its one name on every page, a preset's where one has these settings; other labels are names."""
 LEVEL = 0.05
 """Two-sided level of significance, after Holm's correction."""
 FEW_SEEDS = 3
@@ -134,9 +124,6 @@ def corrected(pairs: Sequence[Paired]) -> list[Paired]:
 class Run:
     """One seed of one variant in one setting: steps [T], and columns [T] by name, NaN where nothing was recorded."""
 
-    setting: str
-    variant: str
-    seed: int
     steps: Array
     columns: dict[str, Array] = field(repr=False)
     config: dict[str, Any] = field(repr=False)
@@ -161,10 +148,10 @@ class Folder:
     runs: dict[tuple[str, str, int], Run] = field(repr=False)
     missing: tuple[str, ...] = ()
 
-    def of(self, setting: str, variant: str) -> list[Run]:
-        """The finished runs of a variant, by seed; the unfinished ones where there is no other."""
-        runs = [run for (s, v, _), run in sorted(self.runs.items()) if (s, v) == (setting, variant)]
-        return [run for run in runs if run.finished] or runs
+    def of(self, setting: str, variant: str) -> dict[int, Run]:
+        """The finished runs of a variant by seed; the unfinished ones where there is no other."""
+        runs = {seed: run for (s, v, seed), run in sorted(self.runs.items()) if (s, v) == (setting, variant)}
+        return {seed: run for seed, run in runs.items() if run.finished} or runs
 
     def about(self, setting: str) -> dict[str, str]:
         """Title, what and task of a setting as run.json has them; its name as the title where it says nothing of it."""
@@ -184,17 +171,17 @@ def read_folder(root: Path) -> Folder:
     if not info:
         missing.append("run.json is missing or damaged: settings, variants and seeds are those found in the folder.")
     plan = {setting: _texts(labels) for setting, labels in mapping(info.get("plan")).items()}
-    labels = {label.replace(":", "_"): label for many in [NAMES, *plan.values()] for label in many}
+    labels = {label.replace(":", "_"): label for many in plan.values() for label in many}
     runs: dict[tuple[str, str, int], Run] = {}
     started: dict[tuple[str, str, int], None] = {}
     for folder in sorted(root.glob("*/*/seed*")):
         if not (number := folder.name.removeprefix("seed")).isdecimal():
             continue
         config = _read_json(folder / "config.json") or {}
-        label = str(config.get("variant") or labels.get(folder.parent.name, folder.parent.name))
-        key = (folder.parent.parent.name, NAMES.get(label, label), int(number))
+        variant = str(config.get("variant") or labels.get(folder.parent.name, folder.parent.name))
+        key = (folder.parent.parent.name, variant, int(number))
         started[key] = None
-        run, notes = _read_run(folder, key, config)
+        run, notes = _read_run(folder, config)
         missing += [f"{key[0]}, {key[1]}, seed {key[2]}: {note}" for note in notes]
         if run is not None:
             runs[key] = run
@@ -202,16 +189,15 @@ def read_folder(root: Path) -> Folder:
     asked = [seed for seed in seeds if isinstance(seed, int)] if isinstance(seeds, list) else []
     variants: dict[str, tuple[str, ...]] = {}
     for setting in dict.fromkeys([*_texts(info.get("settings")), *plan, *(key[0] for key in started)]):
-        planned = [NAMES.get(label, label) for label in plan.get(setting, [])]
-        variants[setting] = tuple(dict.fromkeys([*planned, *(v for s, v, _ in started if s == setting)]))
-        for variant in planned:
+        variants[setting] = tuple(dict.fromkeys([*plan.get(setting, []), *(v for s, v, _ in started if s == setting)]))
+        for variant in plan.get(setting, []):
             if absent := [str(seed) for seed in asked if (setting, variant, seed) not in started]:
                 missing.append(f"{setting}, {variant}: seed{'s' * (len(absent) > 1)} {', '.join(absent)} not started.")
     found = tuple(dict.fromkeys([*asked, *sorted({seed for _, _, seed in started})]))
     return Folder(info, variants, found, runs, tuple(missing))
 
 
-def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -> tuple[Run | None, list[str]]:
+def _read_run(folder: Path, config: dict[str, Any]) -> tuple[Run | None, list[str]]:
     """The run, None where it holds no step; and sentences about what is wrong with it."""
     records: dict[int, dict[str, Any]] = {}
     bad, last, notes = 0, 0, list[str]()
@@ -244,7 +230,7 @@ def _read_run(folder: Path, key: tuple[str, str, int], config: dict[str, Any]) -
     for column in ("reward", "exact", *(() if diverged else ("grad_norm",))):  # step 0 is an evaluation alone
         if lost := int(np.isnan(columns.get(column, steps)[steps > 0]).sum()):
             notes.append(f"{column} is no finite number at {lost} step{'s' * (lost > 1)}.")
-    return Run(*key, steps, columns, config, finished, diverged), notes
+    return Run(steps, columns, config, finished, diverged), notes
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -303,11 +289,6 @@ class Variant:
         return float(stats.sem([*self.finals.values()])) if len(self.finals) > 1 else math.nan
 
     @property
-    def area(self) -> float:
-        """Mean area under the curve; NaN without any."""
-        return float(np.mean([*self.areas.values()])) if self.areas else math.nan
-
-    @property
     def fell(self) -> int:
         """How many runs collapsed."""
         return sum(self.collapsed.values())
@@ -328,13 +309,14 @@ def summarise(folder: Folder) -> Results:
     for setting, names in folder.variants.items():
         variants: list[Variant] = []
         for name in names:
-            runs = [run for run in folder.of(setting, name) if run.finished]
-            curves = {run.seed: run.curve(measure) for run in runs if measure and len(run.curve(measure)[0])}
-            diverged = {run.seed for run in runs if run.diverged}
+            runs = folder.of(setting, name)
+            curves = {seed: run.curve(measure) for seed, run in runs.items() if measure and run.finished}
+            curves = {seed: curve for seed, curve in curves.items() if len(curve[0])}
+            diverged = {seed for seed, run in runs.items() if run.diverged}
             finals = {seed: 0.0 if seed in diverged else final_value(values) for seed, (_, values) in curves.items()}
             fell = {seed: seed in diverged or has_collapsed(values) for seed, (_, values) in curves.items()}
             areas = {seed: area_under_curve(*curve) for seed, curve in curves.items()}
-            variants.append(Variant(name, finals, fell, areas, figures_of(folder.of(setting, name))))
+            variants.append(Variant(name, finals, fell, areas, figures_of(runs.values())))
         results[setting] = judged(variants)
     return results
 
@@ -391,7 +373,7 @@ COLUMNS = {*OUTCOMES, *(column for column, *_ in FIGURES.values())}
 """What is read of a step; the files hold more."""
 
 
-def figures_of(runs: Sequence[Run]) -> dict[str, float]:
+def figures_of(runs: Iterable[Run]) -> dict[str, float]:
     """The FIGURES that the runs recorded."""
     figures: dict[str, float] = {}
     for name, (column, of_steps, over_seeds) in FIGURES.items():

@@ -13,24 +13,24 @@ from typing import Any
 
 SEEDS = tuple(range(100, 112))
 ENDS: Mapping[str, Mapping[str, tuple[float, float]]] = {
-    "control": {"0": (0.98, 0.98), "1": (0.98, 0.98), "2:token:truncate": (0.98, 0.98)},
-    "int2": {"0": (0.9, 0.9), "1": (0.2, 0.01), "2:token:truncate": (0.9, 0.9)},
+    "control": {"PPO": (0.98, 0.98), "bypass": (0.98, 0.98), "token_is": (0.98, 0.98)},
+    "int2": {"PPO": (0.9, 0.9), "bypass": (0.2, 0.01), "token_is": (0.9, 0.9)},
     "stale32": {
-        "0": (0.95, 0.1),
-        "0:dual_clip": (0.95, 0.1),
-        "1": (0.95, 0.9),
-        "2:token:truncate": (0.95, 0.6),
-        "2:sequence:truncate": (0.95, 0.03),
+        "PPO": (0.95, 0.1),
+        "dual_clip": (0.95, 0.1),
+        "bypass": (0.95, 0.9),
+        "token_is": (0.95, 0.6),
+        "seq_is": (0.95, 0.03),
         "token_icepop": (0.95, 0.75),
     },
 }
 """Setting → label → (peak, final value)."""
 MISMATCH: Mapping[str, Mapping[str, Any]] = {
-    "0": {"use_tis": False},
-    "0:dual_clip": {"ppo": {"dual_clip": 3.0}},
-    "1": {"use_rollout_log_probs": True},
-    "2:token:truncate": {"use_tis": True},
-    "2:sequence:truncate": {"use_tis": True, "tis": {"level": "sequence"}},
+    "PPO": {"use_tis": False},
+    "dual_clip": {"ppo": {"dual_clip": 3.0}},
+    "bypass": {"use_rollout_log_probs": True},
+    "token_is": {"use_tis": True},
+    "seq_is": {"use_tis": True, "tis": {"level": "sequence"}},
     "token_icepop": {"use_tis": True, "tis": {"mode": "mask", "lower_bound": 0.5, "upper_bound": 5.0}},
 }
 _TASK = "Six digits are reversed."
@@ -57,7 +57,7 @@ def exact_at(step: int, peak: float, end: float) -> float:
 
 def write_run(root: Path, setting: str, label: str, seed: int, ends: tuple[float, float] | None = None) -> Path:
     """One finished run of 21 evaluations. ends: peak and final value in place of those planned. Returns its folder."""
-    folder = root / setting / label.replace(":", "_") / f"seed{seed}"
+    folder = root / setting / label / f"seed{seed}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"variant": label, "mismatch": MISMATCH[label]}))
     (folder / "done.json").write_text("{}")
@@ -70,7 +70,7 @@ def write_run(root: Path, setting: str, label: str, seed: int, ends: tuple[float
         if step:
             kl = 0.0 if setting == "control" else 0.5
             metrics = {"rollout_corr/kl": kl, "rollout_corr/accepted_token_fraction": 0.75}
-            norm = (300.0 if label == "0" else 5.0) if step == 300 else 1.0
+            norm = (300.0 if label == "PPO" else 5.0) if step == 300 else 1.0
             lines[-1] |= {"reward": exact, "exact": exact, "grad_norm": norm, "metrics": metrics}
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     return folder

@@ -18,7 +18,6 @@ from mismatch_plugin.compare import statistics
 from mismatch_plugin.compare.statistics import (
     EXACT_SEEDS,
     LEVEL,
-    NAMES,
     Variant,
     area_under_curve,
     final_value,
@@ -127,7 +126,7 @@ def test_a_whole_folder(root: Path) -> None:
     folder = read_folder(root)
     assert folder.missing == () and folder.seeds == SEEDS and folder.measure() == "held_out_exact"
     results = summarise(folder)
-    assert {s: [*of] for s, of in results.items()} == {s: [NAMES.get(v, v) for v in of] for s, of in ENDS.items()}
+    assert {s: [*of] for s, of in results.items()} == {s: [*of] for s, of in ENDS.items()}
     stale = results["stale32"]
     verdicts = {name: variant.verdict for name, variant in stale.items() if name != "PPO"}
     gained = dict.fromkeys(("bypass", "token_is", "token_icepop"), "better")
@@ -143,7 +142,7 @@ def test_a_whole_folder(root: Path) -> None:
 
 
 def test_a_diverged_run_is_zero_and_collapsed(tmp_path: Path) -> None:
-    folder = write_run(tmp_path, "stale32", "1", 100)
+    folder = write_run(tmp_path, "stale32", "bypass", 100)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     lines[8]["grad_norm"] = "nan"
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
@@ -200,7 +199,7 @@ def damage(path: Path, name: str) -> None:
 )
 def test_a_damaged_run_is_named_and_the_others_are_compared(tmp_path: Path, name: str, note: str, counts: bool) -> None:
     root = write_comparison(tmp_path / "run", settings=["int2"], plan={"int2": [*ENDS["int2"]]})
-    damage(root / "int2" / "1" / "seed103", name)
+    damage(root / "int2" / "bypass" / "seed103", name)
     folder = read_folder(root)
     assert folder.missing[0].startswith(f"int2, bypass, seed 103: {note}")
     bypass = summarise(folder)["int2"]["bypass"]
@@ -209,7 +208,9 @@ def test_a_damaged_run_is_named_and_the_others_are_compared(tmp_path: Path, name
 
 
 def test_what_was_not_started_and_what_lost_its_description(tmp_path: Path) -> None:
-    root = write_comparison(tmp_path / "run", settings=["int2"], plan={"int2": ["0", "1", "token_icepop"]}, seeds=[100])
+    root = write_comparison(
+        tmp_path / "run", settings=["int2"], plan={"int2": ["PPO", "bypass", "token_icepop"]}, seeds=[100]
+    )
     (root / "run.json").write_text((root / "run.json").read_text().replace("[100]", "[100, 101]"))
     assert read_folder(root).missing == (
         "int2, PPO: seed 101 not started.",
@@ -229,7 +230,7 @@ def test_what_was_not_started_and_what_lost_its_description(tmp_path: Path) -> N
 def test_a_step_written_twice_counts_as_last_written_and_rewards_judge_alone(
     tmp_path: Path,
 ) -> None:
-    folder = write_run(tmp_path, "control", "0", 100)
+    folder = write_run(tmp_path, "control", "PPO", 100)
     steps = [{"step": step, "reward": reward} for step, reward in ((1, 0.2), (2, 0.4), (2, 0.6), (3, 0.7), (4, 0.8))]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, steps)))
     read = read_folder(tmp_path)

@@ -178,7 +178,7 @@ def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
     write_step(folder, CONFIG, {"rollout_corr/kl": 0.3})
     (folder / "done.json").write_text("{}")
     found = read_folder(tmp_path)
-    run = found.runs["cluster", "PPO", 0]
+    run = found.runs["cluster", "0", 0]
     assert [of.tolist() for of in run.curve("rollout_corr/kl")] == [[1, 2, 3], [0.1, 0.2, 0.3]]
     assert [sentence for sentence in found.missing if "run.json" not in sentence] == []
 
