@@ -13,7 +13,7 @@ its own p-values, by Holm's method for the variants of a setting. Only finished 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.files import read_json_object, read_lines
-from mismatch_plugin.report.log import record_in
+from mismatch_plugin.files import read_json_object
+from mismatch_plugin.report.log import read_records
 
 Array = NDArray[np.float64]
 
@@ -231,18 +231,6 @@ def _read_run(folder: Path, config: dict[str, Any]) -> tuple[Run | None, list[st
         if lost := int(np.isnan(columns.get(column, steps)[steps > 0]).sum()):
             notes.append(f"{column} is no finite number at {lost} step{'s' * (lost > 1)}.")
     return Run(steps, columns, config, finished, diverged), notes
-
-
-def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
-    """The JSON object of every line that is not blank; None for a damaged one. Nothing where no file can be read."""
-    try:
-        for _, line in read_lines(path, errors="replace"):
-            if line.strip():
-                yield record_in(line)
-    except OSError:
-        return
-    except ValueError:  # no regular file, or a line without end
-        yield None
 
 
 def _number(value: Any) -> float:

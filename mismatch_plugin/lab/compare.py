@@ -16,13 +16,12 @@ from itertools import combinations
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from mismatch_plugin.compare.statistics import read_records
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.lab.experiments import variant_config
 from mismatch_plugin.lab.run import DONE, METRICS
 from mismatch_plugin.lab.settings import LabSettings
-from mismatch_plugin.report.log import differences
+from mismatch_plugin.report.log import differences, read_records
 
 Trainer = Literal["batched", "megatron"]
 BLOCK = 24
