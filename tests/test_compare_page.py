@@ -129,6 +129,14 @@ def test_a_claim_is_carried_by_24_seeds(
     assert holds(band()["1"]) and not holds(planted(*plant))
 
 
+def test_at_a_lower_learning_rate_others_reach_bypass() -> None:
+    assert "at 0.7 of the learning rate others reach it" in DOCS
+    for rate, reached in (("0.7", True), ("1", False)):
+        for of in (band()[rate][setting] for setting in STALE):
+            best = max(variant.mean for name, variant in of.items() if name != "bypass")
+            assert (best > of["bypass"].mean - 0.02) == reached
+
+
 def test_the_evidence_is_of_24_seeds_and_of_three_learning_rates() -> None:
     for rate, results in band().items():
         seeds = set(range(100, 124 if rate == "1" else 106))
