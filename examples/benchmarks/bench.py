@@ -94,7 +94,7 @@ def steps_of(tokens: int, width: int, vocab: int, device: torch.device) -> list[
 
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
     from mismatch_plugin.hooks.megatron_core.batch import Sample, make_batch
-    from mismatch_plugin.lab.model import ModelSettings, build_model, run_step
+    from tests.megatron_cpu import ModelSettings, build_model, run_step
 
     heads = max(2, width // 64)
     size = {"hidden": width, "heads": heads, "kv_groups": heads, "ffn": 3 * width, "vocab": vocab}

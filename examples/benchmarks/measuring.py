@@ -237,7 +237,7 @@ def megatron_groups(model: bool = False) -> None:
         return
     size = dist.get_world_size() if dist.is_initialized() else 1
     if model or torch.cuda.is_available():
-        from mismatch_plugin.lab.model import initialize_parallel
+        from tests.megatron_cpu import initialize_parallel
 
         initialize_parallel(tp=size)
         return

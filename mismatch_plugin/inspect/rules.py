@@ -145,8 +145,8 @@ RULES = (
         run="rollouts some steps old, asynchronous",
         preset="token_is",
         reason="the clip stays anchored at π_old, the weight covers the lag. In the comparison, where KL is larger, it "
-        "gained at 24 steps and was not resolved at 32, where bypass held, whose clip limits the lag itself and which "
-        "is lost where the engines differ, too",
+        "gained wherever rollouts were stale. Bypass, whose clip limits the lag itself, ended higher there; it was "
+        "lost where weights were rounded, too",
         also=lambda figures: figures.stale >= 1,
         kl=(SMALL_KL, STRONG_KL),
         keeps=1.0,

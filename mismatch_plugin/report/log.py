@@ -281,6 +281,18 @@ def record_in(line: bytes | str) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
+def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of every line that is not blank; None for a damaged one. Nothing where no file can be read."""
+    try:
+        for _, line in read_lines(path, errors="replace"):
+            if line.strip():
+                yield record_in(line)
+    except OSError:
+        return
+    except ValueError:  # no regular file, or a line without end
+        yield None
+
+
 def read_steps(path: str | Path) -> Iterator[dict[str, float]]:
     """The numbers of every step of a `metrics.jsonl` (or the folder that holds one), in order.
 

@@ -24,7 +24,6 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.slime.step import StepRun
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report import log
-from mismatch_plugin.report.data import read_run_folder
 from mismatch_plugin.report.log import log_step, read_steps, refuse_other_settings, write_step
 
 CONFIG = mp.MismatchConfig()
@@ -217,14 +216,17 @@ def test_a_settings_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
     """Lines with and without a step: what an older version wrote has none."""
+    pytest.importorskip("scipy", reason="the comparison's statistics need scipy (extra lab)")
+    from mismatch_plugin.compare.statistics import read_folder
+
     folder = tmp_path / "cluster" / "0" / "seed0"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n{"rollout_corr/kl": 0.2}\n')
     write_step(folder, CONFIG, {"rollout_corr/kl": 0.3})
     (folder / "done.json").write_text("{}")
-    found = read_run_folder(tmp_path)
+    found = read_folder(tmp_path)
     run = found.runs["cluster", "0", 0]
-    assert run.steps.tolist() == [1, 2, 3] and run.column("rollout_corr/kl").tolist() == [0.1, 0.2, 0.3]
+    assert [of.tolist() for of in run.curve("rollout_corr/kl")] == [[1, 2, 3], [0.1, 0.2, 0.3]]
     assert [sentence for sentence in found.missing if "run.json" not in sentence] == []
 
 
