@@ -98,7 +98,7 @@ def steps_of(tokens: int, width: int, vocab: int, device: torch.device) -> list[
 
     heads = max(2, width // 64)
     size = {"hidden": width, "heads": heads, "kv_groups": heads, "ffn": 3 * width, "vocab": vocab}
-    model = build_model(ModelSettings.model_validate(size))
+    model = build_model(ModelSettings(**size))
     config = model[0].config
     finalize = config.finalize_model_grads_func
     generator = torch.Generator().manual_seed(0)

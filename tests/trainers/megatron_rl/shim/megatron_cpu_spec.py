@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cpu_spec import CoreAttention
+from cpu_spec import CoreAttention  # pyright: ignore[reportMissingImports]
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 layer_spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import cpu_shim
+import cpu_shim  # pyright: ignore[reportMissingImports]
 import observe
 import torch
 

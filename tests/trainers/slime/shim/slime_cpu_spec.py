@@ -5,7 +5,7 @@ slime's converters between Megatron and HF know only those names (hf_to_megatron
 # pyright: basic, reportMissingParameterType=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 import torch
-from cpu_spec import CoreAttention, RMSNorm
+from cpu_spec import CoreAttention, RMSNorm  # pyright: ignore[reportMissingImports]
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
