@@ -97,8 +97,8 @@ def steps_of(tokens: int, width: int, vocab: int, device: torch.device) -> list[
     from tests.megatron_cpu import ModelSettings, build_model, run_step
 
     heads = max(2, width // 64)
-    size = {"hidden": width, "heads": heads, "kv_groups": heads, "ffn": 3 * width, "vocab": vocab}
-    model = build_model(ModelSettings(**size))
+    size = ModelSettings(hidden=width, heads=heads, kv_groups=heads, ffn=3 * width, vocab=vocab)
+    model = build_model(size)
     config = model[0].config
     finalize = config.finalize_model_grads_func
     generator = torch.Generator().manual_seed(0)
