@@ -174,6 +174,8 @@ def test_the_summary_is_a_whole_run_of_the_default_comparison_and_part_of_the_ev
 
 def test_the_picture_is_of_the_same_run() -> None:
     assert hashlib.sha256((FOLDER / "collapse.png").read_bytes()).hexdigest() == summary()["picture"]
+    runs = [entry["variants"] for entry in summary()["settings"].values()]
+    assert "token_is ends above PPO in all]" in DOCS and all(v["token_is"]["mean"] > v["PPO"]["mean"] for v in runs)
     assert sorted(path.name for path in FOLDER.iterdir()) == ["collapse.png", "evidence.json", "summary.json"]
 
 
