@@ -66,13 +66,10 @@ def write_evidence(runs: dict[str, list[Path]]) -> None:
     write_whole(EVIDENCE, json.dumps({"rates": rates}).replace("}, ", "},\n") + "\n")
 
 
-def _named(setting: str) -> str:
-    return f"`{setting}`: {summary()['settings'][setting]['title']}"
-
-
 def short_table() -> Table:
     """Uncorrected PPO, bypass and token weights in every setting, on 24 seeds."""
-    rows = [(_named(setting), *(cell(of[name]) for name in _SHORT)) for setting, of in band()["1"].items()]
+    titles = {setting: entry["title"] for setting, entry in summary()["settings"].items()}
+    rows = [(titles[setting], *(cell(of[name]) for name in _SHORT)) for setting, of in band()["1"].items()]
     return Table("Final exact match", ("rollout engine and trainer", *_SHORT), tuple(rows))
 
 
@@ -83,7 +80,7 @@ def said_list() -> Sentences:
 
 def settings_table() -> Table:
     """What each setting is."""
-    rows = [(_named(setting), entry["what"]) for setting, entry in summary()["settings"].items()]
+    rows = [(f"`{setting}`: {entry['title']}", entry["what"]) for setting, entry in summary()["settings"].items()]
     return Table("Settings", ("setting", "what it is"), tuple(rows))
 
 

@@ -137,6 +137,14 @@ def test_at_a_lower_learning_rate_others_reach_bypass() -> None:
             assert (best > of["bypass"].mean - 0.02) == reached
 
 
+def test_at_a_higher_learning_rate_bypass_alone_loses_no_stale_run() -> None:
+    assert "At 1.4 times the rate `bypass` alone lost no run under pure staleness" in DOCS
+    for rate, alone in (("1.4", True), ("0.7", False)):
+        others = [v for setting in STALE for v in band()[rate][setting].values() if v.name != "bypass"]
+        assert all(band()[rate][setting]["bypass"].fell == 0 for setting in STALE)
+        assert all(variant.fell for variant in others) == alone
+
+
 def test_the_evidence_is_of_24_seeds_and_of_three_learning_rates() -> None:
     for rate, results in band().items():
         seeds = set(range(100, 124 if rate == "1" else 106))
@@ -166,6 +174,8 @@ def test_the_summary_is_a_whole_run_of_the_default_comparison_and_part_of_the_ev
 
 def test_the_picture_is_of_the_same_run() -> None:
     assert hashlib.sha256((FOLDER / "collapse.png").read_bytes()).hexdigest() == summary()["picture"]
+    runs = [entry["variants"] for entry in summary()["settings"].values()]
+    assert "token_is ends above PPO in all]" in DOCS and all(v["token_is"]["mean"] > v["PPO"]["mean"] for v in runs)
     assert sorted(path.name for path in FOLDER.iterdir()) == ["collapse.png", "evidence.json", "summary.json"]
 
 

@@ -171,7 +171,7 @@ def survivors(band: Mapping[str, Results]) -> list[str]:
             held = all(d.p < LEVEL and (d.mean > 0) == (verdict == "better") for d in at)
             found[held].setdefault(name, []).append(setting)
         rates = f"× {' and × '.join(sorted(others, key=float))} (same sign, p < {LEVEL} at each)"
-        for held, how in ((True, f"hold at {rates}"), (False, "do not hold there")):
+        for held, how in ((True, f"hold at {rates}"), (False, "not at each of these")):
             if where := [f"{name} in {_list(settings)}" for name, settings in found[held].items()]:
                 told.append(f"{what} that are significant at × 1 and {how}: {'; '.join(where)}.")
     most, groups, start = max(first, key=lambda s: len(first[s])), list[str](), 0

@@ -200,7 +200,7 @@ def test_what_survives_the_band_is_what_holds_at_every_rate() -> None:
     band = {"1": outcome(one), "0.7": outcome(one, n=6), "1.4": outcome(other, n=6)}
     assert survivors(band) == [
         "Gains that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): x in b; z in b.",
-        "Gains that are significant at × 1 and do not hold there: y in b.",
+        "Gains that are significant at × 1 and not at each of these: y in b.",
         "Losses that are significant at × 1 and hold at × 0.7 and × 1.4 (same sign, p < 0.05 at each): w in b.",
         "Order of the means in b at every rate: x > (y, z, PPO) > w; inside brackets it changes.",
     ]
