@@ -16,7 +16,6 @@ from ci.compare import FOLDER, band, summary
 from mismatch_plugin.compare.statistics import Results, judged, paired_difference
 from mismatch_plugin.inspect.rules import RULES
 
-experiments: Any = pytest.importorskip("mismatch_plugin.compare.experiments")
 DOCS = " ".join((FOLDER.parents[1] / "docs" / "compare.md").read_text(encoding="utf-8").split())
 RULE = {rule.name: rule.reason for rule in RULES}
 STALE, ROUNDED = ("stale24", "stale32"), ("int2", "int2_stale8")

@@ -40,6 +40,8 @@ from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.log import differences, to_json
 
 CONFIG, METRICS, DONE, WARM = "config.json", "metrics.jsonl", "done.json", ".warm"
+UNFINISHED = 4
+"""Exit status where some runs failed: 1 would be a fault that was found."""
 BLOCK = 24
 """Runs in one tensor program: more are not faster."""
 
@@ -135,7 +137,7 @@ def compare(
     if stopped:
         typer.echo(f"go on with: {_command()} --resume")
     if stopped or failures:
-        raise typer.Exit(130 if stopped else 1)
+        raise typer.Exit(130 if stopped else UNFINISHED)
 
 
 def _listed(names: str | None) -> list[str] | None:

@@ -69,9 +69,7 @@ def _reversed(digits: list[int]) -> list[int]:
     return [digit for digit in digits if digit != FILL][::-1]
 
 
-_ABOUT = (
-    "The model is given {} and answers with the same digits backwards{}; its reward is the share of right positions."
-)
+_ABOUT = "The model is given {} and answers with the same digits backwards{}; its reward: the share of right positions."
 TASKS = {
     task.name: task
     for task in (
@@ -102,15 +100,11 @@ class Settings(BaseModel):
     ffn: int = Field(64, ge=1)  # width of the MLP; of each expert
     experts: int = Field(0, ge=0)  # of each layer's MLP, of which a token takes one; 0 is a dense model
 
-    rollout_dtype: Literal["float32", "int8", "int4", "int3", "int2"] = (
-        "float32"  # the engine's; the trainer is float32
-    )
-    staleness: int = Field(
-        0, ge=0
-    )  # optimizer steps by which a rollout batch's weights lag behind its first trained step
-    expert_flips: float = Field(
-        0.0, ge=0.0, le=1.0
-    )  # share of tokens, a layer, that the engine gives to another expert
+    # The rollout engine's numbers (the trainer is float32), by how many optimizer steps its weights lag, and the share of
+    # tokens that it gives to another expert than the router's.
+    rollout_dtype: Literal["float32", "int8", "int4", "int3", "int2"] = "float32"
+    staleness: int = Field(0, ge=0)
+    expert_flips: float = Field(0.0, ge=0.0, le=1.0)
     temperature: float = Field(1.0, gt=0.0)  # of the rollout engine and of the trainer's log-probs
 
     steps: int = Field(360, ge=1)  # optimizer steps
@@ -136,13 +130,13 @@ class Settings(BaseModel):
             raise ValueError(f"betas is {list(self.betas)}: each is at least 0 and below 1.")
         if self.samples_per_prompt % self.mini_batches:
             raise ValueError(
-                f"mini_batches {self.mini_batches} must divide samples_per_prompt {self.samples_per_prompt}."
+                f"mini_batches {self.mini_batches} must divide {self.samples_per_prompt}, samples_per_prompt."
             )
         if self.hidden % self.heads:
             raise ValueError(f"heads {self.heads} must divide hidden, which is {self.hidden}.")
         if self.experts == 1 or (self.expert_flips and not self.experts):
             raise ValueError(
-                f"experts {self.experts}, expert_flips {self.expert_flips}: give at least 2 experts, or none."
+                f"experts {self.experts}, expert_flips {self.expert_flips}: give 2 experts or more, or none."
             )
         return self
 
