@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -194,6 +195,11 @@ def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) 
 def refuse_unfit(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise where the batch lacks what the loss needs."""
     refuse_no_config(config)
+    if not isinstance(packed, PackedSequences):
+        raise TypeError(
+            f"packed is a {type(packed).__name__}: policy_loss takes log_probs, then the PackedSequences, then the "
+            f"configuration."
+        )
     if packed.advantages is None:
         raise ValueError(
             "advantages is missing: policy_loss needs one advantage a token (or a sequence, in from_lists)."
@@ -275,9 +281,23 @@ def policy_loss(
     seq-mean-token-mean: mean over sequences of Σ_t / Σ_seq m
     seq-mean-token-sum: mean over sequences of Σ_t (divided by length_norm if set)
     Micro-batches and ranks of one optimizer step: `step_loss`, which also brings the step's mean weight.
+    Warns (UserWarning) where algorithms 0 and 2 have no old_log_probs: then nothing clips. Raises also ValueError for
+    `rs.group` without packed.rewards, from which `group_advantages` forms the advantages that it acts on.
     All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
     `report.log.write_step`.
     """
+    refuse_unfit(packed, config)
+    if config.rs.group != "keep" and packed.rewards is None:
+        raise ValueError(
+            f"rewards is missing: rs.group {config.rs.group} acts in mp.group_advantages(rewards, group_ids, accepted) "
+            f"alone. Form the advantages with it, and pass rewards next to them."
+        )
+    if packed.old_log_probs is None and not config.use_rollout_log_probs and config.policy_objective != "reinforce":
+        warnings.warn(
+            "old_log_probs is missing, so π_old is π_θ and nothing clips: right for one step per rollout. With "
+            "several, pass those from before the first.",
+            stacklevel=2,
+        )
     result = sum_tokens(token_loss(log_probs, packed, config, groups, batch_factor), groups)
     if batch_factor is None and config.normalizes_step:
         return replace(result, statistics=replace(result.statistics, own_means=1))
