@@ -45,9 +45,9 @@ class MismatchConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _nested(cls, data: Any) -> Any:
-        """`tis_level="token"` is a setting of a section: say how it is written."""
-        for name, value in data.items() if isinstance(data, Mapping) else ():
+    def _nested(cls, data: Any, info: ValidationInfo) -> Any:
+        """`tis_level="token"` is a setting of a section: say how it is written. (`build` has a sentence of its own.)"""
+        for name, value in data.items() if isinstance(data, Mapping) and info.context is None else ():
             section, _, rest = str(name).partition("_")
             model = cls.model_fields[section].annotation if section in cls.model_fields and rest else None
             if isinstance(model, type) and issubclass(model, BaseModel) and rest in model.model_fields:
