@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -13,6 +12,7 @@ pytest.importorskip("scipy", reason="the comparison's statistics need scipy (ext
 pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
 
 from ci.compare import FOLDER, band, summary
+from mismatch_plugin.compare import experiments
 from mismatch_plugin.compare.statistics import Results, judged, paired_difference
 from mismatch_plugin.inspect.rules import RULES
 

@@ -30,6 +30,10 @@ MIN_ACCEPTED = 0.5
 """Ours: a filter that drops more than it keeps."""
 MAX_BYPASS_CLIPPED = 0.2
 """Ours: PPO's clip is active for a few percent of tokens where there is no mismatch."""
+MAX_CLIPPED = 0.3
+"""Ours: updates of PPO reach a few percent; of unrelated policies half is clipped, on the side that its sign picks."""
+MIN_EPS = 0.1
+"""Ours: below this ε PPO's clip is no sign of a policy far away."""
 MAX_INVALID_SHARE = 0.01
 """Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
@@ -104,6 +108,10 @@ _SPREAD = (
     "Lower the upper bound, or raise the lower one with mode clip; in place of a product of ratios (turn, sequence, "
     "prefix) choose geometric or token."
 )
+_ANCHOR = (
+    "Check that old_log_probs and log_probs have the same tokens (shifted by one?), temperature and dropout: in a "
+    "rollout's first step they are equal."
+)
 _ESS = f"below {MIN_EFFECTIVE_SAMPLE_SIZE:g}"
 _MEAN = f"below {MEAN_RANGE[0]:g} or above {MEAN_RANGE[1]:g}"
 _UNITS = f"from {MIN_UNITS} sequences on; not at token level"
@@ -157,6 +165,17 @@ RULES: tuple[Rule, ...] = (
          "the clip, which begins at π_rollout, cuts tokens for the mismatch itself",
          "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
          lambda metrics, config: config.algorithm == 1, "algorithm 1"),
+    Rule("pg_clipfrac", "fault", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
+         "π_θ is farther from π_old than updates lead", _ANCHOR,
+         lambda metrics, config: (
+             not config.use_rollout_log_probs and config.policy_objective == "ppo"
+             and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) >= MIN_EPS
+         ), f"algorithms 0 and 2, objective ppo, ε from {MIN_EPS:g} on"),
+    Rule("ppo_kl", "fault", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}",
+         "π_θ is farther from π_old than updates lead", _ANCHOR,
+         lambda metrics, config: not config.use_rollout_log_probs, "algorithms 0 and 2"),
+    Rule("tokens", "fault", lambda v: v == 0, "0", "nothing trains: every loss mask is 0",
+         "Set the mask to 1 where a response token trains."),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
          "See what rejects it (rollout_rs_*, rollout_is_veto_fraction, invalid_*) and widen that bound; try it with "
          "--mismatch-dry-run first.",
@@ -220,7 +239,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     """
     values = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     if values.get("tokens") == 0:
-        return []
+        values = {"tokens": 0.0}  # figures of nothing say nothing
     found = [
         _warning(rule, rule.metric, values[rule.metric], config.dry_run)
         for rule in RULES

@@ -376,7 +376,7 @@ def test_a_file_that_cannot_grow_is_said_and_leaves_nothing(tmp_path: Path) -> N
     limit = 30_000
     process = start(tmp_path / "run", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)), steps=4)
     said = process.communicate(timeout=SECONDS)[0]
-    assert process.returncode == 1 and "Traceback" not in said, said
+    assert process.returncode == 4 and "Traceback" not in said, said
     assert "failed: control, seeds 100 to 100: [Errno 27] File too large" in said
     assert list((tmp_path / "run" / ".warm").iterdir()) == []
     process = start(tmp_path / "run", steps=4)

@@ -494,6 +494,16 @@ def test_bounds_that_would_fail_in_torch_are_refused(settings: dict[str, Any], m
     mp.MismatchConfig.build({"ppo": {"eps_clip_high": math.inf}, "tis": {"upper_bound": 2.1e-9}})
 
 
+@pytest.mark.parametrize("name", ["tis_level", "rs_policy", "ppo_dual_clip", "terms_kl_coef"])
+def test_a_setting_of_a_section_is_named_where_it_belongs(name: str) -> None:
+    section, _, rest = name.partition("_")
+    message = re.escape(f'setting {name} is one of a section: write {section}={{"{rest}": 1}}.')
+    with pytest.raises(ValueError, match=message):
+        mp.MismatchConfig.model_validate({name: 1})
+    with pytest.raises(ValueError, match="Extra inputs"):
+        mp.MismatchConfig.model_validate({"use_level": 1})
+
+
 # Bounds of weights that do harm ---------------------------------------------------------------------------------------
 
 

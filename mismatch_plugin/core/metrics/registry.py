@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
            Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0), place="ratio"),
     Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
            "unit_ratio_squared",
-           lambda s: f.deviation(s.mean("unit_ratio_squared", s.unit), s.mean("unit_ratio", s.unit)), place="ratio"),
+           f.unit_std, place="ratio"),
     Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the units' ρ (not at token level)",
            f.LEVEL_UNITS, "unit_ratio", f.unit_ess, unit="share", place="ratio"),
     Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
