@@ -253,7 +253,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "settings": config_table,
     "versions": versions_table,
     "which": rules_table,
-    "which-short": lambda: rules_table(short=True),
 }
 
 

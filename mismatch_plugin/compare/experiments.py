@@ -100,8 +100,8 @@ class Settings(BaseModel):
     ffn: int = Field(64, ge=1)  # width of the MLP; of each expert
     experts: int = Field(0, ge=0)  # of each layer's MLP, of which a token takes one; 0 is a dense model
 
-    # The rollout engine's numbers (the trainer is float32), by how many optimizer steps its weights lag, and the share of
-    # tokens that it gives to another expert than the router's.
+    # The rollout engine: its numbers (the trainer is float32), the optimizer steps by which its weights lag, and the
+    # share of tokens that it gives to another expert than the router's.
     rollout_dtype: Literal["float32", "int8", "int4", "int3", "int2"] = "float32"
     staleness: int = Field(0, ge=0)
     expert_flips: float = Field(0.0, ge=0.0, le=1.0)

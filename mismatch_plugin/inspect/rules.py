@@ -236,8 +236,8 @@ ADDITIONS = (
 """Looked at in this order, once the setting is chosen."""
 
 
-def rules_table(short: bool = False) -> Table:
-    """Which setting to choose. short: without the reasons and what may be added, for the README."""
+def rules_table() -> Table:
+    """Which setting to choose."""
     rows = [
         (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{_more(rule)}",
          "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}", rule.reason)
@@ -250,8 +250,7 @@ def rules_table(short: bool = False) -> Table:
         "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
         "For every row the tests make data in its range, and fail where less is kept or another is taken.",
     )
-    table = Table("Which setting to choose", headers, (*rows, *added), notes=notes)
-    return Table(table.title, headers[:4], tuple(row[:4] for row in rows)) if short else table
+    return Table("Which setting to choose", headers, (*rows, *added), notes=notes)
 
 
 def _more(rule: Rule) -> str:
