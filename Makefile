@@ -21,7 +21,7 @@ SLIME_SRC ?=
 MILES_SRC ?=
 MEGATRON_SRC ?=
 NEMO_RL_SRC ?=
-# For their pytest: -k misspelt runs one case.
+# For their pytest: -k "algorithm and 3" runs what is named so, and starts no other run; slime's -k misspelt is one.
 TRAINER_ARGS ?=
 # Two pytest processes, file by file: the slow tests launch two to four processes themselves, so more are not faster.
 PYTEST_ARGS ?= --numprocesses 2 --dist loadfile
@@ -47,7 +47,7 @@ help:  ## list the targets
 compare: $(VENV)/.test  ## train under each algorithm and mismatch; writes runs/compare/report.html, goes on where it stopped
 	$(BIN)/mismatch-plugin compare --resume $(COMPARE_ARGS)
 
-bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.html
+bench: $(VENV)/.test  ## what the plugin costs next to what else there is; writes runs/bench/bench.md and bench.json
 	PYTHONPATH="$(abspath $(BENCH_PACKAGES))$${PYTHONPATH:+:$$PYTHONPATH}" $(foreach source,SLIME_SRC NEMO_RL_SRC,\
 		$(if $($(source)),$(source)="$(abspath $($(source)))")) $(BIN)/python -m examples.benchmarks.bench $(BENCH_ARGS)
 
@@ -65,9 +65,8 @@ sglang:  ## make .venv-sglang, where SGLang serves on CPU (2.6 GB, made on first
 test-sglang: sglang $(VENV)/.test  ## run the tests against a real SGLang server (makes both environments on first use)
 	$(BIN)/python -m pytest tests/sglang
 
-compare-sglang: sglang $(VENV)/.test  ## the comparison with rollouts of an SGLang server; writes runs/compare-sglang/report.html
-	$(BIN)/mismatch-plugin compare --resume --trainer megatron --engine sglang --start-server --seeds 1 --steps 80 \
-		--output runs/compare-sglang $(COMPARE_ARGS)
+compare-sglang: sglang $(VENV)/.test  ## algorithm 0 and token weights through megatron-core on an SGLang server; prints a table
+	$(BIN)/python -W ignore -m examples.megatron_core.train --use-tis --tis-level token $(COMPARE_ARGS)
 
 test-verl:  ## run the tests against verl itself, in an environment of its own (1.7 GB, made on first use)
 	ci/verl_cpu.sh $(VERL_VENV)

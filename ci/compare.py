@@ -1,24 +1,39 @@
-"""The tables of a comparison that README and docs/compare.md cite, from examples/compare/summary.json.
+"""What README and docs/compare.md say of the comparison, from two files in examples/compare.
 
-That file is `RUN/summary.json` of a run of `make compare` with its defaults, and examples/compare/collapse.png is
-`RUN/plots/collapse.png` of the same run: its SHA-256 is in the file.
+summary.json, collapse.png: of a run of `make compare` with its defaults; the picture's SHA-256 is in the file.
+evidence.json: final values of the same variants on 24 seeds, and on six of them at other learning rates. Made once:
+
+    python -m ci.compare 1=RUN,RUN 0.7=RUN 1.4=RUN
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.report.data import short
-from mismatch_plugin.report.overview import MARKS
-from mismatch_plugin.report.statistics import number, p_value, signed
-from mismatch_plugin.report.table import NOTHING, Table
+from mismatch_plugin.compare.report import EVIDENCE, cell, conclusion, final_table, read_evidence, survivors
+from mismatch_plugin.compare.statistics import BASELINE, Results, read_folder, summarise
+from mismatch_plugin.files import write_whole
+from mismatch_plugin.report.table import Table, number, p_value, signed
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples" / "compare"
-_SHORT = ("0", "1", "2:token:truncate")
+FOLDER = EVIDENCE.parent
+_SHORT = (BASELINE, "bypass", "token_is")
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """A generated list."""
+
+    sentences: Sequence[str]
+
+    def to_markdown(self) -> str:
+        """One sentence an entry."""
+        return "".join(f"- {sentence}\n" for sentence in self.sentences)
 
 
 @cache
@@ -27,85 +42,84 @@ def summary() -> dict[str, Any]:
     return json.loads((FOLDER / "summary.json").read_text(encoding="utf-8"))
 
 
-def _cell(variants: dict[str, Any], label: str) -> str:
-    """Final value, its mark, and how many runs collapsed."""
-    found = variants.get(label)
-    if found is None:
-        return NOTHING
-    mark = MARKS.get(found.get("verdict", ""), "")
-    collapsed = f" ({found['collapsed']}/{found['runs']})" if found["collapsed"] else ""
-    return f"{found['mean']:.2f}{mark}{collapsed}"
+@cache
+def band() -> dict[str, Results]:
+    """Results by the factor of the learning rate; those of `1` are of all 24 seeds."""
+    return read_evidence(EVIDENCE)
 
 
-def _rows(labels: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-    settings = summary()["settings"].values()
-    return tuple((entry["title"], *(_cell(entry["variants"], label) for label in labels)) for entry in settings)
+def write_evidence(runs: dict[str, list[Path]]) -> None:
+    """Final values and collapsed seeds of finished run folders by factor of the learning rate. All must be complete."""
+    rates: dict[str, dict[str, dict[str, Any]]] = {}
+    for rate, folders in runs.items():
+        settings = rates.setdefault(rate, {})
+        for read in map(read_folder, folders):
+            if read.missing:
+                raise ValueError(f"a run at × {rate} is not complete: {read.missing[0]}")
+            for setting, variants in summarise(read).items():
+                for name, of in variants.items():
+                    empty: dict[str, list[Any]] = {"seeds": [], "finals": [], "collapsed": []}
+                    kept = settings.setdefault(setting, {}).setdefault(name, empty)
+                    kept["seeds"] += of.finals
+                    kept["finals"] += [float(f"{value:.6g}") for value in of.finals.values()]
+                    kept["collapsed"] += [seed for seed, collapsed in of.collapsed.items() if collapsed]
+    write_whole(EVIDENCE, json.dumps({"rates": rates}).replace("}, ", "},\n") + "\n")
 
 
 def short_table() -> Table:
-    """Uncorrected PPO, bypass and token weights in every setting."""
-    headers = ("rollout engine and trainer", "0 PPO", "1 bypass PPO", "2 token weights")
-    return Table("Final exact match", headers, _rows(_SHORT))
+    """Uncorrected PPO, bypass and token weights in every setting, on 24 seeds."""
+    titles = {setting: entry["title"] for setting, entry in summary()["settings"].items()}
+    rows = [(titles[setting], *(cell(of[name]) for name in _SHORT)) for setting, of in band()["1"].items()]
+    return Table("Final exact match", ("rollout engine and trainer", *_SHORT), tuple(rows))
 
 
-def final_table() -> Table:
-    """Every variant in every setting."""
-    labels = tuple(dict.fromkeys(label for entry in summary()["settings"].values() for label in entry["variants"]))
-    rows = zip(*_rows(labels), strict=True)
-    titles, *columns = rows
-    table = tuple((short(label), *cells) for label, cells in zip(labels, columns, strict=True))
-    seeds = summary()["seeds"]
-    notes = (
-        f"Mean exact match at the end, seeds {seeds[0]} to {seeds[-1]}. ▲ higher, ▼ lower than algorithm 0 of the same "
-        "column, significant after Holm's correction over the column; (c/n): c of n runs collapsed, to less than half "
-        "of their own peak. –: not run.",
-    )
-    return Table("Final exact match", ("algorithm", *titles), table, notes=notes)
+def said_list() -> Sentences:
+    """The conclusion that 24 seeds carry."""
+    return Sentences(conclusion(band()["1"]))
 
 
-def said_table() -> Table:
-    """What happened, one sentence a setting."""
-    rows = [(entry["title"], entry["what"], entry["headline"]) for entry in summary()["settings"].values()]
-    return Table("What happened", ("setting", "what it is", "what happened"), tuple(rows))
+def settings_table() -> Table:
+    """What each setting is."""
+    rows = [(f"`{setting}`: {entry['title']}", entry["what"]) for setting, entry in summary()["settings"].items()]
+    return Table("Settings", ("setting", "what it is"), tuple(rows))
 
 
 def collapse_table() -> Table:
     """The setting with all variants: difference, interval, p."""
-    entry = max(summary()["settings"].values(), key=lambda entry: len(entry["variants"]))
+    results = band()["1"]
+    setting = max(results, key=lambda name: len(results[name]))
     rows = []
-    for label, found in entry["variants"].items():
-        if "difference" in found:
-            low, high = found["interval"]
-            collapsed = f"{found['collapsed']}/{found['runs']}"
-            interval = f"{signed(low, 2)} to {signed(high, 2)}"
-            difference, p = signed(found["difference"], 2), p_value(found["p_holm"])
-            rows.append((short(label), number(found["mean"], 2), difference, interval, p, collapsed))
-    headers = ("algorithm", "final exact match", "minus algorithm 0", "95 % interval", "p (Holm)", "collapsed")
-    return Table(entry["title"], headers, tuple(rows))
+    for name, of in results[setting].items():
+        if (d := of.difference) is not None:
+            interval, fell = f"{signed(d.low, 2)} to {signed(d.high, 2)}", f"{of.fell}/{len(of.finals)}"
+            rows.append((name, number(of.mean, 2), signed(d.mean, 2), interval, p_value(d.p_holm), fell))
+    headers = ("algorithm", "final exact match", "minus PPO", "95 % interval", "p (Holm)", "collapsed")
+    return Table(setting, headers, tuple(rows), frozenset({"algorithm"}))
 
 
-def cross_check_table() -> Table:
-    """The collapse through real megatron-core, next to the same seeds of the batched trainer."""
-    rows = []
-    for name, entry in summary()["cross_check"].items():
-        batched = summary()["settings"][name]["variants"]
-        for label, found in entry["variants"].items():
-            here, there = batched[label], f"{found['mean']:.2f}"
-            rows.append(
-                (
-                    short(label),
-                    f"{there} ({found['collapsed']}/{found['runs']})",
-                    f"{here['mean']:.2f} ({here['collapsed']}/{here['runs']})",
-                )
-            )
-    headers = ("algorithm", "megatron-core", "batched, all seeds")
-    return Table("Cross-check", headers, tuple(rows))
+def band_table() -> Table:
+    """Every variant at every learning rate."""
+    rates = sorted(band(), key=float)
+    rows = [
+        (setting, name, *(cell(band()[rate][setting].get(name), rate == "1") for rate in rates))
+        for setting, of in band()["1"].items()
+        for name in of
+    ]
+    headers = ("setting", "algorithm", *(f"learning rate × {rate}" for rate in rates))
+    return Table("Learning rates", headers, tuple(rows), frozenset({"setting", "algorithm"}))
 
 
-TABLES: dict[str, Callable[[], Table]] = {
+TABLES: dict[str, Callable[[], Table | Sentences]] = {
     "compare-short": short_table,
-    "compare-final": final_table,
-    "compare-said": said_table,
+    "compare-said": said_list,
+    "compare-settings": settings_table,
+    "compare-final": lambda: final_table(band()["1"]),
     "compare-collapse": collapse_table,
-    "compare-cross-check": cross_check_table,
+    "compare-band": band_table,
+    "compare-survives": lambda: Sentences(survivors(band())),
 }
+
+if __name__ == "__main__":
+    write_evidence(
+        {rate: [*map(Path, folders.split(","))] for rate, _, folders in (a.partition("=") for a in sys.argv[1:])}
+    )

@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ci.compare import TABLES as COMPARE
+from ci.compare import Sentences
 from ci.methods import TABLES as METHODS
+from ci.speed import TABLES as SPEED
 from ci.tables import TABLES
 from ci.trainers import TABLES as TRAINERS
 from mismatch_plugin.explain.example import explain_table
@@ -24,7 +26,14 @@ from mismatch_plugin.report.table import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-BLOCKS: dict[str, Callable[[], Table]] = {**TABLES, **METHODS, **COMPARE, **TRAINERS, "example": explain_table}
+BLOCKS: dict[str, Callable[[], Table | Sentences]] = {
+    **TABLES,
+    **METHODS,
+    **COMPARE,
+    **SPEED,
+    **TRAINERS,
+    "example": explain_table,
+}
 
 _BLOCK = re.compile(r"(?P<start><!-- generated: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
 

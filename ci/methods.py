@@ -20,6 +20,8 @@ class Method(NamedTuple):
 
 
 # fmt: off
+_PRIME = "--rs-criterion token:tv:0.2@away --mismatch-denominator original --mismatch-rollout-kl-coef 2e-3"
+
 METHODS = (
     Method("PPO", "Schulman et al. 2017", "−min(r A, clip(r) A)", "", "the default of every host"),
     Method("Dual clip", "Ye et al. 2020", "at most −c A where A < 0", "--mismatch-dual-clip 3",
@@ -36,11 +38,14 @@ METHODS = (
         "--use-tis --tis-batch-normalize", "verl rollout_is_batch_normalize"),
     Method("REINFORCE + IS", "Williams 1992; Liu & Li 2025", "−sg(w) A log π_θ", "--mismatch-preset pg_is",
         "verl bypass_mode, loss_type reinforce"),
-    Method("Per-decision weights", "Precup et al. 2000; arXiv 2605.07331 (CTPO)", "Π_{k≤t} ρ_k inside [lo^√t, hi^√t]",
-        "--mismatch-preset prefix_is", "CTPO cum-token-cumprod-la"),
-    Method("Turn weights", "Precup et al. 2000, with turns as actions", "Π of the turn's ρ",
+    Method("Per-decision weights", "Precup et al. 2000", "min(Π_{k≤t} ρ_k, 5^√t) · PPO",
+        "--mismatch-preset prefix_is", NOTHING),
+    Method("Turn weights", NOTHING, "Π of the turn's own ρ, truncated (Precup's would run over all turns so far)",
         "--use-tis --tis-level turn", NOTHING),
-    Method("KPop", "KPop 2026", "kept where both binary KLs are ≤ 0.1", "--mismatch-preset kpop",
+    Method("KPop", "KPop 2026", "PPO, kept where both binary KLs are ≤ 0.1; no weight", "--mismatch-preset kpop",
+        "AReaL's metric=binary_kl has these masks and another loss: the next row"),
+    Method("KPop in AReaL", "AReaL", "ρ_t · PPO where both binary KLs are ≤ 0.1, else 0; divided by all tokens",
+        "--mismatch-preset kpop --use-tis --tis-upper-bound inf --mismatch-denominator original",
         "AReaL metric=binary_kl"),
     Method("TRM", "arXiv 2512.23075", "sequences dropped by max k2 and mean k3",
         "--rs-criterion sequence_max:k2:0.5 --rs-criterion sequence_mean:k3:0.01", NOTHING),
@@ -61,30 +66,47 @@ METHODS = (
     Method("REINFORCE without a ratio", "Williams 1992", "−w A log π_θ, w of π_old",
         "--use-tis --mismatch-objective reinforce", "NeMo-RL disable_ppo_ratio"),
     Method("prime-rl's default", "prime-rl, default_loss_fn",
-        "−ρ_t A, kept where |π_θ − π_rollout| ≤ 0.2 or the step leads back, + 1e-3 l² on all tokens",
-        "--use-rollout-log-probs --use-tis --tis-upper-bound inf --rs-criterion token:tv:0.2@away "
-        "--mismatch-denominator original --mismatch-rollout-kl-coef 2e-3",
-        "prime-rl loss.type default"),
+        "−sg(ρ_t) A log π_θ, kept where |π_θ − π_rollout| ≤ 0.2 or the step leads back, + 1e-3 l² on all tokens",
+        "--use-rollout-log-probs --use-tis --tis-upper-bound inf " + _PRIME,
+        "prime-rl loss.type default: the same gradient"),
+    Method("prime-rl's default, its own form", "prime-rl, default_loss_fn", "−ρ_t A in place of −sg(ρ_t) A log π_θ",
+        "--use-rollout-log-probs --mismatch-eps-clip-low 1 --mismatch-eps-clip-high inf " + _PRIME,
+        "prime-rl loss.type default; on a trainer with a clip of its own give that these bounds"),
     Method("Unbiased KL", "DeepSeek-V3.2, arXiv 2512.02556",
-        "sg(w) (log π_θ − log π_ref)²/2: in the mean the gradient of KL(π_θ‖π_ref)",
+        "sg(w) (log π_θ − log π_ref)²/2; its mean gradient is that of each state's KL(π_θ‖π_ref) only with unbounded "
+        "prefix or sequence weights, in algorithm 2 while π_θ is π_old",
         "--use-tis --mismatch-kl-coef 1e-3 --mismatch-kl-type k2 --mismatch-kl-importance-weighted",
         "slime --use-unbiased-kl (r k3, with the gradient of r)"),
     Method("Group without the rejected", "GRPO with valid responses only",
         "A = (R − mean of accepted)/(deviation of accepted)",
         "--rs-criterion sequence_mean:k3:0.01 --rs-group exclude", "NeMo-RL valid_mask"),
     Method("Limit on staleness", "partial rollouts", "tokens of more than n versions before are dropped",
-        "--rs-max-staleness 2", "miles --max-weight-staleness"),
+        "--rs-max-staleness 2", "miles --mask-offpolicy-in-partial-rollout: what an earlier rollout sampled. Not its "
+        "--max-weight-staleness: that samples whole groups again, by the engine's version"),
     Method("Sampling mask", "miles #1521, SGLang #27408", "π_θ over the ids that top-p, top-k, min-p left", "",
         "needs no flag: masks come with the samples (docs/rollouts.md)"),
 )
+
+NOT_YET = (
+    Method("GMPO", "arXiv 2507.20673",
+        "−A exp(mean over the response of log r, each clipped on the side of A's sign)", "",
+        "verl loss_mode geo_mean; objective gspo clips the mean in place of each token"),
+    Method("CTPO", "arXiv 2605.07331",
+        "−min(R A, clip(R) A) with R = Π_{k≤t} r_k, clipped to [e^(−0.025 √t), e^(0.05 √t)]; a clip of π_θ/π_old, no "
+        "bounds of a weight", "", "its fork of verl: cum-token-cumprod-la, with a dual clip at e^(0.05 √t)"),
+    Method("SAPO", "arXiv 2511.20347", "−A (4/τ) sigmoid(τ (r − 1)), τ by the sign of A", "", "verl loss_mode sapo"),
+    Method("VESPO", "arXiv 2602.10693",
+        "−sg(W^k e^(λ (1 − W))) A log π_θ, W = Π ρ of the response, k and λ by the sign of A", "", NOTHING),
+    Method("TOPR", "arXiv 2503.14286", "−sg(w) A log π_θ: w = 1 where A ≥ 0, else min(Π ρ, 1)", "", NOTHING),
+    Method("M2PO", "M2PO", "tokens of the largest l² dropped until the mean l² of the step is below τ", "", NOTHING),
+)
+"""Not available yet."""
 
 NOT_BUILT = (
     (
         "A-3PO (log-linear anchor)",
         "π_old is made of π_rollout and π_θ, which hides the gap between engines",
     ),
-    ("M2PO", "sorts the tokens of the whole step, which no split into micro-batches can do exactly"),
-    ("SAPO, VESPO", "smooth gates in place of the clip: other objectives, no correction of the mismatch"),
     ("Adaptive learning rate, Lagrangians", "control of the optimizer, which is the host's"),
     (
         "Routing replay, batch-invariant kernels",
@@ -106,6 +128,27 @@ class Equality(NamedTuple):
 
 
 EQUALITIES = (
+    Equality(
+        "prefix_is against token_is",
+        "their bias on decision processes, exactly",
+        "below it",
+        "core/test_prefix_bias.py::test_prefix_is_has_less_bias_than_token_is_wherever_it_is_recommended",
+        "KL 0.001 to 0.1, KL × length to 1, advantages Q − V, π_θ = π_old",
+    ),
+    Equality(
+        "Unbiased KL",
+        "the mean KL of each state, by enumeration",
+        "1e-10",
+        "core/test_units_enumeration.py::test_when_a_weighted_kl_is_unbiased",
+        "not for token or bounded weights; the value only of k1 and k3",
+    ),
+    Equality(
+        "prime-rl's default, KPop in AReaL",
+        "their formulas",
+        "1e-12",
+        "test_methods_page.py::test_the_formula_of_a_method",
+        "ours keep ρ within e^±20, theirs have no bound",
+    ),
     Equality(
         "GSPO",
         "slime, NeMo-RL",
@@ -205,8 +248,10 @@ def equalities_table() -> Table:
 
 
 def methods_table() -> Table:
-    """Every method with the flags that give it here."""
-    rows = tuple((m.name, m.source, m.formula, m.flags or NOTHING, m.elsewhere) for m in METHODS)
+    """Every method with the flags that give it here, and those that nothing gives yet."""
+    rows = [(m.name, m.source, m.formula, m.flags or NOTHING, m.elsewhere) for m in METHODS]
+    rows += [(m.name, m.source, m.formula, NOTHING, f"not available yet ({m.elsewhere})") for m in NOT_YET]
+    rows = tuple((*row[:4], row[4].removesuffix(f" ({NOTHING})")) for row in rows)
     return Table("Methods", ("method", "source", "per token", "flags", "elsewhere"), rows, code=frozenset({"flags"}))
 
 

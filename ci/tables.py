@@ -157,9 +157,9 @@ def algorithms_table() -> Table:
         "weights at level",
     )
     notes = (
-        "Batch invariant (Hilton et al. 2021): how far an update may go is set by π_old alone, so it does not depend "
-        "on how many workers and weight versions the data of a batch come from. With π_rollout as the anchor, or "
-        "without a clip, it does.",
+        "Batch invariant (Hilton et al. 2021): π_old alone says how far an update may go, and a weight corrects for "
+        "whichever policy sampled. So it does not matter how many workers and weight versions a batch comes from. "
+        "Algorithm 0 has no such weight; 1 and 3 have no clip around π_old.",
         "Cost of the second forward pass: one forward of three passes' worth (forward and backward; four with full "
         "recomputation), so a quarter to a third on top of the training part of a step. The correction itself is about "
         "a hundred kernels on a few floats a token.",
@@ -253,7 +253,6 @@ TABLES: dict[str, Callable[[], Table]] = {
     "settings": config_table,
     "versions": versions_table,
     "which": rules_table,
-    "which-short": lambda: rules_table(short=True),
 }
 
 

@@ -2,7 +2,7 @@
 
 python examples/collect_report.py OUTPUT
 
-A run counts as finished where its folder holds a `done.json` (any content), as compare_four_on_a_cluster.sh writes it.
+A run counts as finished where its folder holds a `done.json` with an object, as compare_four_on_a_cluster.sh writes it.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import mismatch_plugin
+from mismatch_plugin.compare.report import write_report
 from mismatch_plugin.files import read_json_object, write_whole
 from mismatch_plugin.report.log import METRICS, SETTINGS
-from mismatch_plugin.report.page import build_report
 
 ABOUT = [
     "These runs were trained elsewhere, each under one algorithm, and wrote only metrics of the mismatch between "
@@ -24,6 +24,8 @@ ABOUT = [
     "files: rewards are in the logs of the host.",
     "The runs sampled different responses, so a difference between two of them may be chance.",
 ]
+NAMES = {"0": "PPO", "1": "bypass", "2:token:truncate": "token_is", "2:sequence:truncate": "seq_is",
+         "3:sequence:truncate": "pg_is"}  # fmt: skip
 
 
 def collect(output: Path) -> Path:
@@ -59,11 +61,12 @@ def collect(output: Path) -> Path:
         "versions": {"mismatch-plugin, of this report": mismatch_plugin.__version__},
     }
     write_whole(record, json.dumps(whole, indent=2) + "\n")
-    return build_report(output, exact=False)
+    write_report(output)
+    return output / "report.html"
 
 
 def label(run: Path, settings: dict[str, Any]) -> str:
-    """The folder's name, for 2 and 3 with the level and mode of the run's weights: `2:sequence:truncate`.
+    """The comparison's name of a run in a folder 0 to 3, else the folder's; `2:sequence:mask` where it has no other.
 
     Raises: ValueError where a folder 0 to 3 holds a run of another algorithm.
     """
@@ -73,7 +76,8 @@ def label(run: Path, settings: dict[str, Any]) -> str:
     algorithm = int(bool(settings.get("use_rollout_log_probs"))) + 2 * int(bool(settings.get("use_tis")))
     if str(algorithm) != name:
         raise ValueError(f"{run} holds a run of algorithm {algorithm}: move it to a folder of that name.")
-    return name if algorithm < 2 else f"{name}:{tis.get('level')}:{tis.get('mode')}"
+    label = name if algorithm < 2 else f"{name}:{tis.get('level')}:{tis.get('mode')}"
+    return NAMES.get(label, label)
 
 
 if __name__ == "__main__":

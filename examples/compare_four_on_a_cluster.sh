@@ -15,7 +15,7 @@ HERE=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 RAY_JOBS=${RAY_JOBS:-http://127.0.0.1:8265}
 RUNTIME_ENV_JSON=${RUNTIME_ENV_JSON:-"{}"}
 SEED=${SEED:-0}
-read -ra TIS <<< "${TIS:---tis-level sequence --tis-upper-bound 2.0}"
+read -ra TIS <<< "${TIS:---tis-level token --tis-upper-bound 2.0}"
 read -ra MORE <<< "${MORE:---mismatch-metrics full}"
 EXPLAIN=
 [[ " $* ${TIS[*]} ${MORE[*]} " != *" --mismatch-explain-only "* ]] || EXPLAIN=yes

@@ -13,6 +13,7 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProb, InvalidLogProbError
 from mismatch_plugin.deprecated import compile_correct, compile_policy_loss
+from mismatch_plugin.parallel.step import StepLoss, step_loss
 
 __version__ = "0.2.0"
 
@@ -31,6 +32,7 @@ __all__ = [
     "PolicyLoss",
     "Rejection",
     "Statistics",
+    "StepLoss",
     "Terms",
     "__version__",
     "add_arguments",
@@ -42,4 +44,5 @@ __all__ = [
     "group_advantages",
     "policy_loss",
     "preset",
+    "step_loss",
 ]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import traceback
 from typing import Annotated
 
 import typer
 
 import mismatch_plugin
 from mismatch_plugin.check.command import check
+from mismatch_plugin.compare.command import compare
 from mismatch_plugin.explain.command import SETTINGS, explain
 from mismatch_plugin.inspect.command import inspect
-from mismatch_plugin.lab.command import compare
 from mismatch_plugin.patching import app as patching
+from mismatch_plugin.report.table import printable
 
 # What a command needs beyond this is imported inside it, so that --help and --version answer at once.
+
+INTERRUPTED, STOPPED = 130, 4
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,6 +51,11 @@ def options(
     the same token different probabilities. These commands show what the
     corrections do and which presets there are, check an engine's log-probs,
     judge a run and compare the algorithms, and patch a host.
+
+    Exit status: 0 done, nothing wrong; 1 a fault was found, and nothing else;
+    2 the input or an option cannot be used; 3 not decided; 4 stopped before
+    the end: too little memory, stdout full or closed, or an error of ours;
+    130 Ctrl-C.
     """
 
 
@@ -84,5 +96,35 @@ def bench() -> None:
 
 
 def main() -> None:
-    """Entry point of the console script."""
-    app()
+    """Entry point of the console script: the exit statuses of --help, and one sentence where a command did not end."""
+    try:
+        try:
+            app()
+        finally:  # what the interpreter cannot write when it ends is told to nobody
+            if sys.stdout is not None:  # closed with `>&-`
+                sys.stdout.flush()
+    except BaseException as ended:
+        error = ended
+        if isinstance(ended, SystemExit):  # typer makes 1 of a closed stdout, and older versions of Ctrl-C
+            error = ended.__context__
+            error = error.__cause__ if isinstance(error, typer.Abort) else error
+            if not isinstance(error, OSError | EOFError | KeyboardInterrupt):
+                raise
+        with contextlib.suppress(OSError):  # or stderr is closed, too
+            if not isinstance(error, KeyboardInterrupt):
+                print(f"mismatch-plugin: {_why(error)}", file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what is left for stdout is written at the end of the process
+        sys.exit(INTERRUPTED if isinstance(error, KeyboardInterrupt) else STOPPED)
+
+
+def _why(error: BaseException | None) -> str:
+    """One sentence about what stopped a command."""
+    said = printable(str(error).partition("\n")[0])
+    if isinstance(error, MemoryError) or "DefaultCPUAllocator" in said:
+        return "stopped, there is not enough memory: give fewer files or samples."
+    if isinstance(error, BrokenPipeError):
+        return "stopped, since nobody reads its output any more."
+    if isinstance(error, OSError):
+        return f"stopped: {said}."
+    frame = traceback.extract_tb(error and error.__traceback__)[-1]
+    return f"stopped by an error of ours, {type(error).__name__} at {frame.filename}:{frame.lineno}: {said}"

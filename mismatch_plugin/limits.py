@@ -1,4 +1,12 @@
-"""The safety bound, which settings and formulas share."""
+"""Limits that settings, formulas and the health check share."""
 
 SAFETY_BOUND = 20.0
 """Log-ratios are clamped to ±20 before `exp`: e^20 ≈ 4.9e8 is finite in every dtype used here."""
+MIN_MEAN_WEIGHT = 0.5
+"""Weights whose mean is below this shrink the gradient to less than half."""
+MIN_EFFECTIVE_SAMPLE_SIZE = 0.3
+"""Below this share few units carry the gradient."""
+UPPER_BOUNDS = (1.0, 100.0)
+"""An upper bound of weights outside of these is warned of."""
+USUAL_KL = 1e-3
+"""Nats/token between two engines in bf16 that run the same weights."""

@@ -24,6 +24,7 @@ import typer
 
 from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks import version
+from mismatch_plugin.hooks.base import host_name
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,7 +70,7 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    every = [Patch(**entry) for entry in version.manifest()["patches"]]
+    every, host = [Patch(**entry) for entry in version.manifest()["patches"]], host_name(host)
     mine = [patch for patch in every if patch.host == host]
     if not mine:
         hosts = ", ".join(dict.fromkeys(patch.host for patch in every))
@@ -234,9 +235,9 @@ def revert_command(host: Host, root: Root, file: Files = None) -> None:
 
 @contextmanager
 def _told() -> Iterator[None]:
-    """A PatchError becomes one sentence on stderr and exit status 1."""
+    """A PatchError becomes one sentence on stderr and exit status 2."""
     try:
         yield
     except PatchError as error:
         typer.echo(f"mismatch-plugin patch: {error}", err=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(2) from None

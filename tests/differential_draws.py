@@ -287,8 +287,8 @@ def features(config: mp.MismatchConfig, batch: list[Response], answer: Answer) -
     names += clipped + [f"{named} {side}" for side in clipped]
     names += [f"{named} {config.rollout_log_prob_policy}"] if algorithm(config) < 3 else []
     if config.terms.rollout_kl_coef:
-        bound = "bounded" if any(token.distance == 10.0 for token in tokens) else "free"
-        names += [f"rollout {config.terms.rollout_kl_type} {bound}", f"rollout on {config.terms.rollout_kl_on}"]
+        far = "far" if any(abs(token.current - token.rollout) > 20 for token in tokens if token.distance) else "near"
+        names += [f"rollout {config.terms.rollout_kl_type} {far}", f"rollout on {config.terms.rollout_kl_on}"]
         names += ["rollout kl next to invalid"] if any(token.kind != "sound" for token in tokens) else []
     names += list({token.kind for token in tokens})
     names += [f"no {name}" for name in OPTIONAL if batch and name not in given_fields(batch)]
@@ -356,7 +356,7 @@ EVERYTHING = [
     *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo") for side in ("high", "low")),
     *("ppo clipped dual", "gspo clipped dual", "rollout kl next to invalid", "rollout on all", "rollout on accepted"),
     *(f"{name} {policy}" for name in OBJECTIVES for policy in ("error", "neutral", "drop-token", "drop-sequence")),
-    *(f"rollout {kind} {bound}" for kind in ("k2", "k3") for bound in ("free", "bounded")),
+    *(f"rollout {kind} {far}" for kind in ("k2", "k3") for far in ("near", "far")),
     *("sound", "nan", "positive", "floor", "zero_fill", "train_not_finite", "train_positive"),
     *("left out", "left out, error", "left out, neutral", "left out, algorithm 3", "left out of a dry run"),
     *("left out without a training log-prob", "a response left out", "all left out"),

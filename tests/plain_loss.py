@@ -85,18 +85,16 @@ def objective(token: Token, config: mp.MismatchConfig, near: Near) -> None:
 
 
 def distance(token: Token, config: mp.MismatchConfig, near: Near) -> None:
-    """Section 3.10: k2 or k3 of log π_θ − log π_rollout, at most 10, and its derivative."""
+    """Section 3.10: k2 or k3 of log π_θ − log π_rollout, k3 above 20 its tangent, and its derivative."""
     if token.kind != "sound" or not config.terms.rollout_kl_coef:
         return
     gap = token.current - token.rollout
-    near(abs(gap), SAFETY)
-    bounded = clamp(gap, -SAFETY, SAFETY)
-    value, slope = bounded * bounded / 2.0, bounded
-    if config.terms.rollout_kl_type == "k3":
-        value, slope = math.expm1(bounded) - bounded, math.expm1(bounded)
-    near(value, 10.0)
-    free = abs(gap) < SAFETY and value < 10.0
-    token.distance, token.distance_slope = min(value, 10.0), slope if free else 0.0
+    if config.terms.rollout_kl_type == "k2":
+        token.distance, token.distance_slope = gap * gap / 2.0, gap
+        return
+    near(gap, SAFETY)
+    token.distance_slope = math.expm1(min(gap, SAFETY))
+    token.distance = math.expm1(min(gap, SAFETY)) - gap + math.exp(SAFETY) * max(gap - SAFETY, 0.0)
 
 
 def penalty(token: Token, config: mp.MismatchConfig, near: Near) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -112,3 +115,61 @@ def test_one_preset_shows_all_its_settings(name: str):
 def test_an_alias_shows_its_preset():
     entry = next(entry for entry in PRESETS if entry.aliases)
     assert preset_table(entry.name).notes[-1] in _run("presets", entry.aliases[0]).output
+
+
+_PLANTED = """
+import os, sys
+from mismatch_plugin import cli
+
+@cli.app.command()
+def planted(code: str) -> None:
+    exec(code)
+
+for code in sys.argv[1:]:
+    if not (child := os.fork()):
+        sys.argv[1:] = ["planted", code]
+        cli.main()
+    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=sys.stderr, flush=True)
+"""
+_ENDS = {
+    "pass": (0, ""),
+    "raise __import__('typer').Exit(1)": (1, ""),  # as of a fault
+    "raise __import__('typer').Exit(3)": (3, ""),
+    "raise KeyboardInterrupt": (130, ""),
+    "bytearray(1 << 60)": (4, "stopped, there is not enough memory: give fewer files or samples."),
+    "__import__('torch').empty(1 << 55)": (4, "stopped, there is not enough memory: give fewer files or samples."),
+    "{}['a\x1b']": (4, "stopped by an error of ours, KeyError at <string>:1: 'a\\x1b'"),
+    "raise EOFError('cut')": (4, "stopped by an error of ours, EOFError at <string>:1: cut"),
+    "raise ValueError('a\\nb')": (4, "stopped by an error of ours, ValueError at <string>:1: a"),
+    "open('/no such')": (4, "stopped: [Errno 2] No such file or directory: '/no such'."),
+}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="on Linux")
+def test_status_1_is_a_fault_and_what_does_not_end_has_another_with_one_sentence():
+    command = [sys.executable, "-c", _PLANTED, *_ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    told = [
+        line for line in done.stderr.splitlines() if line not in ("", "Aborted.", "Aborted!")
+    ]  # typer's, at EOFError
+    expected = [[f"mismatch-plugin: {said}"] * bool(said) + [f"status {number}"] for number, said in _ENDS.values()]
+    assert told == [line for lines in expected for line in lines]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="on Linux")
+def test_a_verdict_that_nobody_could_read_is_no_fault(tmp_path: Path):
+    record = {"prompt_ids": [1], "response_ids": [1] * 200, "rollout_log_probs": [0.5] * 200}
+    (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
+    command = [sys.executable, "-m", "mismatch_plugin", "check", str(tmp_path / "records.jsonl"), "--records-only"]
+    (tmp_path / "out").touch()
+    reader, closed = os.pipe()
+    os.close(reader)
+    for stdout, status, said in (
+        (os.open(tmp_path / "out", os.O_WRONLY), 1, ""),
+        (os.open("/dev/full", os.O_WRONLY), 4, "mismatch-plugin: stopped: [Errno 28] No space left on device.\n"),
+        (closed, 4, "mismatch-plugin: stopped, since nobody reads its output any more.\n"),
+    ):
+        done = subprocess.run(command, stdout=stdout, stderr=-1, text=True, timeout=300, check=False)
+        os.close(stdout)
+        assert (done.returncode, done.stderr) == (status, said)
+    assert "probabilities" in (tmp_path / "out").read_text()

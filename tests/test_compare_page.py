@@ -1,132 +1,200 @@
-"""What README and docs say of the comparison is what its run gave: examples/compare/summary.json."""
+"""What README, docs and rules say of the comparison is what examples/compare holds, and false of other data."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ci.compare import FOLDER, summary
+pytest.importorskip("scipy", reason="the comparison's statistics need scipy (extra lab)")
+pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab)")
+
+from ci.compare import FOLDER, band, summary
+from mismatch_plugin.compare import experiments
+from mismatch_plugin.compare.statistics import Results, judged, paired_difference
 from mismatch_plugin.inspect.rules import RULES
-from mismatch_plugin.lab import experiments
-from mismatch_plugin.lab.chosen import choose
+
+DOCS = " ".join((FOLDER.parents[1] / "docs" / "compare.md").read_text(encoding="utf-8").split())
+RULE = {rule.name: rule.reason for rule in RULES}
+STALE, ROUNDED = ("stale24", "stale32"), ("int2", "int2_stale8")
+Plant = tuple[str, str, float]
 
 
-def of(setting: str, variant: str) -> dict[str, Any]:
-    return summary()["settings"][setting]["variants"][variant]
+def planted(setting: str, name: str, value: float) -> Results:
+    """The results of 24 seeds with one variant's final values moved to about `value`; below 0.4 is collapsed."""
+    results = dict(band()["1"])
+    finals = {seed: value + 1e-4 * (seed % 7) for seed in results[setting][name].finals}
+    moved = replace(results[setting][name], finals=finals, collapsed=dict.fromkeys(finals, value < 0.4))
+    results[setting] = judged({**results[setting], name: moved}.values())
+    return results
 
 
-def test_it_is_a_whole_run_of_the_default_comparison() -> None:
-    chosen = choose()
-    assert summary()["complete"] and summary()["seeds"] == list(chosen.seeds)
-    assert not set(summary()["seeds"]) & set(experiments.CHOSEN_ON)
-    found = {name: set(entry["variants"]) for name, entry in summary()["settings"].items()}
-    assert found == {name: set(labels) for name, labels in chosen.variants.items()}
-    for name, entry in summary()["settings"].items():
-        assert (entry["title"], entry["what"]) == (chosen.settings[name].title, chosen.settings[name].what)
-        assert all(variant["seeds"] == variant["runs"] == len(chosen.seeds) for variant in entry["variants"].values())
+def verdicts(results: Results, name: str, settings: tuple[str, ...]) -> set[str]:
+    return {results[setting][name].verdict for setting in settings}
+
+
+def above(results: Results, one: str, other: str, setting: str) -> bool:
+    d = paired_difference(results[setting][one].finals, results[setting][other].finals)
+    return d.mean > 0 and d.p < 0.05
+
+
+def count_of(results: Results, name: str) -> int:
+    found = [of[name].difference for of in results.values()]
+    return sum(d is not None and d.mean > 0 and d.p_holm < 0.01 for d in found)
+
+
+CLAIMS: tuple[tuple[str, str, Callable[[Results], bool], Plant], ...] = (
+    (
+        DOCS,
+        "`bypass` won where rollouts are only stale",
+        lambda r: all(max(r[s].values(), key=lambda v: v.mean).name == "bypass" for s in STALE)
+        and verdicts(r, "bypass", STALE) == {"better"},
+        ("stale24", "bypass", 0.5),
+    ),
+    (
+        DOCS,
+        "and failed where the engine's weights are rounded",
+        lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"} and all(r[s]["bypass"].mean < 0.01 for s in ROUNDED),
+        ("int2_stale8", "bypass", 0.8),
+    ),
+    (
+        DOCS,
+        "`token_is` gained wherever rollouts are stale and lost nowhere",
+        lambda r: verdicts(r, "token_is", (*STALE, "int2_stale8")) == {"better"}
+        and "worse" not in verdicts(r, "token_is", tuple(r)),
+        ("int2", "token_is", 0.3),
+    ),
+    (DOCS, "It gained in four at p < .01", lambda r: count_of(r, "token_is") == 4, ("moe_flips", "token_is", 0.3)),
+    (
+        DOCS,
+        "and still lost some runs at 32 steps",
+        lambda r: r["stale32"]["token_is"].fell > 2,
+        ("stale32", "token_is", 0.9),
+    ),
+    (
+        DOCS,
+        "Where nothing lies between the engines (`control`), nothing differs",
+        lambda r: all(v.verdict in ("", "same", "not significant") for v in r["control"].values()),
+        ("control", "token_is", 0.9),
+    ),
+    (
+        DOCS,
+        "`geo_rs_token_tis` helps with stale rollouts and is lost there, too",
+        lambda r: r["stale32"]["geo_rs_token_tis"].verdict == "better"
+        and verdicts(r, "geo_rs_token_tis", ROUNDED) == {"worse"},
+        ("int2", "geo_rs_token_tis", 0.9),
+    ),
+    (
+        DOCS,
+        "`dual_clip` prevents the collapse without any weight, as `token_is` does",
+        lambda r: verdicts(r, "dual_clip", ("moe_flips",)) == verdicts(r, "token_is", ("moe_flips",)) == {"better"}
+        and r["moe_flips"]["dual_clip"].fell == r["moe_flips"]["token_is"].fell == 0,
+        ("moe_flips", "dual_clip", 0.3),
+    ),
+    (
+        RULE["stale"],
+        "it gained wherever rollouts were stale",
+        lambda r: verdicts(r, "token_is", (*STALE, "int2_stale8")) == {"better"},
+        ("stale32", "token_is", 0.2),
+    ),
+    (
+        RULE["stale"],
+        "Bypass, whose clip limits the lag itself, ended higher there",
+        lambda r: all(above(r, "bypass", "token_is", s) for s in STALE),
+        ("stale24", "token_is", 0.95),
+    ),
+    (
+        RULE["stale"],
+        "it was lost where weights were rounded, too",
+        lambda r: verdicts(r, "bypass", ROUNDED) == {"worse"},
+        ("int2_stale8", "bypass", 0.9),
+    ),
+    (
+        RULE["saved pass"],
+        "(lost at two bits in the comparison)",
+        lambda r: r["int2"]["bypass"].verdict == "worse" and r["int2"]["bypass"].mean < 0.01,
+        ("int2", "bypass", 0.85),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("page", "sentence", "holds", "plant"), CLAIMS, ids=[claim[1][:40] for claim in CLAIMS])
+def test_a_claim_is_carried_by_24_seeds(
+    page: str, sentence: str, holds: Callable[[Results], bool], plant: Plant
+) -> None:
+    assert sentence in page
+    assert holds(band()["1"]) and not holds(planted(*plant))
+
+
+def test_at_a_lower_learning_rate_others_reach_bypass() -> None:
+    assert "at 0.7 of the learning rate others reach it" in DOCS
+    for rate, reached in (("0.7", True), ("1", False)):
+        for of in (band()[rate][setting] for setting in STALE):
+            best = max(variant.mean for name, variant in of.items() if name != "bypass")
+            assert (best > of["bypass"].mean - 0.02) == reached
+
+
+def test_at_a_higher_learning_rate_bypass_alone_loses_no_stale_run() -> None:
+    assert "At 1.4 times the rate `bypass` alone lost no run under pure staleness" in DOCS
+    for rate, alone in (("1.4", True), ("0.7", False)):
+        others = [v for setting in STALE for v in band()[rate][setting].values() if v.name != "bypass"]
+        assert all(band()[rate][setting]["bypass"].fell == 0 for setting in STALE)
+        assert all(variant.fell for variant in others) == alone
+
+
+def test_the_evidence_is_of_24_seeds_and_of_three_learning_rates() -> None:
+    for rate, results in band().items():
+        seeds = set(range(100, 124 if rate == "1" else 106))
+        for setting, variants in results.items():
+            assert list(variants) == list(experiments.SETTINGS[setting].variants)
+            assert all(variant.finals.keys() == seeds for variant in variants.values())
+        assert list(results) == list(experiments.SETTINGS)
+        assert not seeds & set(experiments.CHOSEN_ON)
+    assert set(band()) == {"1", "0.7", "1.4"}
+
+
+def test_the_summary_is_a_whole_run_of_the_default_comparison_and_part_of_the_evidence() -> None:
+    assert summary()["complete"] and summary()["command"] == "mismatch-plugin compare" and not summary()["diverged"]
+    assert summary()["seeds"] == [*range(100, 100 + experiments.SEEDS)]
+    runs = 0
+    for setting, entry in summary()["settings"].items():
+        about = experiments.SETTINGS[setting]
+        assert (entry["title"], entry["what"]) == (about.title, about.what)
+        for name, variant in entry["variants"].items():
+            finals = band()["1"][setting][name].finals
+            mean = sum(finals[seed] for seed in summary()["seeds"]) / len(summary()["seeds"])
+            assert variant["mean"] == pytest.approx(mean, abs=2e-6)
+            runs += variant["runs"]
+    for page in ("README.md", "docs/compare.md"):
+        assert f"{runs} small RL runs" in (FOLDER.parent.parent / page).read_text(encoding="utf-8")
 
 
 def test_the_picture_is_of_the_same_run() -> None:
     assert hashlib.sha256((FOLDER / "collapse.png").read_bytes()).hexdigest() == summary()["picture"]
-    assert sorted(path.name for path in FOLDER.iterdir()) == ["collapse.png", "summary.json"]
+    runs = [entry["variants"] for entry in summary()["settings"].values()]
+    assert "token_is ends above PPO in all]" in DOCS and all(v["token_is"]["mean"] > v["PPO"]["mean"] for v in runs)
+    assert sorted(path.name for path in FOLDER.iterdir()) == ["collapse.png", "evidence.json", "summary.json"]
 
 
-def test_uncorrected_ppo_collapses_and_corrections_hold() -> None:
-    """At p < .01 after Holm's correction for at least two corrections, on seeds that chose nothing."""
-    base = of("stale32", "0")
-    assert base["collapsed"] >= 10 and base["mean"] < 0.25
-    assert [v for v in experiments.VARIANTS[1:] if of("stale32", v)["p_holm"] < 0.01] == [
-        "1",
-        "token_icepop",
-        "2:geo_rs",
-    ]
-    better = [v for v in experiments.VARIANTS[1:] if of("stale32", v)["verdict"] == "better"]
-    assert set(experiments.VARIANTS) - {"0", *better} == {"0:dual_clip", "2:token:truncate"}  # said to be unresolved
-    assert of("stale24", "2:token:truncate")["p_holm"] < 0.01
+def mechanism_words(variants: dict[str, Any]) -> tuple[str, ...]:
+    zero, token, clipped, bypass = (variants[v]["mechanism"] for v in ("PPO", "token_is", "dual_clip", "bypass"))
+    return (
+        f"the largest norm of a run is {zero['grad_norm']:.0f}, median over seeds; with `token_is` "
+        f"{token['grad_norm']:.1f}.",
+        f"less than 1e-4 to {100 * zero['impossible']:.1f} % of the tokens, and KL is {zero['kl']:.2f} nats per token; "
+        f"with `token_is` {100 * token['impossible']:.1f} % and {token['kl']:.2f}.",
+        f"(largest norm {clipped['grad_norm']:.1f}), yet KL ends at {clipped['kl']:.2f}.",
+        f"The largest norm of `bypass` is {bypass['grad_norm']:.0f}, and its KL {bypass['kl']:.2f}:",
+    )
 
 
 def test_the_mechanism_s_numbers() -> None:
-    """What docs/compare.md says of gradient norm, KL and impossible tokens, in its words."""
-    page = " ".join((FOLDER.parents[1] / "docs" / "compare.md").read_text(encoding="utf-8").split())
-    labels = ("0", "2:token:truncate", "0:dual_clip", "1")
-    zero, token, clipped, bypass = (of("stale32", label)["mechanism"] for label in labels)
-    for said in (
-        f"a run is {zero['grad_norm']:.0f}, median over seeds; with token weights {token['grad_norm']:.1f})",
-        f"less than 1e-4 to {100 * zero['impossible']:.1f} % of the tokens, and KL is {zero['kl']:.2f} nat a token; "
-        f"with token weights {100 * token['impossible']:.1f} % and {token['kl']:.2f}.",
-        f"(largest norm {clipped['grad_norm']:.1f}), yet KL ends at {clipped['kl']:.2f} and "
-        f"{of('stale32', '0:dual_clip')['collapsed']} of 12 runs collapse",
-        f"largest norm of bypass is {bypass['grad_norm']:.0f} and its KL {bypass['kl']:.2f}, and no run collapses",
-    ):
-        assert said in page, said
-    assert of("stale32", "1")["collapsed"] == 0
-
-
-def test_nothing_differs_in_sync() -> None:
-    verdicts = {v["verdict"] for v in summary()["settings"]["control"]["variants"].values() if "verdict" in v}
-    assert verdicts <= {"same", "not significant"}
-
-
-@pytest.mark.parametrize("setting", ["int2", "int2_stale8"])
-def test_bypass_and_geometric_rejection_are_lost_under_a_persistent_mismatch(setting: str) -> None:
-    for variant in ("1", "2:geo_rs"):
-        assert of(setting, variant)["verdict"] == "worse" and of(setting, variant)["mean"] < 0.2
-    assert of(setting, "2:token:truncate")["verdict"] != "worse"
-
-
-@pytest.mark.parametrize("setting", ["stale24", "stale32"])
-def test_bypass_has_the_highest_mean_under_pure_staleness(setting: str) -> None:
-    variants = summary()["settings"][setting]["variants"]
-    assert max(variants, key=lambda label: variants[label]["mean"]) == "1"
-    assert variants["1"]["verdict"] == "better"
-
-
-def test_token_weights_gain_in_three_settings_and_lose_in_none() -> None:
-    verdicts = {name: of(name, "2:token:truncate")["verdict"] for name in summary()["settings"]}
-    assert [name for name, verdict in verdicts.items() if verdict == "better"] == [
-        "stale24",
-        "int2_stale8",
-        "moe_flips",
-    ]
-    assert "worse" not in verdicts.values()
-    assert of("stale32", "2:token:truncate")["collapsed"] == 3
-    edge = of("int2_stale8", "2:token:truncate")
-    assert (round(edge["p_holm"], 3), [round(end, 2) for end in edge["interval"]]) == (0.025, [-0.01, 0.26])
-
-
-def test_experts_chosen_differently_collapse_ppo_unless_something_bounds_the_gradient() -> None:
-    assert of("moe_flips", "0")["collapsed"] >= 6
-    for variant in ("0:dual_clip", "1", "2:token:truncate"):
-        assert of("moe_flips", variant)["verdict"] == "better"
-    gains = [round(of("moe_flips", variant)["difference"], 2) for variant in ("0:dual_clip", "2:token:truncate")]
-    assert gains == [0.62, 0.63]
-
-
-def test_the_number_of_runs() -> None:
-    runs = sum(variant["runs"] for entry in summary()["settings"].values() for variant in entry["variants"].values())
-    checked = sum(v["runs"] for entry in summary()["cross_check"].values() for v in entry["variants"].values())
-    assert (runs, checked) == (312, 6)
-    for page in ("README.md", "docs/compare.md"):
-        assert "312 small RL runs" in (FOLDER.parent.parent / page).read_text(encoding="utf-8")
-
-
-def test_the_cross_check_agrees() -> None:
-    """Through megatron-core algorithm 0 collapses, and token weights end higher by a like difference."""
-    checked = summary()["cross_check"]["stale32"]["variants"]
-    assert checked["0"]["collapsed"] == checked["0"]["runs"]
-    assert checked["2:token:truncate"]["collapsed"] < checked["0"]["collapsed"]
-    gain = checked["2:token:truncate"]["mean"] - checked["0"]["mean"]
-    assert gain > 0.2
-    assert abs(gain - of("stale32", "2:token:truncate")["difference"]) < 0.35
-
-
-def test_which_setting_to_choose_says_what_it_showed() -> None:
-    reasons = {rule.name: rule.reason for rule in RULES}
-    assert "gained at 24 steps and was not resolved at 32, where bypass held" in reasons["stale"]
-    assert of("stale24", "2:token:truncate")["verdict"] == "better"
-    assert of("stale32", "2:token:truncate")["verdict"] == "not significant"
-    assert of("stale32", "1")["verdict"] == "better" and of("stale32", "1")["collapsed"] == 0
-    assert "is lost where the engines differ" in reasons["stale"] and "lost at two bits" in reasons["saved pass"]
-    assert of("int2", "1")["verdict"] == "worse" and of("int2", "1")["mean"] < 0.01
+    variants = summary()["settings"]["stale32"]["variants"]
+    assert all(words in DOCS for words in mechanism_words(variants))
+    other = {name: {"mechanism": {k: 2 * v for k, v in of["mechanism"].items()}} for name, of in variants.items()}
+    assert not any(words in DOCS for words in mechanism_words(other))
+    rejected = summary()["settings"]["int2"]["variants"]["geo_rs_token_tis"]["mechanism"]["rejected"]
+    assert "it rejects four fifths of the tokens" in DOCS and 0.75 <= rejected <= 0.85

@@ -43,7 +43,7 @@ FOLDERS = (
         "check",
         "inspect",
         "hooks",
-        "lab",
+        "compare",
         "launch",
     ),  # downwards only
 )

@@ -127,8 +127,7 @@ def _pg_is(b: Batch) -> Tensor:
 def _prefix(b: Batch) -> Tensor:
     n = _each(torch.ones_like(b.a), b.sequences, lambda ones: ones.cumsum(0))
     w = _each(_l(b), b.sequences, lambda part: part.cumsum(0)).exp()
-    low, high = math.exp(-0.025) ** n.sqrt(), math.exp(0.05) ** n.sqrt()
-    return torch.minimum(torch.maximum(w, low), high) * _ppo(b)
+    return torch.minimum(w, 5 ** n.sqrt()) * _ppo(b)
 
 
 def _trm(b: Batch) -> tuple[Tensor, Tensor]:
@@ -161,9 +160,14 @@ def _gspo(b: Batch) -> Tensor:
 
 
 def _prime(b: Batch) -> Tensor:
-    r = (b.theta - b.mu).exp()
-    # As prime-rl writes it: r A has the gradient of sg(r) A log π.
-    return -r * b.a * ((_tv(b) <= 0.2) | _back(b)).detach() + 1e-3 * (b.theta - b.mu) ** 2
+    """As prime-rl writes it; r A has the gradient of sg(r) A log π."""
+    r, difference = (b.theta - b.mu).exp(), b.theta.exp() - b.mu.exp()
+    masked = torch.where(b.a > 0, difference > 0.2, difference < -0.2)
+    return -r * b.a * ~masked + 1e-3 * (b.theta - b.mu) ** 2
+
+
+def _kpop(b: Batch) -> Tensor:
+    return (_bernoulli(b.old, b.mu) <= 0.1) & (_bernoulli(b.mu, b.old) <= 0.1)
 
 
 def _unbiased_kl(b: Batch) -> Tensor:
@@ -182,7 +186,8 @@ _FORMULAS: dict[str, Formula] = {
     "REINFORCE + IS": _pg_is,
     "Per-decision weights": _prefix,
     "Turn weights": lambda b: _each(_l(b), b.turns, _sum).exp().clamp(max=2) * _ppo(b),
-    "KPop": lambda b: (_ppo(b), (_bernoulli(b.old, b.mu) <= 0.1) & (_bernoulli(b.mu, b.old) <= 0.1)),
+    "KPop": lambda b: (_ppo(b), _kpop(b)),
+    "KPop in AReaL": lambda b: _l(b).exp() * _ppo(b) * _kpop(b),
     "TRM": _trm,
     "DPPO-TV": lambda b: _dppo(b, _tv(b) <= 0.15),
     "DPPO-KL": lambda b: _dppo(b, _bernoulli(b.mu, b.theta) <= 0.05),
@@ -191,6 +196,7 @@ _FORMULAS: dict[str, Formula] = {
     "CISPO": lambda b: -(b.theta - b.old).exp().clamp(max=1.2).detach() * b.a * b.theta,
     "REINFORCE without a ratio": lambda b: -_l(b).exp().clamp(max=2) * b.a * b.theta,
     "prime-rl's default": _prime,
+    "prime-rl's default, its own form": _prime,
     "Unbiased KL": _unbiased_kl,
     "Group without the rejected": lambda b: (_ppo(b), _each(_k3(_l(b)), b.sequences, _mean) <= 0.01),
     "Limit on staleness": lambda b: (_ppo(b), b.age <= 2),
@@ -230,6 +236,21 @@ def _draw(seed: int) -> tuple[mp.PackedSequences, Tensor, Batch]:
     return packed, theta, batch
 
 
+def _far(packed: mp.PackedSequences, theta: Tensor, batch: Batch) -> tuple[mp.PackedSequences, Tensor, Batch]:
+    """The same batch, with log π_rollout and log π_θ of −1 and −7, −0.1 and −19, −12 and −1, and A of 0 and ±1."""
+    mu, far, a = batch.mu.clone(), batch.theta.detach().clone(), batch.a.clone()
+    for place, (at_mu, at_theta) in enumerate([(-1.0, -7.0), (-0.1, -19.0), (-12.0, -1.0)] * 3):
+        mu[place], far[place], a[place] = at_mu, at_theta, place // 3 - 1.0
+    mask = packed.loss_mask
+    whole = theta.detach().masked_scatter(mask, far).requires_grad_()
+    assert packed.rollout_log_probs is not None and packed.advantages is not None
+    packed = packed.replace(
+        rollout_log_probs=packed.rollout_log_probs.masked_scatter(mask, mu),
+        advantages=packed.advantages.masked_scatter(mask, a),
+    )
+    return packed, whole, batch._replace(theta=whole[mask], mu=mu, a=a)
+
+
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_the_formula_of_a_method(method: Method) -> None:
     """Loss and gradient of a row's flags are those of its formula; but for PPO they differ from those of PPO."""
@@ -239,6 +260,8 @@ def test_the_formula_of_a_method(method: Method) -> None:
     acts = method.name == "PPO"
     for seed in range(4):
         packed, theta, batch = _draw(seed)
+        if "prime-rl" in method.name:  # far tokens: they are pulled back, and masked by the sign of A alone
+            packed, theta, batch = _far(packed, theta, batch)
         ours = mp.policy_loss(theta, packed, _config(method.flags)).loss
         formula = _FORMULAS[method.name](batch)
         loss, keep = formula if isinstance(formula, tuple) else (formula, _all(batch))
@@ -247,8 +270,8 @@ def test_the_formula_of_a_method(method: Method) -> None:
         (gradient,) = torch.autograd.grad(ours, theta)
         (expected,) = torch.autograd.grad(theirs, theta, retain_graph=True)
         if method.name not in _OTHER_VALUE:
-            assert float(ours.detach()) == pytest.approx(float(theirs.detach()), abs=1e-12)
-        torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-12)
+            assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-12, abs=1e-12)
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
         (uncorrected,) = torch.autograd.grad(_ppo(batch).mean(), theta)
         acts = acts or not torch.allclose(gradient, uncorrected, rtol=1e-6)
     assert acts

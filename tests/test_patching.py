@@ -235,9 +235,9 @@ def test_the_command(tree: Path) -> None:
     assert run("revert") == (0, "reverted in pkg/a.py\n")
     (tree / "pkg" / "a.py").unlink()
     status, output = run("apply")
-    assert status == 1
+    assert status == 2
     assert output.startswith("mismatch-plugin patch:") and "has no pkg/a.py" in output
-    assert run("check")[0] == 1
+    assert run("check")[0] == 1  # a patch that can neither be applied nor is
 
 
 def test_verl_needs_no_patch() -> None:
@@ -302,3 +302,11 @@ def _log_softmax(root: Path) -> Any:
     names: dict[str, Any] = {"torch": torch, "is_batch_invariant_mode_enabled": lambda: False}
     exec(compile(ast.Module(body=[node], type_ignores=[]), "rl_utils.py", "exec"), names)
     return names["selective_log_softmax"]
+
+
+def test_a_host_may_be_spelled_as_it_is_elsewhere() -> None:
+    for name, spelled in {"megatron-lm": ("megatron_lm", "megatron_rl"), "nemo-rl": ("nemo_rl", "NeMo-RL")}.items():
+        for other in spelled:
+            assert patches_of(other) == patches_of(name)
+    with pytest.raises(PatchError, match="there is no patch for host 'nemo'"):
+        patches_of("nemo")

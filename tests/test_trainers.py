@@ -17,6 +17,8 @@ import ci.trainers
 from tests.trainers.columns import COLUMNS, Shown, largest, write_shown
 from tests.trainers.jobs import is_made, made_from
 from tests.trainers.run import OUT_OF_TIME, descendants, run
+from tests.trainers.slime.reference import Agreement
+from tests.trainers.untouched import OURS, replaced
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_RUNS = """
@@ -100,3 +102,117 @@ def test_the_page_has_every_column_of_every_trainer() -> None:
     assert {path.stem for path in ci.trainers.FOLDER.glob("*.json")} <= set(ci.trainers.NAMES)
     for record in ci.trainers.measured().values():
         assert tuple(record["columns"]) == COLUMNS and record["commits"] and record["shimmed"]
+
+
+_CONFTEST = """
+from concurrent.futures import Future
+from pathlib import Path
+import pytest
+from tests.trainers.conftest import *
+from tests.trainers.slime.conftest import _job, trained
+
+@pytest.fixture(scope="session")
+def start():
+    def one(name, job):
+        with Path("started").open("a") as told:
+            told.write(f"{name}\\n")
+        found = Future()
+        found.set_result(job)
+        return found
+    return one
+"""
+_FAULTS = """
+import pytest
+JOBS = {"misspelt": 1, "contradictory": 2, "absent": 3}
+
+@pytest.mark.parametrize("name", JOBS)
+def test_wrong(name, trained):
+    assert trained(name) == trained(name) == JOBS[name]
+"""
+
+
+@pytest.mark.parametrize(
+    ("chosen", "started"), [((), ["misspelt", "contradictory", "absent"]), (("-k", "misspelt"), ["misspelt"])]
+)
+def test_one_case_starts_one_run(chosen: tuple[str, ...], started: list[str], tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(_CONFTEST)
+    (tmp_path / "test_faults.py").write_text(_FAULTS)
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", str(tmp_path), "-p", "no:cacheprovider", *chosen]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert (tmp_path / "started").read_text().splitlines() == [f"faults/{name}" for name in started]
+
+
+_HOST = """
+import functools
+import json
+from math import floor, sqrt
+try:
+    from math import fast_sqrt
+except ImportError:
+    fast_sqrt = None
+from helper import near, far
+floor = round
+
+def timed(function):
+    @functools.wraps(function)
+    def call(*values):
+        return function(*values)
+    return call
+
+def loss(x):
+    return sqrt(x)
+
+@timed
+def clip(x):
+    return x
+
+@functools.lru_cache
+def table():
+    return {}
+
+class Trainer:
+    def step(self):
+        return loss(4)
+
+    @property
+    def rank(self):
+        return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [
+        ("", set()),
+        ("host.loss = lambda x: 0", {"host.loss"}),
+        ("host.loss = wraps(host.loss)(lambda x: 0)", {"host.loss"}),
+        ("host.clip = wraps(host.clip)(lambda x: 0)", {"host.clip"}),
+        ("host.table = wraps(host.table)(lambda: 0)", {"host.table"}),
+        ("host.Trainer.step = wraps(host.Trainer.step)(lambda self: 0)", {"host.Trainer.step"}),
+        ("host.Trainer.rank = property(wraps(host.Trainer.rank.fget)(lambda self: 0))", {"host.Trainer.rank"}),
+        ("host.loss = partial(host.loss, 4)", {"host.loss"}),
+        ("host.sqrt = lambda x: 1.0", {"host.sqrt"}),
+        ("host.near = host.far", {"host.near"}),
+        ("host.json = SimpleNamespace(dumps=str)", {"host.json"}),
+        ("import helper; helper.near = host.near = lambda: 0", set()),  # `helper` is asked for itself
+    ],
+)
+def test_what_a_shim_puts_in_place_is_seen(plant: str, seen: set[str], tmp_path: Path) -> None:
+    (tmp_path / "host.py").write_text(_HOST)
+    (tmp_path / "helper.py").write_text("def near(): ...\n\ndef far(): ...\n")
+    shim = f"from functools import partial, wraps\nfrom types import SimpleNamespace\nimport host\n{plant}\n"
+    (tmp_path / "sitecustomize.py").write_text(f"exec(compile({shim!r}, {OURS[0] + 'shim.py'!r}, 'exec'))\n")
+    assert replaced(Path(sys.executable), ["host"], {"PYTHONPATH": str(tmp_path)}, tmp_path) == seen
+
+
+def test_the_first_value_that_differs_is_named_with_both() -> None:
+    metrics = {f"rollout_corr/{number}": (0.5, 0.5) for number in range(40)}
+    sound = {"loss": (0.1, 0.1 + 1e-7), "grad_norm": (2.0, 2.0), **metrics, "rollout_corr/none": (math.nan, math.nan)}
+    Agreement([sound, sound]).check()
+    wrong = {**sound, "rollout_corr/kl": (0.2, 1.42), "rollout_corr/k3_kl": (0.0, 9.0)}
+    with pytest.raises(AssertionError, match=r"^step 1: rollout_corr/kl is 0\.2 in slime and 1\.42 in the reference"):
+        Agreement([sound, wrong, {**wrong, "loss": (0.1, 7.0)}]).check()
+    with pytest.raises(AssertionError, match=r"^step 0: loss is nan in slime and 0\.1 in the reference"):
+        Agreement([{**sound, "loss": (math.nan, 0.1)}, wrong]).check()

@@ -90,8 +90,7 @@ def count(run: Callable[[], object]) -> OperationCounter:
 
 
 def launches(run: Callable[[], object]) -> int:
-    """Kernels, copies and fills that one call makes a CUDA device do, whoever launches them: Triton's are no operations
-    of torch's dispatcher."""
+    """Kernels, copies and fills of one call on a CUDA device, Triton's too, which torch's dispatcher does not see."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()

@@ -1,8 +1,8 @@
 """A dump to try `mismatch-plugin inspect` on: from a real SGLang server on CPU and a trainer of megatron-core.
 
-    python -m examples.inspect.make_dump runs/dump --tokens 1000000
+    python -W ignore -m examples.inspect.make_dump runs/dump --tokens 1000000
 
-The lab's small model (0.1 M parameters) is warmed up, and then, step by step: the server gets its weights and samples,
+The small model of examples/megatron_core is warmed up, and then, step by step: the server gets its weights and samples,
 megatron-core scores the responses with the same weights in float32, both are written, and an optimizer step of GRPO
 moves the weights. So the dump is of a healthy run. OUT/rollouts.parquet holds the records, OUT/training.jsonl the
 trainer's log-probs, in the form that `mismatch-plugin check --help` tells. Needs the environments of `make test` and
@@ -15,27 +15,38 @@ import asyncio
 import random
 import tempfile
 import time
-import warnings
 from collections.abc import Coroutine, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TextIO, TypeVar
 
+import torch
 import typer
 
 import mismatch_plugin as mp
+from examples.megatron_core.train import (
+    SERVER_ARGUMENTS,
+    VOCAB,
+    Trainer,
+    initialize,
+    questions,
+    reward,
+    warm_up,
+    write_checkpoint,
+)
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.files import replacing
+from mismatch_plugin.hooks.megatron_core import Sample
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 
-PROMPTS, SAMPLES, PART = 16, 8, 64
+PROMPTS, SAMPLES, PART = 16, 8, 16
 """Prompts of a step, responses to each, and responses of a micro-batch of the trainer."""
 LENGTHS = (64, 512)
-"""Shortest and longest response; the lab's answers have 7 tokens, so the model goes on behind them."""
+"""Shortest and longest response; right answers have 7 tokens, so the model goes on behind them."""
 CONTEXT = 1024
 T = TypeVar("T")
 
@@ -51,17 +62,11 @@ class Run:
     """Trainer and server; `records` yields what is sampled and writes the trainer's side next to it."""
 
     def __init__(self, url: str, seed: int) -> None:
-        from mismatch_plugin.lab.policy import Policy
-        from mismatch_plugin.lab.settings import LabSettings
-        from mismatch_plugin.lab.trainer import warm_up
-
-        parts = PROMPTS * SAMPLES // PART
-        settings = LabSettings.model_validate({"seed": seed, "engine": "sglang", "micro_batches": parts, "lr": 2e-5})
-        self.policy = Policy(settings, warm_up(settings), lr=settings.lr)
-        self.hook = self.policy.hook(mp.MismatchConfig())
+        initialize()
+        self.trainer = Trainer(mp.MismatchConfig(), lr=2e-5, state=warm_up(seed=seed))
         self.draw = random.Random(seed)
         self.loop = asyncio.new_event_loop()
-        self.client = SGLangClient(url, vocab_size=self.policy.task.vocab)
+        self.client = SGLangClient(url, vocab_size=VOCAB)
         self.tokens = self.steps = 0
         self.seconds = {"rollout": 0.0, "trainer": 0.0}
 
@@ -89,10 +94,8 @@ class Run:
 
     def _roll_out(self, version: str) -> list[RolloutRecord]:
         """The server takes the weights and answers PROMPTS prompts, each group with a length of its own."""
-        task = self.policy.task
-        update = self.client.update_weights_from_tensors(self.policy.export(), version)
-        self._wait(update)
-        prompts = task.prompts(PROMPTS, self.draw.randrange(2**31))
+        self._wait(self.client.update_weights_from_tensors(self.trainer.weights(), version))
+        prompts = questions(PROMPTS, self.draw.randrange(2**31))
 
         async def sample() -> list[RolloutRecord]:
             groups = []
@@ -107,7 +110,7 @@ class Run:
                 update={
                     "sample_id": f"{version}-{index}",
                     "request_id": None,
-                    "reward": task.score(record.prompt_ids, record.response_ids[: task.max_response]).dense,
+                    "reward": reward(record.prompt_ids, record.response_ids[:7]),
                 }
             )
             for index, record in enumerate(self._wait(sample()))
@@ -115,25 +118,16 @@ class Run:
 
     def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float | None]]:
         """The trainer's log-probs with the weights that sampled; then one optimizer step on them."""
-        from mismatch_plugin.hooks.megatron_core.batch import Sample
-
         groups = [row // SAMPLES for row in range(len(records))]
         advantages = mp.group_advantages([record.reward or 0.0 for record in records], groups).tolist()
         samples = [
             Sample(record.prompt_ids, record.response_ids, advantage, rollout_log_probs=record.rollout_log_probs)
             for record, advantage in zip(records, advantages, strict=True)
         ]
-        # `batches` deals every n-th sample to a micro-batch.
-        batches = self.policy.with_old_log_probs(self.policy.batches(samples))
-        scored: dict[int, list[float | None]] = {}
-        for part, batch in enumerate(batches):
-            assert batch.packed.old_log_probs is not None
-            mine = range(part, len(samples), len(batches))
-            rows = batch.packed.old_log_probs.split([len(samples[index].response_ids) for index in mine])
-            scored.update(zip(mine, (row.tolist() for row in rows), strict=True))
-        self.hook.start(batches)
-        self.policy.run(self.hook.forward_step, batches)
-        return [scored[index] for index in range(len(samples))]
+        batches = [self.trainer.batch(samples[start : start + PART]) for start in range(0, len(samples), PART)]
+        scored = torch.cat([self.trainer.log_probs(batch) for batch in batches])
+        self.trainer.step(batches)
+        return [row.tolist() for row in scored.split([len(sample.response_ids) for sample in samples])]
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
@@ -146,13 +140,9 @@ def make_dump(
     seed: Annotated[int, typer.Option(help="Of weights and prompts; SGLang's sampling on CPU follows none.")] = 0,
 ) -> None:
     """Sample on a real SGLang server, score with megatron-core, write both sides."""
-    from mismatch_plugin.lab.settings import LabSettings
-    from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, write_checkpoint
-
-    warnings.simplefilter("ignore")  # megatron-core and the server say what CPU lacks
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        write_checkpoint(folder, LabSettings.model_validate({"seed": seed}), context=CONTEXT)
+        write_checkpoint(folder, context=CONTEXT)
         with start_cpu_server(folder, dtype=dtype.value, arguments=SERVER_ARGUMENTS) as server:
             run = Run(server.url, seed)
             start = time.perf_counter()

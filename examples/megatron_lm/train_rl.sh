@@ -5,15 +5,11 @@ set -euo pipefail
 : "${MEGATRON:?folder of the Megatron-LM checkout}" "${CHECKPOINT:?folder of the pretrained checkpoint}"
 export CHECKPOINT ENV_CONFIG=${ENV_CONFIG:-examples/rl/environment_configs/dapo.yaml}
 
-# Without the patch Megatron hands the loss no mask, and only token level is possible.
+# Without the patch Megatron hands the loss no mask: no metrics, and token level alone.
 mismatch-plugin patch apply --host megatron-lm --root "$MEGATRON" --optional
 
 FLAGS=(
     --use-tis # algorithm 2: PPO against Megatron's own log-probs, weighted for the engine's
-    --tis-level geometric
-    --tis-mode mask
-    --tis-lower-bound 0.999
-    --tis-upper-bound 1.001
 )
 
 cd "$MEGATRON"

@@ -7,10 +7,7 @@ set -euo pipefail
 mismatch-plugin patch apply --host miles --root "$MILES"
 
 FLAGS=(
-    --use-rollout-log-probs # algorithm 3 with both: REINFORCE, weighted; the old log-probs are not computed
-    --use-tis
-    --tis-level sequence
-    --rs-veto-threshold 1e-4
+    --use-tis # algorithm 2: PPO against Megatron's own log-probs, each token weighted for the engine's
 )
 cd "$MILES"
 python3 scripts/run_qwen3_4b.py --extra-args "${FLAGS[*]}" "$@"

@@ -5,10 +5,7 @@ set -euo pipefail
 : "${NEMO_RL:?folder of the NeMo-RL checkout}"
 
 FLAGS=(
-    --use-tis
-    --tis-level sequence
-    --tis-mode clip
-    --tis-lower-bound 0.5
+    --use-tis # algorithm 2: NeMo-RL's PPO, each token weighted by π_old/π_rollout
     --tis-upper-bound 2.0
 )
 cd "$NEMO_RL"

@@ -10,10 +10,7 @@ git -C "$VERL" apply --check --reverse "$HERE/run_qwen3_8b_megatron.diff" 2> /de
     git -C "$VERL" apply "$HERE/run_qwen3_8b_megatron.diff"
 
 FLAGS=(
-    --use-rollout-log-probs
-    --use-tis
-    --tis-level sequence
-    --tis-upper-bound 2.0
+    --use-tis # algorithm 2: verl's PPO, each token weighted by π_old/π_rollout, at most 2
 )
 cd "$VERL"
 INFER_BACKEND=sglang VERL_USE_UV=0 bash examples/grpo_trainer/run_qwen3_8b_megatron.sh "${FLAGS[@]}" "$@"

@@ -103,7 +103,8 @@ def check(
 
     Exit status: 0 no fault, 1 faults found, 2 cannot check, for example because
     there is neither TRAINING nor --checkpoint, --url or --records-only, 3 not
-    decided: no fault, but fewer than 100 tokens can be compared.
+    decided: no fault, but fewer than 100 tokens can be compared, 4 stopped
+    before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.check.inputs import check_files
     from mismatch_plugin.check.training import InputError
@@ -123,9 +124,7 @@ def check(
             accept=accept or (),
             format=format,
         )
-    except (InputError, MemoryError) as error:
-        if isinstance(error, MemoryError):
-            error = InputError(f"{records} needs more memory than there is: give fewer files or samples.")
+    except InputError as error:
         if as_json:
             typer.echo(json.dumps({"status": "cannot_check", "verdict": str(error)}))
         else:

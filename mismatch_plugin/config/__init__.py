@@ -3,6 +3,7 @@
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.config.model import MismatchConfig, preset
+from mismatch_plugin.config.rules import bound_warnings
 from mismatch_plugin.config.sections import ImportanceSampling, PPOClip, Terms
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning
@@ -18,5 +19,6 @@ __all__ = [
     "Settings",
     "Terms",
     "add_arguments",
+    "bound_warnings",
     "preset",
 ]

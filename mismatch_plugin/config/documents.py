@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,21 @@ from mismatch_plugin.files import MIB, read_text
 MAX_VALUES = 20_000
 """Keys and values of a file, aliases counted as often as they are used. There are some sixty settings."""
 MAX_DEPTH = 32
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe tags, and the decimal numbers of YAML 1.2: 1.1 reads 1:30 as 90 and 010 as 8."""
+
+
+_INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag not in (_INT, _FLOAT)]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?\d+$", re.ASCII), list("-+0123456789"))
+_NUMBER = re.compile(r"([-+]?(\.\d+|\d+(\.\d*)?)(e[-+]?\d+)?|[-+]?\.inf|\.nan)$", re.ASCII | re.IGNORECASE)
+_Loader.add_implicit_resolver(_FLOAT, _NUMBER, list("-+.0123456789"))
+_Loader.add_constructor(_INT, lambda _, node: int(node.value))
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
@@ -79,7 +95,7 @@ def parse_yaml(text: str) -> Any:
     Raises ValueError.
     """
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return None

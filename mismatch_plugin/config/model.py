@@ -16,7 +16,7 @@ from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.rules import contradictions, notes_on
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
-from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge
+from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, shown
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -42,6 +42,17 @@ class MismatchConfig(Settings):
 
     def __hash__(self) -> int:
         return hash(tuple(self.__dict__.values()))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nested(cls, data: Any, info: ValidationInfo) -> Any:
+        """`tis_level="token"` is a setting of a section: say how it is written. (`build` has a sentence of its own.)"""
+        for name, value in data.items() if isinstance(data, Mapping) and info.context is None else ():
+            section, _, rest = str(name).partition("_")
+            model = cls.model_fields[section].annotation if section in cls.model_fields and rest else None
+            if isinstance(model, type) and issubclass(model, BaseModel) and rest in model.model_fields:
+                raise ValueError(f'setting {name} is one of a section: write {section}={{"{rest}": {shown(value)}}}.')
+        return data
 
     @model_validator(mode="after")
     def _means_something(self, info: ValidationInfo) -> MismatchConfig:

@@ -161,9 +161,8 @@ def _opsm(given: Parameters) -> Settings:
     return {"rs": {"criteria": criteria, "policy": "current"}, "denominator": "original"}
 
 
-def _prefix(given: Parameters) -> Settings:
-    growth = number(given["bound_growth"], "bound_growth")
-    return {"tis": {"level": "prefix", "mode": "clip", "bound_growth": growth, **_bounds(given, "threshold")}}
+def _growing(given: Parameters) -> Settings:
+    return {"tis": {"bound_growth": number(given["bound_growth"], "bound_growth")}}
 
 
 def _original(_: Parameters) -> Settings:
@@ -174,6 +173,7 @@ _TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
 _K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
 _ICEPOP, _ONE_SEQUENCE = partial(_one_bound, _TOKEN), partial(_one_bound, _SEQUENCE)
+_PREFIX = partial(_one_bound, partial(_weights, "prefix"))
 
 _THRESHOLD: Parameters = {"threshold": 2.0}
 _TWO_BOUNDS: Parameters = {"threshold": 5.0, "threshold_lower": 0.5}
@@ -183,7 +183,7 @@ _RS_GEO: Parameters = {"rs_threshold": "0.999_1.001"}
 _RS_K3: Parameters = {"rs_threshold": 0.01}
 _IS: Parameters = {"is_threshold": 2.0}
 _DIVERGENCE: Parameters = {"is_threshold": 20.0}
-_WINDOW: Parameters = {"threshold": math.exp(0.05), "threshold_lower": math.exp(-0.025), "bound_growth": 0.5}
+_WIDE: Parameters = {"threshold": 5.0, "bound_growth": 0.5}
 
 # fmt: off
 PRESETS = (
@@ -275,9 +275,10 @@ PRESETS = (
         "PPO without weights, sequences of negative advantage rejected once π_θ has left the sampler (DeepSeek-V3.2)",
         "stale or far sequences that would only be pushed down further; δ of 0.05 to 0.2 is used",
         {"delta": 0.1}),
-    Preset("prefix_is", 2, (_prefix,), _WINDOW,
-        "decoupled PPO, weights of the product up to each token, clipped in a window that widens with √t",
-        "advantages that differ from token to token: exact for A_t = Q(s_t, a_t), varies less than sequence level"),
+    Preset("prefix_is", 2, (_PREFIX, _growing), _WIDE,
+        "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
+        "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
+        "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

@@ -10,6 +10,7 @@ from pydantic import ValidationInfo
 from mismatch_plugin.config.fields import spell, value_and_default
 from mismatch_plugin.config.sections import GROWING
 from mismatch_plugin.config.settings import Settings
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
 
 
 def notes_on(config: Settings, info: ValidationInfo) -> list[str]:
@@ -165,3 +166,41 @@ def outside_known_range(config: Settings) -> list[str]:
             "Choose a tis.level (verl: rollout_is), or add a criterion or a veto (verl: rollout_rs)."
         )
     return notes
+
+
+def bound_warnings(config: Settings, response_length: int | None = None) -> list[str]:
+    """Sentences on bounds of weights that do harm: an upper one that is none, or hides a smaller step, and, where the
+    tokens of a response are known, one that cannot hold the product over them (a turn counts as a response)."""
+    tis = config.tis
+    if not config.weighted:
+        return []
+    fault = tis.upper_bound_fault
+    notes = [f"--tis-upper-bound {tis.upper_bound:g}: {fault}. 2 is usual."] if fault else []
+    if tis.level in GROWING and response_length:
+        mean, ess = truncated_product(config, response_length)
+        if mean < MIN_MEAN_WEIGHT or ess < MIN_EFFECTIVE_SAMPLE_SIZE:
+            bound = f"{tis.upper_bound:g}" + (f"^(n^{tis.bound_growth:g})" if tis.bound_growth else "")
+            notes.append(
+                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights cut at {bound} "
+                f"have mean {mean:.2g}, ESS {ess:.0%}. Choose token level."
+            )
+    return notes
+
+
+def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tuple[float, float]:
+    """(mean, effective sample size) of min(ρ, hi) where ρ is a product over `length` tokens.
+
+    With independent tokens log ρ is Normal(−s, 2s), s = length · kl, so that E ρ = 1. With Φ its standard distribution:
+    E min(ρ, hi)^k = e^(k(k−1)s) · Φ((log hi + s − 2ks) / √2s) + hi^k · Φ(−(log hi + s) / √2s); ESS = (E w)² / E w².
+    Prefix level: both moments are means over the tokens.
+    """
+
+    def moment(k: int, tokens: int) -> float:
+        s = min(tokens * kl, 300.0)  # e^600 is finite, and by then no weight is left
+        log_hi = min(math.log(config.tis.upper) * tokens**config.tis.bound_growth, SAFETY_BOUND)
+        inside, above = (0.5 * math.erfc(-x / math.sqrt(4.0 * s)) for x in (log_hi + s - 2.0 * k * s, -log_hi - s))
+        return math.exp(k * (k - 1) * s) * inside + math.exp(k * log_hi) * above
+
+    lengths = range(1, length + 1, 1 + length // 256) if config.tis.level == "prefix" else [length]
+    first, second = (sum(moment(k, n) for n in lengths) / len(lengths) for k in (1, 2))
+    return first, first * first / second

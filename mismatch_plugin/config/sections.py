@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import ConfigDict, ValidationInfo, model_validator
 
 from mismatch_plugin.config.fields import Section, described, spell
-from mismatch_plugin.limits import SAFETY_BOUND
+from mismatch_plugin.limits import SAFETY_BOUND, UPPER_BOUNDS
 
 Level = Literal["token", "turn", "sequence", "geometric", "prefix", "none"]
 Mode = Literal["truncate", "clip", "mask"]
@@ -94,6 +94,14 @@ class ImportanceSampling(Section):
     def upper(self) -> float:
         """hi, with inf replaced by the safety bound e^20."""
         return min(self.upper_bound, math.exp(SAFETY_BOUND))
+
+    @property
+    def upper_bound_fault(self) -> str:
+        """What is wrong with hi as a bound of weights; "" where it is between 1 and 100."""
+        lowest, highest = UPPER_BOUNDS
+        if self.upper_bound < lowest:
+            return "no weight reaches 1, which hides a smaller step"
+        return f"one weight can outweigh {highest:g} others" if self.upper_bound > highest else ""
 
     @model_validator(mode="after")
     def _ordered(self, info: ValidationInfo) -> ImportanceSampling:
@@ -205,8 +213,9 @@ class Terms(Section):
     )
     kl_importance_weighted: bool = described(
         False,
-        "multiply the KL penalty by the importance weight, detached: the value is unbiased under the rollout policy; "
-        "the gradient is that of KL(π_θ‖π_ref) with kl_type k2, of KL(π_ref‖π_θ) with k3",
+        "multiply the KL penalty by the importance weight, detached. With unbounded prefix or sequence weights the "
+        "mean gradient is that of each state's KL(π_θ‖π_ref) for k2, KL(π_ref‖π_θ) for k3. In algorithm 2 only while "
+        "π_θ is π_old. The mean value is then KL(π_θ‖π_ref) for k1 and k3 alone",
         flag="--mismatch-kl-importance-weighted",
         source="DeepSeek-V3.2, arXiv 2512.02556",
     )
@@ -221,8 +230,8 @@ class Terms(Section):
     )
     rollout_kl_type: RolloutKlType = described(
         "k2",
-        "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; at most "
-        "10 a token",
+        "k2 = l²/2 or k3 = e^l − 1 − l, an estimator of KL(π_rollout‖π_θ), with l = log π_θ − log π_rollout; the "
+        "gradient of a far token stays",
         flag="--mismatch-rollout-kl-type",
         source="Schulman 2020, Approximating KL divergence",
     )

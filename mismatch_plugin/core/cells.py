@@ -41,15 +41,22 @@ class Cells:
         sums = sums_C.view(-1, self.width)
         return (sums.cumsum(1) - sums).flatten()
 
-    def running(self, values_T: Tensor) -> Tensor:
-        """Σ over the tokens of the same part up to and with each: [T] → [T] float64.
+    def running(self, values_T: Tensor, whole: bool = False) -> Tensor:
+        """Σ over the tokens of the same part up to and with each: [T] → [T] float64. whole: of whole numbers.
 
         A value beyond ±1e4 counts as ±1e4: it decides for its own sequence, and leaves the others their digits.
         """
         sums = torch.zeros(len(values_T) + 1, dtype=torch.float64, device=values_T.device)
-        ends = sums[1:]
-        ends.copy_(values_T).clamp_(-LARGEST, LARGEST).cumsum_(0)
-        return ends - sums.index_select(0, self.offsets[:-1]).index_select(0, self.index)
+        values, before = sums[1:], sums
+        values.copy_(values_T).clamp_(-LARGEST, LARGEST)
+        if whole:
+            values.cumsum_(0)
+        else:  # one scan over all parts, brought back to 0 where each begins: it rounds as one part does, not as all do
+            ended = torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+            resets = torch.zeros_like(sums).index_add_(0, self.offsets[1:], ended)
+            values.sub_(resets[:-1]).cumsum_(0)
+            before = sums - resets
+        return values - before.index_select(0, self.offsets[:-1]).index_select(0, self.index)
 
 
 LARGEST = 1e4

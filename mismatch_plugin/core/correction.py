@@ -68,11 +68,17 @@ class Correction:
     weights: Tensor
     keep: Tensor
     statistics: Statistics
-    tokens: Tokens = field(repr=False)
-    tokens_N: Tensor = field(repr=False)
-    kept_N: Tensor = field(repr=False)
+    tokens: Tokens
+    tokens_N: Tensor
+    kept_N: Tensor
     factor: Tensor | float | None = None
-    sums_N: Mapping[str, Tensor] = field(default_factory=dict, repr=False)
+    sums_N: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        kept, tokens, total = int(self.kept_N.sum()), int(self.tokens_N.sum()), float(self.applied.sum())
+        return (
+            f"Correction({kept} of {tokens} tokens kept, mean weight {total / max(kept, 1):.4g}; [T] .weights, .keep)"
+        )
 
     @property
     def applied(self) -> Tensor:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def refuse_unknown(fields: Mapping[str, Any]) -> None:
+    """Raise TypeError for a field that no batch has."""
+    for name in fields:
+        meant = "loss_masks, one mask a sequence" if "mask" in name else "one of those in the signature"
+        raise TypeError(f"{name} is no field of a batch: pass {meant}.")
 
 
 def refuse_not_finite(
@@ -111,6 +118,8 @@ def flatten_entries(
     flat = _in_bulk(name, values, lengths, integer)
     if flat is None:
         flat = _one_by_one(name, values, lengths, ids, integer)
+    if flat.dtype == torch.bool and name.endswith("log_probs"):
+        return flat  # refused where the batch is made
     if not integer:
         return flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     if flat.is_floating_point() and flat.device.type == "cpu":

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import Units, growth_of, units_of
+from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
 
 About = Literal["data", "correction", "fault"]
 
-MEAN_RANGE = (0.5, 2.0)
-MIN_EFFECTIVE_SAMPLE_SIZE = 0.3
+MEAN_RANGE = (MIN_MEAN_WEIGHT, 2.0)
 MAX_VETO_FRACTION = 0.1
 MAX_STD = 1.0
 MAX_KL = 0.1
@@ -30,6 +30,10 @@ MIN_ACCEPTED = 0.5
 """Ours: a filter that drops more than it keeps."""
 MAX_BYPASS_CLIPPED = 0.2
 """Ours: PPO's clip is active for a few percent of tokens where there is no mismatch."""
+MAX_CLIPPED = 0.3
+"""Ours: updates of PPO reach a few percent; of unrelated policies half is clipped, on the side that its sign picks."""
+MIN_EPS = 0.1
+"""Ours: below this ε PPO's clip is no sign of a policy far away."""
 MAX_INVALID_SHARE = 0.01
 """Ours: invalid rollout log-probs, as a share of the response tokens. Single ones happen, more is a fault."""
 MAX_NORMALIZED_WEIGHT = 10.0
@@ -104,6 +108,10 @@ _SPREAD = (
     "Lower the upper bound, or raise the lower one with mode clip; in place of a product of ratios (turn, sequence, "
     "prefix) choose geometric or token."
 )
+_ANCHOR = (
+    "Check that old_log_probs and log_probs have the same tokens (shifted by one?), temperature and dropout: in a "
+    "rollout's first step they are equal."
+)
 _ESS = f"below {MIN_EFFECTIVE_SAMPLE_SIZE:g}"
 _MEAN = f"below {MEAN_RANGE[0]:g} or above {MEAN_RANGE[1]:g}"
 _UNITS = f"from {MIN_UNITS} sequences on; not at token level"
@@ -157,6 +165,17 @@ RULES: tuple[Rule, ...] = (
          "the clip, which begins at π_rollout, cuts tokens for the mismatch itself",
          "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
          lambda metrics, config: config.algorithm == 1, "algorithm 1"),
+    Rule("pg_clipfrac", "fault", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
+         "π_θ is farther from π_old than updates lead", _ANCHOR,
+         lambda metrics, config: (
+             not config.use_rollout_log_probs and config.policy_objective == "ppo"
+             and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) >= MIN_EPS
+         ), f"algorithms 0 and 2, objective ppo, ε from {MIN_EPS:g} on"),
+    Rule("ppo_kl", "fault", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}",
+         "π_θ is farther from π_old than updates lead", _ANCHOR,
+         lambda metrics, config: not config.use_rollout_log_probs, "algorithms 0 and 2"),
+    Rule("tokens", "fault", lambda v: v == 0, "0", "nothing trains: every loss mask is 0",
+         "Set the mask to 1 where a response token trains."),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
          "See what rejects it (rollout_rs_*, rollout_is_veto_fraction, invalid_*) and widen that bound; try it with "
          "--mismatch-dry-run first.",
@@ -168,9 +187,18 @@ _BLOWN = Rule(
     "correction",
     lambda v: v > MAX_NORMALIZED_WEIGHT,  # in upper bounds
     f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds",
-    "normalisation blew a weight up",
+    "batch normalisation produced an outlier weight",
     "Nearly everything else was bounded to little: raise the lower bound.",
     only="batch normalisation, bounds that do not grow",
+)
+_UPPER = Rule(
+    "tis.upper_bound",
+    "correction",
+    lambda v: not UPPER_BOUNDS[0] <= v <= UPPER_BOUNDS[1],
+    f"below {UPPER_BOUNDS[0]:g} or above {UPPER_BOUNDS[1]:g}",
+    "no weight reaches 1, or one weight can outweigh 100 others",
+    "2 is usual.",
+    only="weights",
 )
 _INVALID = Rule(
     "invalid_{kind}",
@@ -200,7 +228,7 @@ _NOT_FINITE = Rule(
 
 def all_rules() -> tuple[Rule, ...]:
     """Every rule, for the documentation's table."""
-    return (*RULES, _BLOWN, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
+    return (*RULES, _BLOWN, _UPPER, _INVALID, _INVALID_TRAIN, _NOT_FINITE)
 
 
 def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[HealthWarning]:
@@ -211,7 +239,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     """
     values = {name.removeprefix(PREFIX): value for name, value in metrics.items() if name.startswith(PREFIX)}
     if values.get("tokens") == 0:
-        return []
+        values = {"tokens": 0.0}  # figures of nothing say nothing
     found = [
         _warning(rule, rule.metric, values[rule.metric], config.dry_run)
         for rule in RULES
@@ -221,6 +249,8 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
     grows = growth_of(config) > 0
     if largest is not None and config.tis.batch_normalize and not grows and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
+    if config.weighted and (fault := config.tis.upper_bound_fault):
+        found.append(HealthWarning(_UPPER.metric, config.tis.upper_bound, fault, _UPPER.advice, _UPPER.about))
     tokens = values.get("tokens")
     counts = {name: count for name, count in values.items() if name.startswith("invalid_") and count}
     for rule in (_INVALID, _INVALID_TRAIN):
@@ -235,5 +265,5 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
 
 
 def _warning(rule: Rule, metric: str, value: float, dry_run: bool = False) -> HealthWarning:
-    would = "in earnest " if dry_run and rule.about == "correction" else ""
+    would = "without dry-run: " if dry_run and rule.about == "correction" else ""
     return HealthWarning(PREFIX + metric, value, would + rule.meaning, rule.advice, rule.about)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -194,6 +195,11 @@ def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) 
 def refuse_unfit(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise where the batch lacks what the loss needs."""
     refuse_no_config(config)
+    if not isinstance(packed, PackedSequences):
+        raise TypeError(
+            f"packed is a {type(packed).__name__}: policy_loss takes log_probs, then the PackedSequences, then the "
+            f"configuration."
+        )
     if packed.advantages is None:
         raise ValueError(
             "advantages is missing: policy_loss needs one advantage a token (or a sequence, in from_lists)."
@@ -220,13 +226,45 @@ class PolicyLoss:
     correction: Correction
     statistics: Statistics
 
+    def __repr__(self) -> str:
+        sums = {"policy": self.loss_sum, **self.terms}
+        shown = ", ".join(f"{name} {value.detach().item():.6g}" for name, value in sums.items())
+        return (
+            f"PolicyLoss(loss {self.loss.detach().item():.6g} of this batch; sums: {shown}; divided by "
+            f"{int(self.denominator)}, terms by {int(self.terms_denominator)})"
+        )
+
     @property
     def loss(self) -> Tensor:
-        """The whole loss where this batch is the whole step: loss_sum / denominator + Σ terms / terms_denominator."""
+        """The whole loss where this batch is the whole step: loss_sum / denominator + Σ terms / terms_denominator.
+
+        Of several micro-batches or ranks `step_loss` makes the step's."""
         loss = self.loss_sum / self.denominator.clamp(min=1)
         for term in self.terms.values():
             loss = loss + term / self.terms_denominator.clamp(min=1)
         return loss
+
+    @property
+    def own_factor(self) -> Tensor | float:
+        """The mean weight that this batch was divided by, where the step's takes its place; else 1."""
+        factor = self.correction.factor
+        return factor if self.statistics.config.normalizes_step and factor is not None else 1.0
+
+    @property
+    def undivided(self) -> Tensor:
+        """Σ over this batch before any division, 0-d, with gradient: for gradient accumulation, where `backward` runs
+        once a micro-batch and `step_loss(results).scale_gradients(…)` divides at the step's end.
+
+        Raises ValueError where terms are divided by something else than the policy term, so that no scale fits both.
+        """
+        config = self.statistics.config
+        if config.other_terms and (config.normalizes_step or config.changes_denominator):
+            divided = "batch normalisation" if config.normalizes_step else "rejection (denominator accepted)"
+            raise ValueError(
+                f"{' and '.join(config.other_terms)} cannot be accumulated: {divided} divides the policy term alone. "
+                f"Call step_loss(results).loss.backward() once, or switch one off."
+            )
+        return (self.loss_sum * self.own_factor).to(self.loss_sum.dtype) + sum(self.terms.values())
 
 
 def policy_loss(
@@ -242,10 +280,28 @@ def policy_loss(
     token-mean: Σ_t / Σ m
     seq-mean-token-mean: mean over sequences of Σ_t / Σ_seq m
     seq-mean-token-sum: mean over sequences of Σ_t (divided by length_norm if set)
+    Micro-batches and ranks of one optimizer step: `step_loss`, which also brings the step's mean weight.
+    Warns (UserWarning) where algorithms 0 and 2 have no old_log_probs: then nothing clips. Raises also ValueError for
+    `rs.group` without packed.rewards, from which `group_advantages` forms the advantages that it acts on.
     All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
     `report.log.write_step`.
     """
-    return sum_tokens(token_loss(log_probs, packed, config, groups, batch_factor), groups)
+    refuse_unfit(packed, config)
+    if config.rs.group != "keep" and packed.rewards is None:
+        raise ValueError(
+            f"rewards is missing: rs.group {config.rs.group} acts in mp.group_advantages(rewards, group_ids, accepted) "
+            f"alone. Form the advantages with it, and pass rewards next to them."
+        )
+    if packed.old_log_probs is None and not config.use_rollout_log_probs and config.policy_objective != "reinforce":
+        warnings.warn(
+            "old_log_probs is missing, so π_old is π_θ and nothing clips: right for one step per rollout. With "
+            "several, pass those from before the first.",
+            stacklevel=2,
+        )
+    result = sum_tokens(token_loss(log_probs, packed, config, groups, batch_factor), groups)
+    if batch_factor is None and config.normalizes_step:
+        return replace(result, statistics=replace(result.statistics, own_means=1))
+    return result
 
 
 def sum_tokens(token: TokenLoss, groups: SequenceGroups | None = None) -> PolicyLoss:

@@ -7,6 +7,7 @@ References: Williams 1992 (REINFORCE); Schulman et al. 2017 (PPO-clip); Ye et al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -144,12 +145,17 @@ def kl_to_reference(log_probs_T: Tensor, ref_T: Tensor, kind: str, bound: float 
 def kl_from_rollout(log_probs_T: Tensor, rollout_T: Tensor, kind: str) -> Tensor:
     """Penalty on the distance to the sampler at each token, [T], with gradient through log_probs_T.
 
-    With l = log π_θ − log π_rollout, clamped to ±20, and the value bounded to 10 (no gradient beyond either):
-    k2: l²/2
-    k3: e^l − 1 − l, which estimates KL(π_rollout ‖ π_θ)
+    With l = log π_θ − log π_rollout; a far token keeps its gradient, for there the pull back matters:
+    k2: l²/2, gradient l
+    k3: e^l − 1 − l, gradient e^l − 1, which estimates KL(π_rollout ‖ π_θ); above l = 20 its tangent, so that neither
+        overflows
     prime-rl's default loss has l², k2 with twice the coefficient.
     """
-    return kl_to_reference(rollout_T, log_probs_T, kind).clamp(max=LOW_VARIANCE_BOUND)
+    log_r = log_probs_T - rollout_T
+    if kind == "k2":
+        return 0.5 * log_r.square()
+    beyond = torch.relu(log_r - SAFETY_BOUND)
+    return torch.expm1(log_r.clamp(max=SAFETY_BOUND)) - log_r + math.exp(SAFETY_BOUND) * beyond
 
 
 def score_function_kl(

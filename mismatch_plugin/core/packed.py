@@ -17,6 +17,7 @@ from mismatch_plugin.core.entries import (
     refuse_not_finite,
     refuse_other_parts,
     refuse_two_policies,
+    refuse_unknown,
     shape_wanted,
     version_number,
     whole_number,
@@ -27,16 +28,13 @@ from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 _INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
+_LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
 _TOKEN_FIELDS = (
-    "rollout_log_probs",
-    "old_log_probs",
-    "ref_log_probs",
+    *_LOG_PROBS,
     "advantages",
     "entropy",
     *_INTEGER_FIELDS,
 )
-_NO_ROWS = ("sequence_ids", "rewards", "trainer_version")
-"""What `from_padded` takes as `from_lists` does."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,8 +78,8 @@ class PackedSequences:
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
     padded_width: int | None = None
-    invalid: tuple[InvalidLogProb, ...] = field(default=(), repr=False)
-    invalid_counts: Mapping[str, int] = field(default_factory=dict, repr=False)
+    invalid: tuple[InvalidLogProb, ...] = ()
+    invalid_counts: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if any(not isinstance(length, int) or length < 0 for length in self.lengths):
@@ -98,6 +96,8 @@ class PackedSequences:
                 )
             if value is not None and name in _INTEGER_FIELDS and value.is_floating_point():
                 raise ValueError(f"{name} has dtype {value.dtype}: pass whole numbers, such as int64.")
+            if value is not None and name in _LOG_PROBS and value.dtype == torch.bool:
+                raise ValueError(f"{name} has dtype torch.bool: pass log-probs, such as float32 (is it a mask?).")
             if value is not None and name in _TOKEN_FIELDS and value.dtype in HALF:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
@@ -107,6 +107,11 @@ class PackedSequences:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
             raise ValueError(f"sequence_ids has {len(self.sequence_ids)} names for {len(self.lengths)} sequences.")
+
+    def __repr__(self) -> str:
+        held = ", ".join(name for name in _TOKEN_FIELDS if getattr(self, name) is not None)
+        trained = int(self.loss_mask.sum())
+        return f"PackedSequences({len(self.lengths)} sequences, {sum(self.lengths)} tokens, {trained} train; {held})"
 
     @property
     def train_log_probs(self) -> Tensor | None:
@@ -247,6 +252,7 @@ class PackedSequences:
         turn_ids: Sequence[Any] | None = None,
         rewards: Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
+        **unknown: Any,
     ) -> PackedSequences:
         """Pack one entry a sequence: 1-D tensors or lists of numbers (`None` in a list stands for "not returned").
 
@@ -257,6 +263,7 @@ class PackedSequences:
         log-probs and entropies on the CPU that are not finite where a token trains, and where old_log_probs and
         train_log_probs are both given and differ at a token that trains.
         """
+        refuse_unknown(unknown)
         if loss_masks is None:
             raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
         ids = tuple(sequence_ids) if sequence_ids is not None else tuple(range(len(loss_masks)))
@@ -301,15 +308,43 @@ class PackedSequences:
 
     @classmethod
     def from_padded(
-        cls, *, loss_masks: Tensor | None = None, lengths: Sequence[int] | None = None, **fields: Any
+        cls,
+        *,
+        loss_masks: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
+        rollout_log_probs: Tensor | None = None,
+        old_log_probs: Tensor | None = None,
+        train_log_probs: Tensor | None = None,
+        advantages: Tensor | None = None,
+        ref_log_probs: Tensor | None = None,
+        entropy: Tensor | None = None,
+        positions: Tensor | None = None,
+        weight_versions: Tensor | None = None,
+        trainer_version: int | None = None,
+        turn_ids: Tensor | None = None,
+        rewards: Tensor | Sequence[Any] | None = None,
+        sequence_ids: Sequence[object] | None = None,
+        **unknown: Any,
     ) -> PackedSequences:
         """Pack [B, S] tensors (same keywords as `from_lists`). `lengths` cuts padding off; without it every row is S
         long and padding must have loss_mask 0. advantages and rewards may be [B]. `policy_loss` then takes log_probs
         [B, S], and `to_padded` gives [B, S] back.
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
+        refuse_unknown(unknown)
+        fields: dict[str, Tensor | None] = {
+            "rollout_log_probs": rollout_log_probs,
+            "old_log_probs": old_log_probs,
+            "train_log_probs": train_log_probs,
+            "advantages": advantages,
+            "ref_log_probs": ref_log_probs,
+            "entropy": entropy,
+            "positions": positions,
+            "weight_versions": weight_versions,
+            "turn_ids": turn_ids,
+        }
         for name, value in {"loss_masks": loss_masks, **fields}.items():
-            if name not in _NO_ROWS and not isinstance(value, (Tensor, type(None))):
+            if not isinstance(value, (Tensor, type(None))):
                 raise TypeError(
                     f"{name} is a {type(value).__name__}: from_padded takes [batch, length] tensors; from_lists takes "
                     f"one list or 1-D tensor a sequence."
@@ -321,11 +356,11 @@ class PackedSequences:
         keep = [width] * batch if lengths is None else [whole_number(length) for length in lengths]
         if len(keep) != batch or any(not 0 <= length <= width for length in keep):
             raise ValueError(f"lengths {keep} do not fit loss_masks of shape {tuple(loss_masks.shape)}.")
-        rows: dict[str, Any] = {}
+        rows: dict[str, Any] = {"trainer_version": trainer_version, "rewards": rewards, "sequence_ids": sequence_ids}
         for name, value in fields.items():
-            if value is None or name in _NO_ROWS:
-                rows[name] = value
-            elif value.dim() == 1 and name == "advantages":
+            if value is None:
+                continue
+            if value.dim() == 1 and name == "advantages":
                 rows[name] = list(value)
             elif tuple(value.shape) != (batch, width):
                 fix = "they must agree"

@@ -136,12 +136,12 @@ class PrefixUnits(Units):
     @staticmethod
     def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
         """Σ_{k≤t} m_k, [T]."""
-        return _so_far(mask_T, sums["tokens"], parts)
+        return _so_far(mask_T, sums["tokens"], parts, whole=True)
 
 
-def _so_far(values_T: Tensor, sums_C: Tensor, parts: Cells | None) -> Tensor:
+def _so_far(values_T: Tensor, sums_C: Tensor, parts: Cells | None, whole: bool = False) -> Tensor:
     assert parts is not None
-    running = parts.running(values_T)
+    running = parts.running(values_T, whole)
     return running.add_(parts.earlier(sums_C).index_select(0, parts.index)) if parts.splits else running
 
 

@@ -158,7 +158,7 @@ def _with_advantages(numbers: Numbers, config: MismatchConfig) -> PackedSequence
     accepted = None if rs.group == "keep" else correct(packed, config).kept_N
     rewards = torch.tensor(numbers.rewards, dtype=torch.float64)
     advantages = group_advantages(rewards, groups, accepted, min_accepted=rs.least_accepted)
-    return packed.replace(advantages=spread(advantages, packed.sequence_index))
+    return packed.replace(advantages=spread(advantages, packed.sequence_index), rewards=rewards)
 
 
 def given(values: Tensor | None) -> Tensor:

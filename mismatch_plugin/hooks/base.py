@@ -52,25 +52,25 @@ class Plan:
 
     argv: the host's command line.
     added: what of it the launcher added.
-    lines: the start-up block.
+    lines: the start-up block, see `start_block`.
     install: called with the script's folder on sys.path, right before the script runs; it changes the host's
         functions.
+    config: the configuration that will run; None for a run without us.
     settle: what a host's Namespace goes through once it is parsed, for hosts that have one.
-    ours: False for a run without us.
     """
 
     argv: tuple[str, ...]
     added: tuple[str, ...]
     lines: tuple[str, ...]
     install: Callable[[], None]
+    config: MismatchConfig | None = None
     settle: Callable[[Namespace], None] = lambda namespace: None
-    ours: bool = True
 
     @classmethod
     def untouched(cls, host: str, given: Given) -> Plan:
         """The run as it is without the launcher."""
         line = f"none of the plugin's flags is given: {host} runs as it is"
-        return cls(given.host_argv, (), (line,), lambda: None, ours=False)
+        return cls(given.host_argv, (), (line,), lambda: None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +102,12 @@ class Host:
     trainer: str = "train.py"
     starters: tuple[str, ...] = ()
     hands_on: str = ""
+
+
+def host_name(given: str) -> str:
+    """The key of `HOSTS` that is meant by a name with underscores or of its folder; `given` where there is none."""
+    plain = given.lower().replace("_", "-")
+    return next((name for name, folder in HOSTS.items() if plain in (name, folder.replace("_", "-"))), given)
 
 
 def find_host(name: str) -> Host:
@@ -185,6 +191,12 @@ def refuse_group_advantages(config: MismatchConfig, host: str, why: str) -> Mism
             f"count in their groups."
         )
     return config
+
+
+def start_block(host: str, lines: Sequence[str]) -> str:
+    """What is printed before training starts. Lines that begin with "! " are warnings."""
+    shown = (line if line.startswith("! ") else f"  {line}" for line in lines)
+    return "\n".join([f"mismatch_plugin on {host}:", *shown])
 
 
 def stop(message: str) -> NoReturn:

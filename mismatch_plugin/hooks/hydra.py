@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import yaml
+from mismatch_plugin.config.documents import parse_yaml
 
 
 def read_overrides(argv: Sequence[str]) -> dict[str, Any]:
@@ -17,8 +17,8 @@ def read_overrides(argv: Sequence[str]) -> dict[str, Any]:
         name = name.lstrip("+~")
         if equals and not name.startswith("-"):
             try:  # Hydra needs no space behind a colon, YAML does
-                found[name] = yaml.safe_load(re.sub(r":(?=\S)", ": ", value) if value.startswith("{") else value)
-            except yaml.YAMLError:
+                found[name] = parse_yaml(re.sub(r":(?=\S)", ": ", value) if value.startswith("{") else value)
+            except ValueError:
                 found[name] = value
     return found
 

@@ -21,6 +21,7 @@ HOSTS = tuple(base.HOSTS)
 MINIMUM_MEGATRON = (0, 16)
 """Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
 _MEGATRON = "megatron/core"
+_UNTESTED = "is not the tested version"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ def version_line(host: str, folders: Sequence[Path] = ()) -> str:
     """
     root, tested = find_root(host, folders), recorded_version(host)
     if root is None:
-        return f"host: {host} is not found here; the plugin was tested with {tested}"
-    return f"host: {host} {compared(read_version(host, root), tested)}"
+        return f"! host: {host} is not found here; the plugin was tested with {tested}"
+    found = compared(read_version(host, root), tested)
+    return f"{'! ' if _UNTESTED in found else ''}host: {host} {found}"
 
 
 def compared(found: HostVersion, tested: HostVersion) -> str:
@@ -76,7 +78,7 @@ def compared(found: HostVersion, tested: HostVersion) -> str:
     unknown = " (commit unknown)" if found.version == tested.version and found.commit is None else ""
     there = f"; files that differ: {odd}" if odd else ""
     return (
-        f"{found}{unknown} is not the tested version, {tested}{there}. Use that one, or look at the loss and the "
+        f"{found}{unknown} {_UNTESTED}, {tested}{there}. Use that one, or look at the loss and the "
         f"metrics of the first steps before a long run"
     )
 

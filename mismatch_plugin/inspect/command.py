@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Annotated, Any
 
 import typer
 
+from mismatch_plugin.hooks.base import host_name
 from mismatch_plugin.inspect.hosts import HOSTS
 
 CANNOT_READ = 2
 _DUMP, _SETTINGS, _SERVER, _METRICS, _OUTPUT = "Dump", "Your settings", "Server", "Run's metrics", "Output"
 
 SAMPLES, MAX_NEW_TOKENS = 64, 128
-_BEFORE_A_STEP = {"settings.json", "config.json", "plots"}
+_BEFORE_A_STEP = {"settings.json", "config.json", "plots", ".lock"}
 """What the report folder of a run may hold before its first step."""
 
 
@@ -177,14 +179,14 @@ def inspect(
     Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
     a run's metrics: broken numbers, a shift of all tokens, k3 that has grown
     100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
-    training side to compare with.
+    training side to compare with; 4 stopped before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.check.training import InputError
     from mismatch_plugin.inspect.kinds import kind_of
     from mismatch_plugin.report.table import printable
 
     try:
-        host = host.replace("-", "_")  # as --mismatch-host spells them
+        host = host_name(host)
         if host not in HOSTS:
             raise InputError(f"--host {host} is unknown: choose from {', '.join(HOSTS)}.")
         if no_report and out is not None:
@@ -229,6 +231,10 @@ def inspect(
 
         pair: dict[str, Any] = {"engine": engine and engine.value, "trainer": trainer and trainer.value, "moe": moe}
 
+        if not checkpoint and not reference_checkpoint and "OMP_NUM_THREADS" not in os.environ:
+            import torch
+
+            torch.set_num_threads(1)  # several wait for one another: three times the CPU time, and no sooner
         live = Live(samples, max_new_tokens, temperature, prompts)
         diagnosis = diagnose_files(
             path,
@@ -250,9 +256,9 @@ def inspect(
             one_step=one_step,
             expensive_pass=expensive_pass,
         )
-    except (ValueError, ArithmeticError, OSError, ImportError, MemoryError) as error:
-        if isinstance(error, MemoryError):
-            error = InputError(f"{path or 'this'} needs more memory than there is: give fewer files or samples.")
+    except BrokenPipeError:  # of a run's metrics, which are printed in here
+        raise
+    except (ValueError, ArithmeticError, OSError, ImportError) as error:
         if as_json:
             typer.echo(json.dumps({"verdict": "cannot_read", "headline": str(error)}))
         else:

@@ -15,9 +15,9 @@ from mismatch_plugin.report.presets import as_flags, criterion_spec
 _COMMANDS: dict[str, str] = {
     "slime": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
     "miles": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
-    "megatron_lm": "torchrun … -m mismatch_plugin.launch train_rl.py …",
+    "megatron-lm": "torchrun … -m mismatch_plugin.launch train_rl.py …",
     "verl": "python -m mismatch_plugin.launch -m verl.trainer.main_ppo …",
-    "nemo_rl": "python -m mismatch_plugin.launch examples/run_grpo.py …",
+    "nemo-rl": "python -m mismatch_plugin.launch examples/run_grpo.py …",
 }
 """Host → the launch line before our flags, as docs/hosts.md has it."""
 _NORMALISED_ON_VERL = "algorithm.rollout_correction.rollout_is_batch_normalize=true"
@@ -38,7 +38,7 @@ _ACTOR = "actor_rollout_ref.actor"
 _OWNED: dict[str, dict[str, str]] = {
     "slime": _RAY_OWNED,
     "miles": {**_RAY_OWNED, "rs.group": "nothing", "rs.min_group": "nothing"},
-    "megatron_lm": {
+    "megatron-lm": {
         "ppo.eps_clip_low": "--grpo-clamp-eps-lower",
         "ppo.eps_clip_high": "--grpo-clamp-eps-upper",
         "terms.entropy_coef": "--grpo-entropy-term-weight",
@@ -63,7 +63,7 @@ _OWNED: dict[str, dict[str, str]] = {
         "fused_head": "actor_rollout_ref.model.use_fused_kernels",
         "inplace_logits": "nothing",
     },
-    "nemo_rl": {
+    "nemo-rl": {
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
         "rs.max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
         "terms.entropy_coef": "nothing",
@@ -146,7 +146,7 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
             notes.append(f"batch normalisation runs over the {scope.replace('_', '-')} on {host}")
     if host == "slime" and config.rs.max_staleness is not None:
         notes.append("needs the patch: mismatch-plugin patch apply --host slime --root DIR")
-    if host == "megatron_lm" and _needs_mask(config):
+    if host == "megatron-lm" and _needs_mask(config):
         notes.append("needs the patch: mismatch-plugin patch apply --host megatron-lm --root DIR")
     with no_notes():
         return MismatchConfig.build(data), tuple(notes)
@@ -186,7 +186,7 @@ def _refuses_accepted(config: MismatchConfig, host: Host) -> bool:
 def _scope(config: MismatchConfig, host: Host) -> Literal["micro_batch", "rollout_batch"] | None:
     """The scope of batch normalisation that the host gives, where the one that is asked for is refused."""
     wanted = config.tis.batch_normalize_scope
-    if host == "nemo_rl":
+    if host == "nemo-rl":
         return "micro_batch" if wanted != "micro_batch" else None
     if host != "verl":
         return None

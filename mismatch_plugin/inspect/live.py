@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import ValidationError
 
 from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
+from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Dump, Response
@@ -47,7 +49,10 @@ def sample_live(
     Raises InputError naming the server that does not answer, or what cannot be made into ids.
     """
     ids, note = _prompt_ids(prompts, model)
-    sampling = SamplingParameters(temperature=temperature, max_new_tokens=max_new_tokens)
+    try:
+        sampling = SamplingParameters(temperature=temperature, max_new_tokens=max_new_tokens)
+    except ValidationError as error:
+        raise InputError(f"--{plain_error(error, SamplingParameters)}") from None
     each = max(1, -(-samples // len(ids)))
     responses = [
         Response.of(record.model_copy(update={"sample_id": f"live-{number}-{index}"}))

@@ -48,7 +48,7 @@ _NEMO = "https://github.com/NVIDIA-NeMo/RL"
 _VERL = "https://github.com/verl-project/verl/pull"
 _SKYRL = "https://github.com/NovaSky-AI/SkyRL/pull/1862"
 _REPLAY = f"{_NEMO}/tree/main/tests/test_suites/llm (comment of a routing-replay recipe)"
-_LAB = "this project, mismatch_plugin.lab"
+_LAB = "this project, its small comparison"
 _SGLANG = "this project, SGLang's CPU server and megatron-core"
 
 # fmt: off

@@ -232,7 +232,7 @@ def _metrics_table(diagnosis: Diagnosis) -> Table | None:
 
 
 HEADERS = ("setting", "choice", "kept", "kept, A > 0", "kept, A < 0", "kept: short / middle / long", "ESS of weights",
-           "mean weight", "largest weight", "noise", "bias", "groups moved", "second pass")  # fmt: skip
+           "mean weight", "largest weight", "noise", "bounds' bias", "groups moved", "second pass")  # fmt: skip
 
 
 def _prediction_rows(diagnosis: Diagnosis) -> list[list[Cell]]:

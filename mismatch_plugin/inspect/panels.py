@@ -14,9 +14,7 @@ from matplotlib.ticker import MaxNLocator
 
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.report.curves import Line, Part
-from mismatch_plugin.report.data import Array
-from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, frame, png, windows
+from mismatch_plugin.report.plots import SIZE, STYLE, WINDOWS, Array, Line, Part, frame, png, windows
 
 ALL = "six_panels.png"
 """All of them in one picture."""
@@ -47,7 +45,7 @@ class Panel:
 
 
 def _axis(label: str, *lines: Line, floor: float = 0.02, span: tuple[float, float] | None = None) -> Part:
-    return Part("", label, "symlog", lines, floor, span)
+    return Part(label, "symlog", lines, floor, span)
 
 
 _LOW, _HIGH = health.MEAN_RANGE

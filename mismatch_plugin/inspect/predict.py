@@ -46,7 +46,8 @@ def predict(
         units. Divided by Σ |w A|, not by Σ w A, which is near 0 where advantages are centred; inf if nothing is left
     noise: Σ_u x_u² / (Σ_u |x_u|)² divided by that of x = A: 1 is as noisy as no correction, at every level alike;
         1 / ess where there are no advantages and units are tokens
-    bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product
+    bias: |Σ_u (w − ρ) A| / Σ_u |ρ A|, ρ the level's own ratio before bounding, at geometric level the product:
+        what the level itself leaves uncorrected is not in it
     clipped: rollout_corr/pg_clipfrac: share where the clip of algorithm 1 is active before any step was taken
     groups_changed, advantages_changed: `core.groups.group_metrics`, what `rs.group` exclude would change
 

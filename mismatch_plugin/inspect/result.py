@@ -37,9 +37,10 @@ class Prediction(_Model):
     without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
     unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
     variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
-    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|. clipped: share where the PPO clip is active before
-    any step. groups_changed, advantages_changed: shares of groups and of accepted responses whose advantage changes if
-    rejected responses leave mean and deviation of their group; None where nothing rejects or groups are unknown.
+    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of the setting's own level. clipped: share where
+    the PPO clip is active before any step. groups_changed, advantages_changed: shares of groups and of accepted
+    responses whose advantage changes if rejected responses leave mean and deviation of their group; None where nothing
+    rejects or groups are unknown.
     second_pass: a forward pass for π_old is needed. own: of the user's own settings.
     """
 
@@ -65,7 +66,7 @@ class Prediction(_Model):
 
 
 class Recommendation(_Model):
-    """One setting. flags: what to paste, by host (slime, miles, megatron_lm, verl, nemo_rl, python). watch: what to
+    """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
     look at in the first ten steps. preset: its name where one gives the settings."""
 
     setting: str

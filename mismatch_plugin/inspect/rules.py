@@ -145,10 +145,21 @@ RULES = (
         run="rollouts some steps old, asynchronous",
         preset="token_is",
         reason="the clip stays anchored at π_old, the weight covers the lag. In the comparison, where KL is larger, it "
-        "gained at 24 steps and was not resolved at 32, where bypass held, whose clip limits the lag itself and which "
-        "is lost where the engines differ, too",
+        "gained wherever rollouts were stale. Bypass, whose clip limits the lag itself, ended higher there; it was "
+        "lost where weights were rounded, too",
         also=lambda figures: figures.stale >= 1,
         kl=(SMALL_KL, STRONG_KL),
+        keeps=1.0,
+    ),
+    Rule(
+        name="credit",
+        run="an advantage for each token",
+        preset="prefix_is",
+        reason="a token's advantage is about what follows it, so the product of the ratios up to it is its weight. Its "
+        "bias is below that of token weights; at a larger KL × length few tokens have much of the weight",
+        also=lambda figures: figures.credit >= CREDIT,
+        kl=(SMALL_KL, STRONG_KL),
+        kl_length=0.5,
         keeps=1.0,
     ),
     Rule(
@@ -171,16 +182,6 @@ RULES = (
         "product over all turns does not. Exact where turns are contexts of their own; else what earlier turns change "
         "is not reweighted",
         also=lambda figures: figures.mean_turns >= 2 and figures.kl_turn <= 1.0 < figures.kl_length,
-        kl=(SMALL_KL, STRONG_KL),
-        keeps=1.0,
-    ),
-    Rule(
-        name="credit",
-        run="an advantage for each token, too long for a product of ratios",
-        preset="prefix_is",
-        reason="a token's advantage is about what follows it: its weight is the product of the ratios up to it, and "
-        "the bounds widen with √t, which keeps what they cut nearly independent of the length",
-        also=lambda figures: figures.credit >= CREDIT and figures.kl_length > 1.0,
         kl=(SMALL_KL, STRONG_KL),
         keeps=1.0,
     ),
@@ -235,8 +236,8 @@ ADDITIONS = (
 """Looked at in this order, once the setting is chosen."""
 
 
-def rules_table(short: bool = False) -> Table:
-    """Which setting to choose. short: without the reasons and what may be added, for the README."""
+def rules_table() -> Table:
+    """Which setting to choose."""
     rows = [
         (rule.run, _kl(rule), _length(rule), f"`{rule.preset}`{_more(rule)}",
          "all" if rule.keeps == 1.0 else f"≥ {rule.keeps:.0%}", rule.reason)
@@ -249,8 +250,7 @@ def rules_table(short: bool = False) -> Table:
         "the setting keeps of your own tokens, and takes bounds from them, or the next row, where that is below 90 %.",
         "For every row the tests make data in its range, and fail where less is kept or another is taken.",
     )
-    table = Table("Which setting to choose", headers, (*rows, *added), notes=notes)
-    return Table(table.title, headers[:4], tuple(row[:4] for row in rows)) if short else table
+    return Table("Which setting to choose", headers, (*rows, *added), notes=notes)
 
 
 def _more(rule: Rule) -> str:

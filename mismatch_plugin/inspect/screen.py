@@ -209,7 +209,7 @@ def _predictions(screen: _Screen, diagnosis: Diagnosis) -> None:
     names = [item.setting.replace("algorithm ", "alg ") for _, item in chosen]
     where = "alg: docs/algorithms.md" if any(name.startswith("alg ") for name in names) else ""
     headers = [
-        (where, "", "ESS of", "", "", "", "2nd"),
+        (where, "", "ESS of", "", "", "bounds'", "2nd"),
         ("> recommended  * yours", "kept %", "weights", "mean w", "noise", "bias", "pass"),
     ]
     rows = [

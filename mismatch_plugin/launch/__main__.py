@@ -1,7 +1,7 @@
 """Run a host's training script with the flags of the correction added to its command line, and nothing else changed.
 
 ```bash
-python -m mismatch_plugin.launch train.py … --use-tis --tis-level sequence        # also behind `ray job submit --`
+python -m mismatch_plugin.launch train.py … --use-tis                             # also behind `ray job submit --`
 torchrun … -m mismatch_plugin.launch train_rl.py … --use-tis
 python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-rollout-log-probs --use-tis
 ```
@@ -19,11 +19,11 @@ import sys
 from collections.abc import Sequence
 
 from mismatch_plugin.config.values import unknown
-from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, stop
+from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, host_name, start_block, stop
 from mismatch_plugin.launch import patched
 from mismatch_plugin.launch.command_line import HOST_FLAG, help_text, named_host, script_position
 from mismatch_plugin.launch.guard import Guard, refusal
-from mismatch_plugin.launch.plan import make_plan, start_block
+from mismatch_plugin.launch.plan import make_plan
 from mismatch_plugin.launch.script import Target, is_below
 
 _COMMAND = "python -m mismatch_plugin.launch"
@@ -44,7 +44,7 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
     host = host_of(target.name, imported, named_host(rest))
     given, plan = make_plan(host, rest, target.path)
     starts = next((name for name in sorted(imported) if is_below(name, host.starters)), None)
-    if plan.ours and starts and given.host is None:  # before it ends what runs on the machine, as miles's scripts do
+    if plan.config and starts and given.host is None:  # before it ends what runs on the machine, as miles's scripts do
         script = os.path.basename(target.name)
         raise ValueError(refusal(host, script, f"starts its trainer in another program (it imports {starts})"))
     return target, host, given, plan
@@ -53,9 +53,9 @@ def prepare(argv: Sequence[str]) -> tuple[Target, Host, Given, Plan]:
 def host_of(script: str, imported: set[str], named: str | None = None) -> Host:
     """The host named, or else the one whose package the script imports. Raises ValueError where that is not one."""
     if named is not None:
-        if named not in HOSTS:
+        if (name := host_name(named)) not in HOSTS:
             raise unknown(HOST_FLAG, named, HOSTS)
-        return find_host(named)
+        return find_host(name)
     found = [host for host in map(find_host, HOSTS) if any(is_below(name, host.packages) for name in imported)]
     if len(found) == 1:
         return found[0]
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             return
         target, host, given, plan = prepare(arguments)
         if os.environ.get("RANK", "0") == "0":  # under torchrun every rank comes here
-            _say(start_block(host.name, plan))
+            _say(start_block(host.name, plan.lines))
         if given.explain_only:
             return
         guard = _install(target, host, given, plan)
@@ -91,11 +91,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise
     if guard.refused:
         raise SystemExit(2)
-    if plan.ours and not guard.read:
-        stop(
-            f"{target.name} has ended and never read {host.name}'s command line in this process, so that the plugin's "
-            f"flags did nothing: put the launcher before the script that trains."
-        )
+    if plan.config is not None and not guard.read:
+        stop(guard.never_read())
 
 
 def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:
@@ -105,7 +102,7 @@ def _install(target: Target, host: Host, given: Given, plan: Plan) -> Guard:
     guard = Guard(host, os.path.basename(target.name), stops=given.host is None)
     try:
         plan.install()
-        if plan.ours:
+        if plan.config is not None:
             guard.watch()
     except ModuleNotFoundError as error:
         raise ValueError(

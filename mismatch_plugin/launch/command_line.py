@@ -26,11 +26,14 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
 
     host_flags: those that the host declares itself; the ones it shares with us (slime's --use-tis) are still ours to
     read. Raises: ValueError for a flag that looks like one of ours and is unknown (with the one that may be meant), one
-    given twice with two values, an invalid value, and whatever `MismatchConfig.from_args` refuses.
+    behind `--`, one given twice with two values, an invalid value, and whatever `MismatchConfig.from_args` refuses.
     """
     parser = _parser()
     ours, theirs, rest = _divide(parser, argv)
-    for token in theirs:
+    for token in rest:
+        if _action(parser, token) is not None:
+            raise ValueError(f"{token} stands behind --, where it would not be read: put it before the --.")
+    for token in (*theirs, *rest):
         _refuse_misspelt(token.partition("=")[0], parser, host_flags)
     _refuse_two_values(parser, ours)
     namespace = parser.parse_args(list(chain(*ours)))
@@ -130,5 +133,5 @@ def _refuse_two_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
             continue
         value = getattr(parser.parse_args(tokens), action.dest)
         before, there = once.setdefault(action.dest, (flag, value))
-        if there != value:
+        if there is not value and there != value:  # NaN is no other than itself here; the settings refuse it
             raise ValueError(f"{flag} {value} contradicts {before} {there}: give it once.")

@@ -3,7 +3,8 @@
 What the launcher changes holds in its own process. Until the host has read its command line there, a Python audit hook
 looks at every program that the script starts and ends the run before the first that looks like a trainer. Ray jobs that
 are submitted over HTTP (`JobSubmissionClient.submit_job`) raise no such event; like everything that no event tells,
-they are found when the script has ended and `Guard.read` is still false.
+they are found when the script has ended and `Guard.read` is still false. A script may also end by `os._exit` or by
+becoming another program (`os.exec*`), after which nothing of the launcher runs: both are refused until then.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from mismatch_plugin.hooks.base import Host
 
@@ -32,8 +33,8 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
 }
 _SEPARATORS = ";&|()"
 _PYTHON = re.compile(r"(python|pythonw|pypy)[\d.]*(\.exe)?")
-_SHELLS = ("bash", "sh", "zsh", "dash", "ksh")
-_ENVIRONMENTS = ("uv", "poetry", "pixi", "conda", "mamba", "micromamba", "hatch", "pdm", "pipenv")  # … run COMMAND
+_SHELLS = re.compile("bash|sh|zsh|dash|ksh")
+_ENVIRONMENTS = re.compile("uv|poetry|pixi|conda|mamba|micromamba|hatch|pdm|pipenv")  # … run COMMAND
 # Program → the subcommands that start a trainer; none named: it does nothing else.
 _LAUNCHERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), ("",)),
@@ -41,56 +42,23 @@ _LAUNCHERS: dict[str, tuple[str, ...]] = {
     "ray": ("job submit", "submit", "exec"),
 }
 # They run the command that their words hold.
-_WRAPPERS = (
-    *(
-        "env",
-        "sudo",
-        "nohup",
-        "srun",
-        "mpirun",
-        "mpiexec",
-        "timeout",
-        "nice",
-        "time",
-        "exec",
-        "command",
-        "stdbuf",
-        "setsid",
-    ),
-    *("docker", "podman", "singularity", "apptainer", "ssh", "xargs", "numactl", "taskset"),
-    *("if", "then", "else", "elif", "do", "while", "until", "!", "{"),
+_WRAPPERS = re.compile(
+    "env|sudo|nohup|srun|mpirun|mpiexec|timeout|nice|time|exec|command|stdbuf|setsid|docker|podman|singularity"
+    "|apptainer|ssh|xargs|numactl|taskset|if|then|else|elif|do|while|until|!|{"
 )
 # Modules that `python -m` runs next to a training, or before it.
-_TOOLS = (
-    *("pip", "venv", "ensurepip", "compileall", "json", "http", "zipfile", "site", "sysconfig", "platform", "timeit"),
-    *("sglang", "sglang_router", "vllm", "ray", "torch", "wandb", "tensorboard", "ninja", "numpy", "huggingface_hub"),
-    *("pytest", "mypy", "nltk", "spacy", "grpc_tools", "mismatch_plugin"),
+_TOOLS = re.compile(
+    "pip|venv|ensurepip|compileall|json|http|zipfile|site|sysconfig|platform|timeit|sglang|sglang_router|vllm|ray|torch"
+    "|wandb|tensorboard|ninja|numpy|huggingface_hub|pytest|mypy|nltk|spacy|grpc_tools|mismatch_plugin"
 )
 # They may name a training script, and do not run it.
-_READERS = (
-    *(
-        "cat",
-        "cp",
-        "mv",
-        "ls",
-        "ln",
-        "rm",
-        "mkdir",
-        "git",
-        "grep",
-        "pkill",
-        "pgrep",
-        "kill",
-        "head",
-        "tail",
-        "wc",
-        "diff",
-    ),
-    *("echo", "printf", "touch", "chmod", "rsync", "scp", "md5sum", "sha256sum", "sed", "awk", "sort", "stat", "tar"),
-    *("zip", "which", "test", "[", "realpath", "dirname", "basename", "file", "cmp", "less", "install", "curl", "wget"),
-    *("vim", "ruff", "black", "isort", "dvc", "pip", "nvidia-smi"),
+_READERS = re.compile(
+    r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|pkill|pgrep|kill|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp|md5sum"
+    r"|sha256sum|sed|awk|sort|stat|tar|zip|which|test|\[|realpath|dirname|basename|file|cmp|less|install|curl|wget|vim"
+    r"|ruff|black|isort|dvc|pip|nvidia-smi"
 )
 _TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
+_LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
 _INSTALLED = ("site-packages", "dist-packages")  # what Ray and torch run of their own
 
 
@@ -103,17 +71,36 @@ class Guard:
     def __init__(self, host: Host, script: str, stops: bool) -> None:
         self.host, self.script, self.stops = host, script, stops
         self.read = self.refused = False
+        self.process = os.getpid()
 
     def watch(self) -> None:
-        """Note the first call of what the host declares as `reads`, and listen. The hook stays until the process ends.
+        """Note the first call of what the host declares as `reads`, and listen. Both stay until the process ends.
 
         Raises: ModuleNotFoundError where the host is not installed.
         """
         for module, name in self.host.reads:
             owner = import_module(module)
             setattr(owner, name, self._noting(getattr(owner, name)))
-        if self.stops:
-            sys.addaudithook(self._hear)
+        sys.addaudithook(self._hear)
+        leave = os._exit
+
+        def exit_process(status: int) -> NoReturn:
+            if self._unread() and not status:
+                print(f"mismatch_plugin: {self.never_read()}", file=sys.stderr, flush=True)
+            leave(status or 2 * self._unread())
+
+        os._exit = exit_process
+
+    def never_read(self) -> str:
+        """One sentence for a script that has ended."""
+        return (
+            f"{self.script} has ended and never read {self.host.name}'s command line in this process, so that the "
+            f"plugin's flags did nothing: put the launcher before the script that trains."
+        )
+
+    def _unread(self) -> bool:
+        """True in the launcher's own process (what it forks may end as it likes) until the command line was read."""
+        return not self.read and os.getpid() == self.process
 
     def _noting(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
@@ -128,7 +115,8 @@ class Guard:
         if self.read or event not in _EVENTS:
             return
         words = [os.fsdecode(word) for word in _EVENTS[event](args)]
-        if not starts_trainer(words):
+        becomes = event == "os.exec" and self._unread() and _LAUNCHER not in words
+        if not becomes and not (self.stops and starts_trainer(words)):
             return
         if not self.refused:  # a script that goes on regardless may come here again
             command = textwrap.shorten(shlex.join(words), 160, placeholder=" …")
@@ -164,20 +152,20 @@ def starts_trainer(words: Sequence[str], wrapped: bool = False) -> bool:
     words = [word for at, word in enumerate(words) if at or word]
     while words and re.match(r"\w+=", words[0]):  # A=1 python …
         words = words[1:]
-    wrapped = wrapped or (bool(words) and os.path.basename(words[0]) in _WRAPPERS)
+    wrapped = wrapped or (bool(words) and bool(_WRAPPERS.fullmatch(os.path.basename(words[0]))))
     for at, word in enumerate(words if wrapped else words[:1]):
         program, rest = os.path.basename(word), words[at + 1 :]
         plain = " ".join(word for word in rest if not word.startswith("-"))
-        if program in _READERS:
+        if _READERS.fullmatch(program):
             return False
         if _PYTHON.fullmatch(program) or word == sys.executable:
             return _python_starts(rest)
-        if program in _SHELLS:
+        if _SHELLS.fullmatch(program):
             line = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word)), None)
             return bool(plain) if line is None else any(_line_starts(text) for text in rest[line + 1 : line + 2])
         if program in _LAUNCHERS:
             return any(not start or re.search(rf"(^| ){start}( |$)", plain) for start in _LAUNCHERS[program])
-        if program in _ENVIRONMENTS:
+        if _ENVIRONMENTS.fullmatch(program):
             return "run" in rest and starts_trainer(rest[rest.index("run") + 1 :], wrapped=True)
         if at == 0 and word.endswith(".py"):
             return True
@@ -216,7 +204,7 @@ def _python_starts(rest: Sequence[str]) -> bool:
             return False
         if word.startswith("-m"):
             module = word[2:] or next(words, "pip")
-            return module.startswith("torch.distributed") or module.split(".")[0] not in _TOOLS
+            return module.startswith("torch.distributed") or not _TOOLS.fullmatch(module.split(".")[0])
         if word in ("-X", "-W"):
             next(words, None)
         elif not word.startswith("-"):

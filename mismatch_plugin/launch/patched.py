@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from mismatch_plugin.hooks.base import find_host, settled, stop
-from mismatch_plugin.launch.plan import make_plan, start_block
+from mismatch_plugin.hooks.base import find_host, settled, start_block, stop
+from mismatch_plugin.launch.plan import make_plan
 
 _launched: list[bool] = []  # not empty: the launcher has read the command line already
 
@@ -35,7 +35,7 @@ def with_our_flags(host: str) -> Callable[[Callable[..., Namespace]], Callable[.
                 given, plan = make_plan(find_host(host), sys.argv[1:], None)
             except ValueError as error:
                 stop(str(error))
-            print(start_block(host, plan), flush=True)
+            print(start_block(host, plan.lines), flush=True)
             if given.explain_only:
                 raise SystemExit(0)
             typed = sys.argv

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
@@ -257,3 +258,69 @@ def end_step(
         for chunk in model:
             chunk.scale_gradients(1.0 / factor)
     return finished
+
+
+@dataclass(frozen=True, eq=False)
+class StepLoss:
+    """One optimizer step of a loop of one's own, over its micro-batches and ranks: see `step_loss`.
+
+    loss: 0-d, with gradient: this rank's part times the number of ranks, so that the mean over ranks is the step's
+    loss. statistics: those of the whole step. gradient_scale: 0-d float64, what gradients of `PolicyLoss.undivided` are
+    to be multiplied by.
+    """
+
+    loss: Tensor
+    statistics: Statistics
+    gradient_scale: Tensor
+
+    def __repr__(self) -> str:
+        return f"StepLoss(loss {self.loss.detach().item():.6g}; figures: .metrics())"
+
+    def metrics(self) -> dict[str, float]:
+        """Those of what was trained, the same on every rank. Call it before `optimizer.step()`: it raises, on every
+        rank, where an invalid log-prob was used or the gate fails. One host sync."""
+        return self.statistics.metrics()
+
+    def scale_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Divide the gradients of accumulated `PolicyLoss.undivided`: once a step, before clipping. No host sync."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(self.gradient_scale.to(parameter.grad))
+
+
+def step_loss(results: Sequence[PolicyLoss], group: dist.ProcessGroup | None = None) -> StepLoss:
+    """What ends the arithmetic of one optimizer step: Σ over micro-batches and ranks, then one division.
+
+    loss = R · (Σ loss_sum · f / F / Σ denominator + Σ terms / Σ terms_denominator): the Σ in the numerators over this
+    rank's results, in the denominators over all ranks; f the mean weight that a result was divided by, F the step's
+    (both 1 without batch normalisation of scope auto or step); R the number of ranks, for DDP and FSDP take the mean of
+    gradients over ranks (a loop that adds them up divides by R). 0, with a graph, where no token is accepted.
+
+    results: those of `policy_loss` of all micro-batches. Call `.loss.backward()` once; or, with gradient accumulation,
+        `result.undivided.backward()` at each micro-batch, and `scale_gradients` here in place of `backward`.
+    group: ranks whose gradients are averaged (`torch.distributed.group.WORLD` is None in one process); all call it.
+    Collectives with several ranks: those of `Step.finish`, and one SUM of two floats. Host syncs: one of `agree`.
+    Raises ValueError, on every rank, where micro-batches or ranks differ in settings or fields or a rank has no result;
+    and for the scope rollout_batch.
+    """
+    groups = ParallelGroups(dp=group, dp_cp=group)
+    if not results:
+        groups.agree(StepKind(failure=NO_MICRO_BATCH), stages=False)  # raises, on the other ranks as well
+    config = results[0].statistics.config
+    step = Step(config, groups)
+    for result in results:
+        step.record(replace(result.statistics, own_means=0))
+    statistics, _ = step.finish()
+    assert statistics is not None
+    counts = torch.stack([torch.stack([result.denominator, result.terms_denominator]) for result in results])
+    divisors = groups.sum_over_data(counts.sum(0).double()).clamp(min=1)
+    factor = statistics.batch_factor() if config.normalizes_step else statistics.sums.new_ones(())
+    policy_scale, terms_scale = groups.dp_size / (divisors[0] * factor), groups.dp_size / divisors[1]
+    parts: list[Tensor] = []
+    for result in results:
+        parts.append(result.loss_sum * (result.own_factor * policy_scale).to(result.loss_sum.dtype))
+        for name, term in result.terms.items():
+            weighted = name == "kl" and config.terms.kl_importance_weighted
+            scale = terms_scale * result.own_factor / factor if weighted else terms_scale
+            parts.append(term * scale.to(term.dtype))
+    return StepLoss(torch.stack(parts).sum(), statistics, policy_scale)

@@ -12,6 +12,7 @@ import math
 import os
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,7 +29,9 @@ from mismatch_plugin.report.state import STATE, State, state_of
 
 logger = logging.getLogger("mismatch_plugin")
 
-METRICS, SETTINGS = "metrics.jsonl", "settings.json"
+METRICS, SETTINGS, LOCK = "metrics.jsonl", "settings.json", ".lock"
+_HELD: dict[Path, BinaryIO] = {}
+"""Folder → its lock, which the kernel takes back when this process ends. A fork belongs to the same run."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -55,19 +58,43 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
         yield name, before, now
 
 
-def refuse_other_settings(folder: str | Path, config: MismatchConfig) -> None:
-    """Raise ValueError where the folder holds steps of a run with other settings. A host asks before it trains."""
+def refuse_other_settings(folder: str | Path, config: MismatchConfig, holds: bool = False) -> None:
+    """Raise ValueError where the folder holds steps of a run with other settings, or another process writes to it.
+
+    A host asks before it trains. holds: this process will write, and others are refused until it ends. Only the rank
+    that writes may say so, and then no other rank of the run may ask any more.
+    """
     path, settings = Path(folder) / SETTINGS, _settings(config)
     try:
-        if not path.exists() or read_text(path) == settings:
-            return
+        same = not path.exists() or read_text(path) == settings
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
-    for name, before, now in differences(read_mapping(path), json.loads(settings)):
+    for name, before, now in () if same else differences(read_mapping(path), json.loads(settings)):
         if name != "report_dir":
             raise ValueError(
                 f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
             )
+    _refuse_second_writer(Path(folder).resolve(), holds)
+
+
+def _refuse_second_writer(folder: Path, holds: bool) -> None:
+    if folder in _HELD or sys.platform == "win32":
+        return
+    import fcntl
+
+    try:
+        if holds:
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK).open("ab" if holds else "rb")
+        fcntl.flock(lock, (fcntl.LOCK_EX if holds else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(
+            f"another run is writing to {folder}: give this run another folder, or end that one first."
+        ) from None
+    except OSError:  # there is no folder yet, or its file system has no locks
+        return
+    if holds:
+        _HELD[folder] = lock
 
 
 def _settings(config: MismatchConfig) -> str:
@@ -77,16 +104,16 @@ def _settings(config: MismatchConfig) -> str:
 def write_step(
     folder: str | Path, config: MismatchConfig, metrics: Mapping[str, float], state: State | None = None
 ) -> None:
-    """Append a step; one process of a run calls it. The first call writes the settings, too.
+    """Append a step. The first call writes the settings, too; from then on the folder is this process's until it ends.
 
     metrics: numbers by name. Without `step` among them the step is one more than the last in the file, from 1. A run
     that goes on with the same settings appends.
     state: `state_of(statistics)`, from which `inspect` forms the figures of several steps.
     Raises ValueError where the folder holds steps of other settings (`report_dir` may differ: the same folder has
-    several names) or a metric is not a number; OSError where the folder cannot be written.
+    several names), another process writes to it, or a metric is not a number; OSError where it cannot be written.
     """
     folder = Path(folder)
-    refuse_other_settings(folder, config)
+    refuse_other_settings(folder, config, holds=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS).exists():
         write_whole(folder / SETTINGS, _settings(config))
@@ -252,6 +279,18 @@ def record_in(line: bytes | str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The JSON object of every line that is not blank; None for a damaged one. Nothing where no file can be read."""
+    try:
+        for _, line in read_lines(path, errors="replace"):
+            if line.strip():
+                yield record_in(line)
+    except OSError:
+        return
+    except ValueError:  # no regular file, or a line without end
+        yield None
 
 
 def read_steps(path: str | Path) -> Iterator[dict[str, float]]:

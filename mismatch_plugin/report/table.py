@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -142,6 +143,27 @@ def figure(value: float, digits: int = 3) -> str:
     else:
         text = f"{value:.0e}"
     return re.sub(r"e([+-])0*(\d)", lambda found: "e" + found[1].strip("+") + found[2], text)
+
+
+def number(value: float, digits: int = 3) -> str:
+    """Fixed digits, the minus sign a real one; zero has none; – where there is no value."""
+    if not math.isfinite(value):
+        return NOTHING
+    text = f"{value:.{digits}f}"
+    return text.replace("-", "−" if float(text) else "")
+
+
+def signed(value: float, digits: int = 3) -> str:
+    """The same with a plus sign where it is positive."""
+    text = number(value, digits)
+    return f"+{text}" if 0 < value < math.inf and float(text) else text
+
+
+def p_value(p: float) -> str:
+    """Three digits, or `< 0.001`; – where there is none."""
+    if math.isnan(p):
+        return NOTHING
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def printable(text: str, unicode: bool = True, keep: str = "") -> str:

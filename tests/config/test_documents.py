@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -107,3 +108,17 @@ def test_a_configuration_that_is_not_text_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"mismatch\.yaml is not valid YAML or JSON: .*can't decode"):
         read_file(path)
+
+
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    """1.1 reads 1:30 as 90, 010 as 8, 1_000 as 1000, 0x10 as 16, and 1e-4 as text."""
+    text = "a: [1:30, 1_000, 0x10, 1:2.5]\nb: [010, -7, +3, 0]\nc: [1e-4, 1.5, .5, 1., -2E3]\nd: [.inf, -.INF, .nan]\n"
+    data = read_mapping(write(tmp_path, text))
+    assert data["a"] == ["1:30", "1_000", "0x10", "1:2.5"]
+    assert (data["b"], data["c"]) == ([10, -7, 3, 0], [1e-4, 1.5, 0.5, 1.0, -2000.0])
+    assert {type(value) for value in data["b"]} == {int} and {type(value) for value in data["c"]} == {float}
+    assert data["d"][:2] == [math.inf, -math.inf] and math.isnan(data["d"][2])
+    with pytest.raises(ValueError, match="upper_bound is '1:30', which is not a number"):
+        mp.MismatchConfig.from_file(write(tmp_path, "use_tis: true\ntis: {upper_bound: 1:30}\n"))
+    config = mp.MismatchConfig.from_file(write(tmp_path, "use_tis: true\ntis: {upper_bound: 010}\n"))
+    assert config.tis.upper_bound == 10.0

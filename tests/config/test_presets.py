@@ -26,8 +26,7 @@ _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
 _DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
-_WINDOW = {"tis.lower_bound": math.exp(-0.025), "tis.upper_bound": math.exp(0.05), "tis.bound_growth": 0.5}
-_PREFIX = {"tis.level": "prefix", "tis.mode": "clip", **_WINDOW}
+_PREFIX = {"tis.level": "prefix", "tis.upper_bound": 5.0, "tis.bound_growth": 0.5}
 # names: (algorithm, what is not at its default, criteria, veto)
 _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
     "decoupled_token_is token_is": (2, {}, [], None),
@@ -206,7 +205,7 @@ def test_bypass_keeps_its_threshold_for_the_metrics() -> None:
         ("opsm", {}, "preset opsm needs delta:"),
         ("opsm", {"delta": -0.1}, "delta of preset opsm is -0.1: it should be greater than or equal to 0."),
         ("opsm", {"delta": 0.1, "beta": 1}, "parameter of preset opsm 'beta' is unknown: did you mean delta?"),
-        ("prefix_is", {"threshold_lower": 1.01}, "tis.bound_growth 0.5 needs bounds around 1"),
+        ("prefix_is", {"threshold": 0.9}, "tis.bound_growth 0.5 needs bounds around 1"),
         ("geo_rs", {"veto_threshold": 2}, "rs.veto_threshold is 2.0: it should be less than 1."),
     ],
 )

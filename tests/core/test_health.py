@@ -54,8 +54,40 @@ def test_clean_data_give_no_warning(level: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("log_ratios", [[], [[]], [[], []]])
-def test_a_step_without_tokens_gives_no_warning(log_ratios: list[list[float]]) -> None:
-    assert warnings_of(log_ratios, **weighted()) == {}
+def test_a_step_without_tokens_says_so_and_nothing_else(log_ratios: list[list[float]]) -> None:
+    found = warnings_of(log_ratios, **weighted())
+    assert [*found] == ["tokens"] and "every loss mask is 0" in str(found["tokens"])
+
+
+def test_a_policy_far_from_pi_old() -> None:
+    """Shifted by one the clip acts on a third of random log-probs or more; an update of .1 nats leaves a few percent.
+
+    Of a mean gap, such as another temperature makes, ppo_kl speaks. Bypass anchors at π_rollout: not judged.
+    """
+    random = torch.Generator().manual_seed(0)
+    old = -torch.empty(2000, dtype=torch.float64).exponential_(generator=random)
+    noise, down = torch.randn(2000, generator=random).double(), torch.full((2000,), 0.11)
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[old],
+        old_log_probs=[old],
+        loss_masks=[[1] * 2000],
+        advantages=[torch.randn(2000, generator=random)],
+    )
+    cases: list[tuple[torch.Tensor, set[str]]] = [
+        (old, set()),
+        ((old + 0.1 * noise).clamp(max=0.0), set()),
+        (old.roll(1), {"pg_clipfrac"}),
+        (old - down, {"ppo_kl"}),
+        (old - down + 0.02, set()),
+    ]
+    for bypass in (False, True):
+        config = mp.MismatchConfig(use_rollout_log_probs=bypass)
+        for current, expected in cases:
+            found = mp.check_health(mp.policy_loss(current, packed, config).statistics.metrics(), config)
+            names = {w.metric.removeprefix(PREFIX) for w in found if "π_old" in w.meaning}
+            assert names == (set() if bypass else expected)
+    tiny = mp.MismatchConfig(objective="gspo")
+    assert not mp.check_health({PREFIX + "pg_clipfrac": 0.9}, tiny), "its ε is .0003"
 
 
 N = 40  # sequences, where a rule needs thirty
@@ -163,13 +195,32 @@ def test_invalid_values_of_a_side_are_added_up_and_named_by_their_side() -> None
 
 def test_a_dry_run_says_what_would_be() -> None:
     (warning,) = [w for w in warnings_of([[-2.0] * 4], **weighted(), dry_run=True).values() if w.about == "correction"]
-    assert warning.meaning.startswith("in earnest the weights shrink")
+    assert warning.meaning.startswith("without dry-run: the weights shrink")
 
 
 def test_every_rule_is_planted() -> None:
     """No threshold without data: those of invalid and broken numbers have tests of their own below."""
-    others = {"pg_clipfrac", "invalid_{kind}", "invalid_train_{kind}", "kl, pg_loss"}
+    others = {
+        "tokens",
+        "ppo_kl",
+        "tis.upper_bound",
+        "pg_clipfrac",
+        "invalid_{kind}",
+        "invalid_train_{kind}",
+        "kl, pg_loss",
+    }
     assert {rule.metric for rule in all_rules()} == {*PLANTED, *others}
+
+
+@pytest.mark.parametrize(("bound", "wrong"), [(0.5, True), (1.0, False), (100.0, False), (math.inf, True)])
+def test_an_upper_bound_that_is_none_or_hides_a_smaller_step(bound: float, wrong: bool) -> None:
+    """By name and value, in the words of the settings; not where nothing is weighed."""
+    metrics = {PREFIX + "tokens": 9.0}
+    config = mp.MismatchConfig.build({"use_tis": True, "tis": {"upper_bound": bound}})
+    found = mp.check_health(metrics, config)
+    assert [(w.metric, w.value) for w in found] == [("tis.upper_bound", bound)] * wrong
+    assert all(config.tis.upper_bound_fault == w.meaning for w in found)
+    assert mp.check_health(metrics, mp.MismatchConfig.build({"tis": {"upper_bound": bound}})) == []
 
 
 def test_a_clip_that_acts_on_the_mismatch_itself() -> None:

@@ -152,11 +152,13 @@ PENALTIES = {  # kind, l: value, derivative
     ("k2", math.log(3)): (0.60347, 1.09861),
     ("k3", math.log(3)): (2 - math.log(3), 2.0),
     ("k2", -4.0): (8.0, -4.0),
-    ("k2", 5.0): (10.0, 0.0),  # 12.5
-    ("k3", 2.5): (math.exp(2.5) - 3.5, math.exp(2.5) - 1),
-    ("k3", 3.0): (10.0, 0.0),  # 16.1
+    ("k2", -6.0): (18.0, -6.0),  # far tokens are pulled back as well
+    ("k2", 30.0): (450.0, 30.0),
+    ("k3", 3.0): (math.exp(3) - 4, math.exp(3) - 1),
     ("k3", -9.0): (math.exp(-9) + 8, math.exp(-9) - 1),
-    ("k3", -30.0): (10.0, 0.0),
+    ("k3", -30.0): (29.0, -1.0),
+    ("k3", 25.0): (6 * math.exp(20) - 26, math.exp(20) - 1),  # the tangent at 20
+    ("k3", 1000.0): (981 * math.exp(20) - 1001, math.exp(20) - 1),
 }
 
 
@@ -172,7 +174,7 @@ def test_the_distance_to_the_sampler(kind: str, gap: float, algorithm: int) -> N
         rs={"criteria": ["token:k2:0.1"]},
         terms={"rollout_kl_coef": 0.3, "rollout_kl_type": kind},
     )
-    start = torch.tensor([-31.0, -1.0], dtype=torch.float64)
+    start = torch.tensor([-1001.0, -1.0], dtype=torch.float64)
     leaf = (start + torch.tensor([gap, 0.0])).requires_grad_()
     packed = mp.PackedSequences.from_lists(
         loss_masks=[[1, 1]], rollout_log_probs=[start], old_log_probs=[leaf.detach().clone()], advantages=[0.0]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -194,6 +196,80 @@ def test_from_padded_takes_tensors_only(name: str, value: Any) -> None:
         mp.PackedSequences.from_padded(**fields)
 
 
+def test_one_sentence_for_a_field_that_is_none_of_a_batch() -> None:
+    packs: tuple[Any, ...] = (mp.PackedSequences.from_padded, mp.PackedSequences.from_lists)
+    for pack in packs:
+        with pytest.raises(TypeError, match=r"^loss_mask is no field of a batch: pass loss_masks, one mask a sequence"):
+            pack(loss_mask=ONES)
+        with pytest.raises(TypeError, match=r"^logprobs is no field of a batch: pass one of those in the signature"):
+            pack(loss_masks=ONES, logprobs=-ONES)
+        with pytest.raises(ValueError, match=r"old_log_probs has dtype torch\.bool: pass log-probs"):
+            pack(loss_masks=ONES, old_log_probs=ONES.bool())
+    lists, padded = (inspect.signature(pack).parameters.keys() for pack in reversed(packs))
+    assert padded - lists == {"lengths"} and not lists - padded, "an IDE shows them all"
+
+
+def test_what_a_loop_sees_is_short_and_swapped_arguments_are_named() -> None:
+    fields: dict[str, Any] = {
+        "old_log_probs": -ONES,
+        "rollout_log_probs": -ONES,
+        "loss_masks": ONES,
+        "advantages": torch.ones(2),
+    }
+    packed, config = mp.PackedSequences.from_padded(**fields), mp.preset("token_is")
+    result: Any = mp.policy_loss((-ONES).requires_grad_(), packed, config)
+    ended = mp.step_loss([result])
+    for shown in (packed, result, result.correction, result.statistics, ended):
+        assert repr(shown).startswith(type(shown).__name__) and len(repr(shown)) < 200 and "\n" not in repr(shown)
+    assert repr(packed) == (
+        "PackedSequences(2 sequences, 6 tokens, 6 train; rollout_log_probs, old_log_probs, advantages)"
+    )
+    assert "loss -1 of this batch" in repr(result) and "6 of 6 tokens kept, mean weight 1" in repr(result.correction)
+    swapped: Any = packed
+    with pytest.raises(TypeError, match="packed is a Tensor: policy_loss takes log_probs, then the PackedSequences"):
+        mp.policy_loss(swapped, swapped.old_log_probs, config)
+
+
+def test_advantages_of_accepted_responses_need_rewards() -> None:
+    """`rs.group` acts in `group_advantages` alone: a batch without rewards had none of it. Rewards let it through."""
+    config = mp.MismatchConfig.build({"rs": {"criteria": ["sequence_mean:k3:0.1"], "group": "exclude"}})
+    rows: dict[str, Any] = {
+        "old_log_probs": -ONES,
+        "rollout_log_probs": torch.tensor([[-1.0] * 3, [-3.0] * 3]),
+        "loss_masks": ONES,
+    }
+    accepted = mp.correct(mp.PackedSequences.from_padded(**rows), config).kept_N
+    assert accepted.tolist() == [3, 0]
+    advantages = mp.group_advantages([1.0, 0.0], [0, 0], accepted)
+    with pytest.raises(ValueError, match=r"rewards is missing: rs\.group exclude acts in mp\.group_advantages"):
+        mp.policy_loss(-ONES, mp.PackedSequences.from_padded(**rows, advantages=advantages), config)
+    packed = mp.PackedSequences.from_padded(**rows, advantages=advantages, rewards=[1.0, 0.0])
+    assert float(mp.policy_loss(-ONES, packed, config).loss) == 0.0
+    mp.policy_loss(-ONES, packed.replace(rewards=None), config.replace(rs={"group": "keep"}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({}, True),
+        ({"use_tis": True}, True),
+        ({"use_rollout_log_probs": True}, False),
+        ({"objective": "reinforce"}, False),
+    ],
+)
+def test_without_old_log_probs_nothing_clips_and_that_is_said(settings: dict[str, Any], warned: bool) -> None:
+    config = mp.MismatchConfig.build(settings)
+    packed = mp.PackedSequences.from_padded(rollout_log_probs=-ONES, loss_masks=ONES, advantages=torch.ones(2))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mp.policy_loss(-ONES, packed.replace(old_log_probs=-torch.ones(6)), config)
+        assert not said
+        mp.policy_loss(-ONES, packed, config)
+    assert [str(each.message)[:60] for each in said] == (
+        ["old_log_probs is missing, so π_old is π_θ and nothing clips:"] * warned
+    )
+
+
 def test_constructor_errors() -> None:
     mask = torch.ones(3, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"loss_mask has dtype torch\.float32"):
@@ -274,7 +350,9 @@ def test_policy_loss_takes_padded_log_probs(lengths: list[int] | None) -> None:
     keep = [4, 4, 4] if lengths is None else lengths
     inside = torch.arange(4) < torch.tensor(keep)[:, None]
     rows = {"old_log_probs": old, "rollout_log_probs": rollout, "loss_masks": mask}
-    padded = {name: value.masked_fill(~inside, 0 if name == "loss_masks" else 7.0) for name, value in rows.items()}
+    padded: dict[str, Any] = {
+        n: value.masked_fill(~inside, 0 if n == "loss_masks" else 7.0) for n, value in rows.items()
+    }
     packed = mp.PackedSequences.from_padded(**padded, lengths=lengths, advantages=torch.tensor([1.0, -2.0, 3.0]))
     lists: dict[str, Any] = {n: [row[:k] for row, k in zip(v, keep, strict=True)] for n, v in rows.items()}
     expected = mp.PackedSequences.from_lists(**lists, advantages=[1.0, -2.0, 3.0])

@@ -264,7 +264,7 @@ def test_the_bounds_that_act() -> None:
     assert acting_bounds(mp.preset("seq_is")) == ("sequence", 0.5, 2.0, 0.0)
     assert acting_bounds(mp.preset("geo_rs")) == ("geometric", 1 / 1.001, 1.001, 0.0)
     assert acting_bounds(mp.preset("ppo_is_bypass")) == ("token", 0.5, 2.0, 0.0)
-    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", math.exp(-0.025), math.exp(0.05), 0.5)
+    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", 0.2, 5.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -337,3 +337,32 @@ def test_nothing_else_asks_which_level_it_is() -> None:
     files = [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] in ("core", "parallel", "hooks")]
     asking = [path.name for path in files if path.name != "units.py" and asks.search(path.read_text())]
     assert len(files) > 40 and asking == []
+
+
+def test_a_product_so_far_keeps_the_digits_of_its_own_response() -> None:
+    """Whatever the batch holds before it: one scan over all would lose 1e-10 here. Empty responses between."""
+    random = torch.Generator().manual_seed(0)
+    lengths = [int(n) for n in torch.randint(0, 2000, (1000,), generator=random)]
+    lengths[0] = lengths[5] = lengths[6] = lengths[-1] = 0
+    rows = torch.randn(sum(lengths), generator=random, dtype=torch.float64)
+    rows *= torch.rand(sum(lengths), generator=random, dtype=torch.float64)
+    expected = torch.cat([row.cumsum(0) for row in rows.split(lengths)])
+    found = chunk_cells([[length] for length in lengths], torch.device("cpu")).running(rows)
+    assert float((found - expected).abs().max()) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+@pytest.mark.parametrize("level", ["sequence", "geometric", "prefix"])
+@pytest.mark.parametrize("shift", [0.0, -18.0])
+def test_figures_of_ratios_far_below_one_keep_their_digits(level: str, shift: float) -> None:
+    """ρ of e^−18: about 1 nothing of its spread is left in float64."""
+    own = torch.linspace(-0.5, 0.5, 40, dtype=torch.float64)
+    statistics = mp.correct(
+        of([[shift + value] for value in own.tolist()], [[1]] * 40),
+        mp.MismatchConfig.build({"use_tis": True, "tis": {"level": level}}),
+    ).statistics
+    ratio, metrics = (shift + own).exp(), statistics.metrics()
+    head = "rollout_corr/rollout_is_ratio_unit_"
+    assert metrics[head + "std"] == pytest.approx(float(ratio.std(correction=0)), rel=1e-9)
+    ess = float(ratio.sum() ** 2 / (40 * ratio.square().sum()))
+    assert metrics[head + "eff_sample_size"] == pytest.approx(ess, rel=1e-9)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.core.loss import token_loss
 from tests.core.test_loss_enumeration import PROBLEMS, Problem, config, relative
 
 UNBOUNDED = {"upper_bound": math.inf}
@@ -163,3 +164,56 @@ def test_turn_weights_otherwise_have_the_bias_they_must(tells: bool, couples: bo
     assert relative(problem.expected(turns=[0, 1]), true) < 1e-10
     assert relative(got, problem.expected(turns=[])) < 1e-10
     assert relative(got, true) > 1e-2
+
+
+def weighted_kl(problem: Problem, kind: str, algorithm: int, tis: dict[str, object], at_old: bool) -> list[Tensor]:
+    """(expected value, expected gradient) of `terms.kl_importance_weighted`; (value, gradient) of each state's
+    KL(π_θ‖π_ref), and of its KL(π_ref‖π_θ), averaged over the states that π_θ visits."""
+    logits = (problem.old if at_old else problem.theta).clone().requires_grad_()
+    ref = problem.old + 3 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    lengths = tuple(len(r) for r in problem.responses)
+    packed = mp.PackedSequences(
+        loss_mask=torch.ones(sum(lengths), dtype=torch.bool),
+        lengths=lengths,
+        rollout_log_probs=torch.cat(problem.token_log_probs(problem.rollout)),
+        old_log_probs=torch.cat(problem.token_log_probs(problem.old)),
+        ref_log_probs=torch.cat(problem.token_log_probs(ref)),
+        advantages=torch.zeros(sum(lengths), dtype=torch.float64),
+    )
+    terms = {"kl_coef": 1.0, "kl_type": kind, "kl_importance_weighted": True}
+    (term,) = token_loss(
+        torch.cat(problem.token_log_probs(logits)), packed, config(algorithm, tis=tis, terms=terms)
+    ).terms()
+    repeats = torch.tensor(lengths)
+    mu = problem.sequence_log_probs(problem.rollout).exp().repeat_interleave(repeats)
+    visits = problem.sequence_log_probs(logits.detach()).exp().repeat_interleave(repeats)
+    states = [problem.row[r[:t]] for r in problem.responses for t in range(len(r))]
+    pi, other = logits.log_softmax(-1)[states], ref.log_softmax(-1)[states]
+    found = []
+    for value in (
+        (mu * term.added).sum(),
+        (visits * (pi.exp() * (pi - other)).sum(-1)).sum(),
+        (visits * (other.exp() * (other - pi)).sum(-1)).sum(),
+    ):
+        found += [value.detach(), *torch.autograd.grad(value, logits, retain_graph=True)]
+    return found
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("algorithm", [2, 3])
+@pytest.mark.parametrize("level", ["prefix", "sequence"])
+def test_when_a_weighted_kl_is_unbiased(name: str, algorithm: int, level: str) -> None:
+    """As `terms.kl_importance_weighted` says, and nowhere else: not for bounded or token weights, nor, in algorithm 2,
+    once π_θ is not π_old; not the value of k2, nor where low_var_kl is cut."""
+    problem, exact = PROBLEMS[name], {"level": level, **UNBOUNDED}
+    for kind in ("k1", "k2", "k3", "low_var_kl"):
+        value, gradient, forward, of_forward, _, of_backward = weighted_kl(problem, kind, algorithm, exact, True)
+        assert (relative(value, forward) < 1e-10) == (kind in ("k1", "k3"))
+        assert (relative(gradient, of_forward) < 1e-10) == (kind == "k2")
+        assert (relative(gradient, of_backward) < 1e-10) == (kind == "k3")
+        for tis in ({"level": "token", **UNBOUNDED}, {"level": level, "upper_bound": 1.2}):
+            value, gradient, forward, of_forward, _, of_backward = weighted_kl(problem, kind, algorithm, tis, True)
+            found = (relative(value, forward), relative(gradient, of_forward), relative(gradient, of_backward))
+            assert min(found) > 1e-2
+    later = weighted_kl(problem, "k2", algorithm, exact, at_old=False)
+    assert (relative(later[1], later[3]) < 1e-10) == (algorithm == 3)

@@ -67,10 +67,10 @@ class Outcome:
 
 
 def model_settings(layout: Layout) -> Any:
-    from mismatch_plugin.lab import model as lab
+    from tests import megatron_cpu as megatron
 
     defaults = {"vocab": VOCAB, "hidden": 32, "ffn": 48, "dtype": "float64", "norm_jitter": 0.1, "init_std": 0.15}
-    return lab.ModelSettings.model_validate({**defaults, **layout.settings})
+    return megatron.ModelSettings(**{**defaults, **layout.settings})
 
 
 def micro_batches(
@@ -101,13 +101,12 @@ def run_layout(layout: Layout) -> list[Outcome]:
     from megatron.core import parallel_state
 
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
-    from mismatch_plugin.lab import model as lab
-    from mismatch_plugin.lab import parameters
     from mismatch_plugin.parallel.groups import ParallelGroups
+    from tests import megatron_cpu as megatron
 
     settings = model_settings(layout)
-    lab.initialize_parallel(layout.tp, layout.pp, layout.cp, settings.virtual_stages)
-    model = lab.build_model(settings)
+    megatron.initialize_parallel(layout.tp, layout.pp, layout.cp, settings.virtual_stages)
+    model = megatron.build_model(settings)
     groups = ParallelGroups.from_megatron()
     finalize = model[0].config.finalize_model_grads_func
     dp_rank, dp_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
@@ -119,18 +118,18 @@ def run_layout(layout: Layout) -> list[Outcome]:
             batches = micro_batches(layout, run, groups, settings, dp_rank, dp_size)
             data: Any = [iter(batches) for _ in model] if len(model) > 1 else iter(batches)
             if not run.policy_loss:
-                lab.run_step(model, megatrons_losses, data, len(batches))
-                outcomes.append(Outcome({}, parameters.gather_gradients(model), []))
+                megatron.run_step(model, megatrons_losses, data, len(batches))
+                outcomes.append(Outcome({}, megatron.gather_gradients(model), []))
                 continue
             hook = MegatronLoss(config, model[0].config, groups, vocab_size=VOCAB, temperature=run.temperature)
             if run.start:
                 hook.start(batches)
-            stored = lab.run_step(model, hook.forward_step, data, len(batches), forward_only=run.forward_only)
+            stored = megatron.run_step(model, hook.forward_step, data, len(batches), forward_only=run.forward_only)
             metrics = hook.metrics()
         except (ValueError, mp.GateError) as error:
             outcomes.append(Outcome({}, {}, [], f"{type(error).__name__}: {error}"))
             continue
-        gradients = parameters.gather_gradients(model)
+        gradients = megatron.gather_gradients(model)
         first = torch.distributed.get_rank() == 0
         reports = [{name: float(value) for name, value in report.items()} for report in stored]
         outcomes.append(Outcome(metrics, gradients if first else {}, reports))
@@ -183,21 +182,20 @@ def plain_log_probs(gpt: Any, sample: Sample, temperature: float = 1.0) -> tuple
 
 def initial_log_probs(layout: Layout) -> list[Tensor]:
     """log π of every response token under the initial weights, in one process."""
-    from mismatch_plugin.lab import model as lab
+    from tests import megatron_cpu as megatron
 
-    lab.initialize_parallel()
-    gpt = lab.build_model(model_settings(layout))[0]
+    megatron.initialize_parallel()
+    gpt = megatron.build_model(model_settings(layout))[0]
     with torch.no_grad():
         return [plain_log_probs(gpt, sample)[0].clone() for sample in layout.samples]
 
 
 def run_plainly(layout: Layout) -> list[Outcome]:
     """The reference: sample by sample through the model, one `policy_loss` on the whole batch, autograd. No hook."""
-    from mismatch_plugin.lab import model as lab
-    from mismatch_plugin.lab import parameters
+    from tests import megatron_cpu as megatron
 
-    lab.initialize_parallel()
-    chunk = lab.build_model(model_settings(layout))[0]
+    megatron.initialize_parallel()
+    chunk = megatron.build_model(model_settings(layout))[0]
     outcomes = []
     for run in layout.runs:
         samples = run.samples or layout.samples
@@ -221,5 +219,5 @@ def run_plainly(layout: Layout) -> list[Outcome]:
         )
         result = mp.policy_loss(torch.cat([log_probs for log_probs, _ in pairs]), packed, config)
         result.loss.backward()
-        outcomes.append(Outcome(result.statistics.metrics(), parameters.gather_gradients([chunk]), []))
+        outcomes.append(Outcome(result.statistics.metrics(), megatron.gather_gradients([chunk]), []))
     return outcomes

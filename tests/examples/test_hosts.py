@@ -19,7 +19,7 @@ import yaml
 
 import mismatch_plugin as mp
 from examples.collect_report import collect
-from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.base import Plan
 from mismatch_plugin.hooks.hydra import put, read_overrides
@@ -34,6 +34,8 @@ EXAMPLES = ROOT / "examples"
 HOST_EXAMPLES = sorted(
     path for path in EXAMPLES.rglob("*") if path.suffix in (".sh", ".diff", ".yaml") and path.is_file()
 )
+
+TOKEN_IS = ("algorithm 2: decoupled PPO", "weights: token level, truncate, at most 2", "rejection: none")
 
 
 def _source(*parts: str) -> Path:
@@ -91,11 +93,23 @@ def test_shell_scripts_are_sound(path: Path) -> None:
 def test_slime_by_flags(tmp_path: Path) -> None:
     flags = _flags(EXAMPLES / "slime" / "run-qwen3-4B.diff")
     plan = _plan(ray_tree(tmp_path / "tree", "slime"), *flags)
-    assert plan.lines[:3] == (
-        "algorithm 2: decoupled PPO",
-        "weights: sequence level, truncate, at most 2",
-        "rejection: veto below 0.0001",
-    )
+    assert plan.lines[:3] == TOKEN_IS
+    assert _plan(ray_tree(tmp_path / "tree", "slime"), *flags, "--rollout-max-response-len", "8192").lines == plan.lines
+
+
+def test_one_example_shows_another_level_and_says_where_it_holds() -> None:
+    """Of all files that set a level one names another, next to it, and the lengths at which its bound can hold."""
+    named = {
+        path.name: line
+        for path in HOST_EXAMPLES
+        for line in path.read_text().splitlines()
+        if re.search(r"\b(sequence|geometric|turn|prefix)\b", line) and "level" in line
+    }
+    assert named == {"mismatch.yaml": named["mismatch.yaml"]}
+    found = re.fullmatch(r"  level: token # (\w+): for .* of at most (\d+) tokens, .*", named["mismatch.yaml"])
+    assert found is not None
+    other = mp.preset("token_is").replace(tis={"level": found[1]})
+    assert bound_warnings(other, int(found[2])) == [] and len(bound_warnings(other, 8192)) == 1
 
 
 def test_slime_by_yaml_is_the_same(tmp_path: Path) -> None:
@@ -111,7 +125,7 @@ def test_slime_by_yaml_is_the_same(tmp_path: Path) -> None:
 def test_slime_s_own_yaml(tmp_path: Path) -> None:
     path = EXAMPLES / "slime" / "mis.yaml"
     plan = _plan(ray_tree(tmp_path / "tree", "slime"), "--use-tis", "--custom-config-path", str(path))
-    assert "rejection: sequence_mean_ratio in [0.999, 1.001], veto below 0.0001" in plan.lines
+    assert plan.lines[:3] == TOKEN_IS
 
 
 def _by_path() -> list[str]:
@@ -123,9 +137,8 @@ def _by_path() -> list[str]:
 def _meant_by_path(args: Namespace) -> None:
     config = slime.check(args)
     assert config is not None
-    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "sequence", 2.0)
-    assert [criterion.name for criterion in config.criteria] == ["sequence_mean_ratio"]
-    assert "step metrics: none" not in "\n".join(slime.describe(config, args))
+    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "token", 2.0)
+    assert "no step metrics" not in "\n".join(slime.describe(config, args))
 
 
 def test_slime_without_the_launcher(tmp_path: Path) -> None:
@@ -177,7 +190,7 @@ def test_miles(tmp_path: Path) -> None:
     assert recorded[1][:3] == ["python3", "scripts/run_qwen3_4b.py", "--extra-args"]
     assert recorded[1][3].split() == _flags(path)
     plan = _plan(ray_tree(tmp_path / "tree", "miles"), *recorded[1][3].split())
-    assert plan.lines[0] == "algorithm 3: REINFORCE + IS"
+    assert plan.lines[:3] == TOKEN_IS
 
 
 def test_miles_takes_extra_arguments() -> None:
@@ -205,8 +218,8 @@ def test_megatron_lm(tmp_path: Path) -> None:
     assert line[at - 1] == "-m"
     assert line[-2:] == ["--seed", "3"]
     plan = _plan(tree / line[at + 1], *line[at + 2 :])
-    assert plan.lines[:2] == ("algorithm 2: decoupled PPO", "weights: geometric level, mask, [0.999, 1.001]")
-    assert any("of the whole step" in line for line in plan.lines)
+    assert plan.lines[:3] == TOKEN_IS
+    assert any("by the step's trained tokens" in line for line in plan.lines)
 
 
 def test_megatron_lm_has_what_the_script_sources() -> None:
@@ -228,10 +241,10 @@ def _importing(folder: Path, package: str) -> Path:
 def test_verl(tmp_path: Path) -> None:
     flags = _flags(EXAMPLES / "verl" / "grpo_megatron_sglang.sh")
     plan = _plan(_importing(tmp_path, "verl.trainer"), "model_engine=megatron", *flags)
-    assert plan.lines[0] == "algorithm 3: REINFORCE + IS"
+    assert plan.lines[:3] == TOKEN_IS
     overrides = read_overrides(plan.argv)
-    assert overrides["algorithm.rollout_correction.bypass_mode"] is True
-    assert overrides["algorithm.rollout_correction.mismatch"]["tis"] == {"level": "sequence", "upper_bound": 2.0}
+    assert overrides["algorithm.rollout_correction.bypass_mode"] is False
+    assert overrides["algorithm.rollout_correction.mismatch"] == {"use_tis": True}
 
 
 def test_verl_s_script_with_the_diff(tmp_path: Path) -> None:
@@ -247,7 +260,7 @@ def test_verl_s_script_with_the_diff(tmp_path: Path) -> None:
         )
         assert line[:5] == ["python3", "-m", "mismatch_plugin.launch", "-m", "verl.trainer.main_ppo"]
     plan = _plan(_importing(tmp_path, "verl.trainer"), *line[5:])
-    assert plan.lines[0] == "algorithm 3: REINFORCE + IS"
+    assert plan.lines[:3] == TOKEN_IS
     assert read_overrides(plan.argv)["actor_rollout_ref.rollout.name"] == "sglang"
 
 
@@ -265,7 +278,7 @@ def test_nemo_rl_by_flags_and_by_yaml_is_the_same(tmp_path: Path) -> None:
     by_file = yaml.safe_load((EXAMPLES / "nemo_rl" / "grpo_mismatch.yaml").read_text())
     assert by_file["defaults"] == "grpo_math_1B_megatron.yaml"
     assert nemo_rl_settings.settings({"loss_fn": {"token_level_loss": True, **by_file["loss_fn"]}}) == by_flags
-    assert (by_flags.algorithm, by_flags.tis.mode, by_flags.tis.lower) == (2, "clip", 0.5)
+    assert by_flags.replace(denominator="auto") == mp.preset("token_is")
 
 
 def test_nemo_rl_s_own_class_keeps_the_block() -> None:
@@ -283,7 +296,7 @@ def test_nemo_rl_s_own_class_keeps_the_block() -> None:
         section |= yaml.safe_load((configs / name).read_text()).get("loss_fn") or {}
     section |= yaml.safe_load((EXAMPLES / "nemo_rl" / "grpo_mismatch.yaml").read_text())["loss_fn"]
     made = names["ClippedPGLossConfig"](**section)
-    assert made.mismatch["tis"]["level"] == "sequence"
+    assert made.mismatch["tis"] == {"upper_bound": 2.0}
     assert nemo_rl_settings.settings(Namespace(loss_fn=made)).algorithm == 2
 
 
@@ -321,7 +334,9 @@ def test_compare_four_on_a_cluster(tmp_path: Path) -> None:
     for job, algorithm in zip(jobs, (0, 1, 2, 2, 3), strict=True):
         assert job[job.index("--runtime-env-json") + 1] == environment["RUNTIME_ENV_JSON"]
         at = job.index("mismatch_plugin.launch")
-        plan = _plan(Path(job[at + 1]), *job[at + 2 :])
+        # The settings that the stand-in has written are no run's, and the launcher would refuse them.
+        words = [word.replace(str(output), str(tmp_path / "planned")) for word in job[at + 2 :]]
+        plan = _plan(Path(job[at + 1]), *words)
         assert plan.lines[0].startswith(f"algorithm {algorithm}: ")
         assert plan.argv[:2] == ("--num-rollout", "3")
     page = (output / "report.html").read_text()
@@ -373,15 +388,12 @@ def test_a_report_of_four_runs_is_complete_and_says_what_it_is_about(tmp_path: P
     for algorithm, preset in PRESETS.items():
         _collected(tmp_path, algorithm, preset, seed=7)
     html = collect(tmp_path).read_text(encoding="utf-8")
-    assert "Complete ·" in html and "This is a partial report" not in html
+    assert "Complete, " in html and "This is a partial report" not in html
     assert "rewards are in the logs of the host" in html and "same small task" not in html
-    assert "2 decoupled PPO, sequence truncate" in html and "every run that was found has finished" in html
-    assert {path.name for path in (tmp_path / "plots").iterdir()} == {
-        f"cluster_{name}.png" for name in ("kl", "guide_kl", "guide_mean_weight")
-    }
+    assert "<code>seq_is</code>" in html and "every run has finished" in html and "KL(rollout‖trainer)" in html
     (tmp_path / "cluster" / "3" / "seed7" / "done.json").unlink()
     html = collect(tmp_path).read_text(encoding="utf-8")  # again, after more has been written
-    assert "This is a partial report" in html and "sequence truncate, seed 7: unfinished, 3 steps" in html
+    assert "This is a partial report" in html and "pg_is, seed 7: unfinished, 3 steps" in html
 
 
 def test_a_report_of_what_is_not_what_it_seems_is_refused(tmp_path: Path) -> None:

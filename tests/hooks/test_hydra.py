@@ -16,7 +16,8 @@ from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
 from mismatch_plugin.hooks.verl import config as verl_settings
 from mismatch_plugin.hooks.verl import launch as verl
 from mismatch_plugin.launch.__main__ import prepare
-from tests.hooks.contracts.launch_trees import launch
+from mismatch_plugin.report.log import write_step
+from tests.hooks.contracts.launch_trees import launch, run
 
 _RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
 _LOSS_MODE = f"{_ACTOR}.policy_loss.loss_mode"
@@ -168,7 +169,10 @@ def test_the_block_says_that_verl_s_v1_trainers_count_before_rejection(
     use_v1: str, counted: str, tmp_path: Path
 ) -> None:
     plan = _verl(tmp_path, f"--use-tis --use-rs{use_v1}")
-    assert f"loss: token-mean, normaliser verl's, of the response mask {counted} rejection" in plan.lines
+    assert (
+        f"divided as in verl, token-mean: rejected tokens {'still' if counted == 'before' else 'do not'} count"
+        in plan.lines
+    )
 
 
 def test_another_loss_of_verl_s_is_named_with_what_ours_needs(tmp_path: Path) -> None:
@@ -277,7 +281,8 @@ def test_the_package_declares_the_entry_point() -> None:
 
 def _nemo(folder: Path, line: str, yaml: str = "loss_fn: {ratio_clip_min: 0.2}\n") -> Plan:
     script = _script(folder, "nemo_rl.algorithms.grpo")
-    (folder / "base.yaml").write_text("loss_fn: {token_level_loss: false, ratio_clip_max: 0.3}\n")
+    base = "loss_fn: {token_level_loss: false, ratio_clip_max: 0.3}\npolicy: {max_total_sequence_length: 8192}\n"
+    (folder / "base.yaml").write_text(base)
     (folder / "grpo.yaml").write_text(f"defaults: base.yaml\n{yaml}")
     return prepare([str(script), "--config", str(folder / "grpo.yaml"), *line.split()])[3]
 
@@ -299,7 +304,7 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
     config = nemo_rl_settings.settings({"loss_fn": section})
     assert (config.algorithm, config.aggregation) == (algorithm, "seq-mean-token-mean")
     assert f"algorithm {algorithm}" in plan.lines[0]
-    assert "global sequences" in "\n".join(plan.lines)
+    assert "by the step's sequences" in "\n".join(plan.lines)
     if algorithm != 3:
         assert config.ppo.eps_clip_high == 0.3
 
@@ -338,16 +343,66 @@ def test_a_configuration_that_is_missing(tmp_path: Path) -> None:
         prepare([str(script), "--use-tis"])
 
 
+@pytest.mark.parametrize("settings", ["", "truncated_importance_sampling_ratio: null"])
+def test_nemo_rl_s_missing_bound_leaves_ours(settings: str, tmp_path: Path) -> None:
+    """Its own recipes name no bound, or null, next to the correction: a weight could be 4.85e8."""
+    section = f"loss_fn:\n  use_importance_sampling_correction: true\n  {settings}\n"
+    assert "weights: token level, truncate, at most 2" in _nemo(tmp_path, "--use-tis", section).lines
+    given = _nemo(tmp_path, "--use-tis --tis-upper-bound inf", section).lines
+    assert any(line.startswith("! --tis-upper-bound inf: ") for line in given)
+
+
+def test_the_longest_response_is_nemo_rl_s_and_verl_s_own(tmp_path: Path) -> None:
+    line, said = "--use-tis --tis-level sequence", "! --tis-level sequence over 8192 tokens: "
+    plans = {
+        "the defaults' file": _nemo(tmp_path, line, "policy: {generation: {top_p: 1.0}}\n"),
+        "short by override": _nemo(tmp_path, f"policy.max_total_sequence_length=64 {line}"),
+        "a reference": _nemo(tmp_path, line, "policy: {max_total_sequence_length: '${oc.env:LENGTH}'}\n"),
+        "verl": _verl(tmp_path, f"data.max_response_length=8192 {line}"),
+        "verl, short": _verl(tmp_path, f"data.max_response_length=64 {line}"),
+    }
+    warned = {name for name, plan in plans.items() if any(row.startswith(said) for row in plan.lines)}
+    assert warned == {"the defaults' file", "verl"}
+
+
+@pytest.mark.parametrize("host", ["verl", "nemo-rl"])
+def test_a_report_folder_of_other_settings_is_refused_at_launch(host: str, tmp_path: Path) -> None:
+    make = _verl if host == "verl" else _nemo
+    line = f"--use-tis --mismatch-report-dir {tmp_path / 'run'}"
+    config = make(tmp_path, line).config
+    assert config is not None
+    write_step(tmp_path / "run", config, {"rollout_corr/kl": 0.1})
+    assert make(tmp_path, line).config == config
+    with pytest.raises(ValueError, match=r"with tis\.level token, now geometric: give this run another folder"):
+        make(tmp_path, f"{line} --tis-level geometric")
+
+
+_SETUP, _OURS = "from nemo_rl.algorithms.grpo import setup", "import mismatch_plugin.hooks.nemo_rl as ours"
+
+
+@pytest.mark.parametrize(
+    ("script", "loss", "warned"),
+    [
+        (f"{_SETUP}\n{_OURS}", "Loss", True),
+        (f"{_OURS}\n{_SETUP}", "Loss", True),
+        (f"{_SETUP}\n{_OURS}\nours.install()", "MismatchLoss", False),
+        (f"{_OURS}\nours.install()\n{_SETUP}", "MismatchLoss", False),
+        (_SETUP, "Loss", False),  # nobody of ours is there to say it
+    ],
+)
+def test_a_block_that_nemo_rl_ignores_is_warned_of(script: str, loss: str, warned: bool, tmp_path: Path) -> None:
+    """Without the launcher: the module imported and not installed, or installed before or after setup was imported."""
+    path = _nemo_tree(tmp_path / "tree")
+    made = "type(setup({'loss_fn': {'mismatch': {'use_tis': True}}})[1]).__name__"
+    path.write_text(f"{script}\nprint('GIVEN [\"' + {made} + '\"]')\n")
+    done = run(path, "")
+    assert done.given == [loss], done.errors
+    assert ("loss_fn.mismatch, if it is set, had no effect" in done.errors) == warned
+
+
 def test_setup_is_wrapped_before_the_script_takes_it(tmp_path: Path) -> None:
-    """A stand-in for nemo_rl whose setup returns a loss; the script prints the loss it got."""
-    tree = tmp_path / "tree"
-    (tree / "nemo_rl" / "algorithms").mkdir(parents=True)
-    for folder in (tree / "nemo_rl", tree / "nemo_rl" / "algorithms"):
-        (folder / "__init__.py").write_text("")
-    (tree / "nemo_rl" / "algorithms" / "grpo.py").write_text(
-        "class Loss:\n    input_type = loss_type = None\n\n\ndef setup(config):\n    return ('policy', Loss())\n"
-    )
-    script = tree / "run.py"
+    """The script prints the loss it got."""
+    script = _nemo_tree(tree := tmp_path / "tree")
     script.write_text(
         "import sys, yaml\nfrom nemo_rl.algorithms.grpo import setup\n"
         "print(sys.argv[3:])\n"
@@ -358,6 +413,17 @@ def test_setup_is_wrapped_before_the_script_takes_it(tmp_path: Path) -> None:
     done = launch(script, f"--config {tree / 'grpo.yaml'} --use-tis")
     assert done.given == ["MismatchLoss"], done.errors
     assert "+loss_fn.mismatch={use_tis: true}" in done.printed
+
+
+def _nemo_tree(tree: Path) -> Path:
+    """A stand-in for nemo_rl whose setup returns a loss; the place of a script next to it."""
+    (tree / "nemo_rl" / "algorithms").mkdir(parents=True)
+    for folder in (tree / "nemo_rl", tree / "nemo_rl" / "algorithms"):
+        (folder / "__init__.py").write_text("")
+    (tree / "nemo_rl" / "algorithms" / "grpo.py").write_text(
+        "class Loss:\n    input_type = loss_type = None\n\n\ndef setup(config):\n    return ('policy', Loss())\n"
+    )
+    return tree / "run.py"
 
 
 # Hydra's grammar ------------------------------------------------------------------------------------------------------

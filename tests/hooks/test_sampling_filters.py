@@ -50,7 +50,7 @@ def of_megatron_rl(top_p: float = 0.0, top_k: int = -1, **more: Any) -> list[str
 
 
 def said(lines: list[str]) -> str:
-    return "".join(line for line in lines if line.startswith("sampling filter: "))
+    return "".join(line for line in lines if line.removeprefix("! ").startswith("sampling filter: "))
 
 
 HOSTS = (of_slime, of_miles, of_verl, of_nemo_rl, of_megatron_rl)

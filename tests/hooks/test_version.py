@@ -138,21 +138,23 @@ def test_the_launcher_s_block_says_it(host: str, tmp_path: Path) -> None:
     _, _, _, plan = prepare([str(script), "--use-tis"])
     tested = recorded_version(host)
     version = "0.20.0" if host == "megatron-lm" else "of unknown version"
-    assert plan.lines[-1].startswith(
-        f"host: {host} {version} at {_SHA[:10]} is not the tested version, {tested}; files"
+    assert plan.lines[
+        -2
+    ].startswith(  # the last says what is added
+        f"! host: {host} {version} at {_SHA[:10]} is not the tested version, {tested}; files"
     )
     _, _, _, untouched = prepare([str(script)])
-    assert not any(line.startswith("host: ") for line in untouched.lines)
+    assert not any(line.startswith(("host: ", "! host: ")) for line in untouched.lines)
 
 
 def test_the_block_of_a_patched_megatron_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     megatron_rl.start(Namespace(use_tis=True, rl_inference_logprobs_is_correction=True))
-    assert "\n  host: megatron-lm " in capsys.readouterr().out
+    assert "host: megatron-lm " in capsys.readouterr().out
 
 
 def test_a_host_that_is_not_here(tmp_path: Path) -> None:
     if find_root("nemo-rl") is None:
-        said = f"host: nemo-rl is not found here; the plugin was tested with {recorded_version('nemo-rl')}"
+        said = f"! host: nemo-rl is not found here; the plugin was tested with {recorded_version('nemo-rl')}"
         assert version_line("nemo-rl", [tmp_path]) == said
 
 
@@ -162,7 +164,7 @@ def test_no_host_is_imported(tmp_path: Path) -> None:
     code = "from mismatch_plugin.hooks.version import version_line; print(version_line('slime'))"
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parents[2]}"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.stdout.startswith("host: slime 0.3.0 is not the tested version"), done.stderr
+    assert done.stdout.startswith("! host: slime 0.3.0 is not the tested version"), done.stderr
 
 
 @pytest.mark.parametrize("host", _FOLDERS)

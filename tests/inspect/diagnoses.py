@@ -44,9 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 FLAGS = {
     "slime": "--use-tis --tis-mode truncate --tis-level token --tis-upper-bound 2",
     "miles": "--use-tis --tis-mode truncate --tis-level token --tis-upper-bound 2",
-    "megatron_lm": "--use-tis --tis-mode truncate --tis-level token --tis-upper-bound 2 --mismatch-metrics full",
+    "megatron-lm": "--use-tis --tis-mode truncate --tis-level token --tis-upper-bound 2 --mismatch-metrics full",
     "verl": "+algorithm.mismatch.use_tis=true +algorithm.mismatch.tis.upper_bound=2.0",
-    "nemo_rl": "mismatch:\n  use_tis: true\n  tis:\n    upper_bound: 2.0",
+    "nemo-rl": "mismatch:\n  use_tis: true\n  tis:\n    upper_bound: 2.0",
     "python": "config = mp.MismatchConfig(use_tis=True)",
 }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import mismatch_plugin as mp
@@ -19,7 +20,7 @@ from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, traini
 
 CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
-HOSTS = {"slime", "miles", "megatron_lm", "verl", "nemo_rl", "python"}
+HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"}
 
 
 def _inspect(*arguments: object) -> Result:
@@ -124,6 +125,8 @@ def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
         assert result.exit_code == 2 and told["verdict"] == "cannot_read" and path.name in told["headline"]
     assert "nothing to inspect" in _inspect().output
     assert "--host nemo is unknown" in _inspect(RECORDS, "--host", "nemo").output
+    for host in ("megatron-lm", "megatron_lm", "megatron_rl", "nemo-rl", "nemo_rl"):
+        assert "is unknown" not in _inspect(tmp_path / "absent.pt", "--host", host).output
 
 
 def test_own_settings_come_from_one_place() -> None:
@@ -138,6 +141,36 @@ def test_own_settings_come_from_one_place() -> None:
         own_settings(None, None, "--use-tis --lr 1")
     with pytest.raises(ValueError, match=r"--flags '--tis-level tok'"):
         own_settings(None, None, "--tis-level tok")
+    with pytest.raises(ValueError, match=r"--tis-upper-bound 3\.0 contradicts --tis-upper-bound 2\.0, give it once"):
+        own_settings(None, None, "--use-tis --tis-upper-bound 2 --tis_upper_bound 3")
+    again = "--use-tis --use-tis --tis-upper-bound 2 --tis-upper-bound 2.0 --rs-criterion token:k2:1"
+    several = own_settings(None, None, f"{again} --rs-criterion sequence_max:k2:2")
+    assert several is not None and several.tis.upper_bound == 2.0 and len(several.criteria) == 2
+
+
+def test_sampling_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("[1, 2]\n")
+    asked = ("--url", "http://127.0.0.1:1", "--prompts", tmp_path / "prompts", "--temperature")
+    for value, why in (("nan", "nan: it should be a finite number"), ("-1", "-1.0: it should be greater than or eq")):
+        result = _inspect(*asked, value)
+        assert result.exit_code == 2 and result.stderr.startswith(f"cannot inspect: --temperature is {why}")
+        assert result.stderr.count("\n") == 1
+    assert "127.0.0.1:1" in _inspect(*asked, "0.5").stderr  # it asks the server
+
+
+def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for given, environment, threads in (((), {}, 1), ((), {"OMP_NUM_THREADS": "2"}, 2),
+                                            (("--checkpoint", tmp_path), {}, 2)):  # fmt: skip
+            torch.set_num_threads(2)
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            _inspect(RECORDS, "--json", "--no-report", *given)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:

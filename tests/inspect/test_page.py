@@ -183,7 +183,7 @@ def test_sliders_tabs_sorting_and_keys(tmp_path: Path, browser: Browser):
     assert browser.evaluate("getComputedStyle(document.getElementById('flags-1')).display") == "none"
     assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     assert browser.evaluate("document.getElementById('text-1').textContent") == FLAGS["slime"]
-    assert browser.evaluate("document.getElementById('text-5').textContent") == FLAGS["nemo_rl"]
+    assert browser.evaluate("document.getElementById('text-5').textContent") == FLAGS["nemo-rl"]
     # Sorting, twice.
     kept = "[...document.querySelectorAll('.sortable tbody tr')].map(r => Number(r.cells[2].dataset.value))"
     for order in (-1, 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -203,6 +204,15 @@ def test_sequence_weights_by_hand():
     assert (item.mean_weight, item.max_weight, item.ess) == pytest.approx((0.75, 0.75, 0.5))
     assert item.variance == pytest.approx((2.25**2 - 2 * 1.125**2) / 2.25**2)
     assert item.bias == pytest.approx(8.0 / 10.25)
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
+def test_the_bias_is_that_of_the_bounds_and_does_not_see_the_level_s_own(level: str):
+    """Token weights are biased, and show 0 like all others that nothing cuts: page and screen say so."""
+    assert of_hand(use_tis=True, tis={"level": level, "upper_bound": 100.0}).bias == pytest.approx(0.0, abs=1e-12)
+    assert of_hand(use_tis=True, tis={"level": level, "upper_bound": 0.4}).bias > 0.1
+    page = (Path(mp.__file__).parent / "inspect" / "page.html.j2").read_text(encoding="utf-8")
+    assert "0 does not mean unbiased" in page
 
 
 def test_no_correction_by_hand():

@@ -44,7 +44,7 @@ def _edges(rule: Rule) -> list[tuple[float, int]]:
         kls = [1e-5, 0.04]  # a hundredth of the tokens adds 0.045
     if rule.name == "drifting":
         kls = [1e-4, 0.01]
-    if rule.name in ("turns", "credit"):  # too long for a product of all ratios, each eighth of it short enough
+    if rule.name == "turns":  # too long for a product of all ratios, each eighth of it short enough
         return [(kl, round(product / kl)) for kl in kls for product in (1.5, 6.0)]
     found: list[tuple[float, int]] = []
     for kl in kls:
@@ -69,12 +69,12 @@ def test_the_row_is_taken_and_its_setting_keeps_what_it_says(rule: Rule, kl: flo
     with no_notes():
         result = measured(packed, mp.MismatchConfig.build(found.settings))
     assert result.kept >= rule.keeps
-    if rule.preset in ("seq_is", "pg_is"):
-        assert result.ess >= 0.5, "a weight of the whole response leaves half of the data"
+    if rule.preset in ("seq_is", "pg_is", "prefix_is"):
+        assert result.ess >= 0.5, "a product of ratios leaves half of the data"
 
 
 def test_the_table_has_a_row_for_each_rule_and_every_kl_has_one() -> None:
-    assert len(rules_table().rows) == len(RULES) + len(ADDITIONS) and len(rules_table(short=True).rows) == len(RULES)
+    assert len(rules_table().rows) == len(RULES) + len(ADDITIONS)
     for kl in (0.0, 1e-4, 1e-3, 3e-3, 0.05, 0.1, 1.0):
         for length in (1, 100, 5000):
             assert any(rule.holds(Figures(kl, math.exp(-2 * kl), length, length)) for rule in RULES)
@@ -98,8 +98,8 @@ def test_tokens_that_are_few_old_and_far_off_get_a_limit_on_staleness() -> None:
     figures, found = figures_of(packed), _advice(packed)
     assert figures.fresh == 1.0 and figures.old_kl > 10
     assert found.setting == "token_is, max_staleness 1" and found.settings["rs"]["max_staleness"] == 1
-    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo_rl"]
-    assert "--rs-max-staleness" not in found.flags["megatron_lm"]
+    assert "--rs-max-staleness 1" in found.flags["slime"] and "max_trajectory_age_steps" in found.flags["nemo-rl"]
+    assert "--rs-max-staleness" not in found.flags["megatron-lm"]
     kept = predict_one(packed, mp.MismatchConfig.build(found.settings), "").kept
     assert kept == pytest.approx(0.97, abs=0.005)
 
@@ -164,9 +164,10 @@ LONG = Figures(k3_kl=0.01, ess=0.98, mean_length=2000, max_length=4000)
         ({"mean_turns": 4.0, "longest_turn": 300}, "token_is"),
         ({"mean_turns": 4.0, "longest_turn": 90, "stale": 2}, "token_is"),
         ({"mean_turns": 4.0, "longest_turn": 90, "k3_kl": 5e-4}, "disabled"),
-        ({"credit": 1.0}, "prefix_is"),
-        ({"credit": 0.2}, "token_is"),
-        ({"credit": 1.0, "max_length": 90}, "seq_is"),
+        ({"credit": 1.0}, "token_is"),
+        ({"credit": 1.0, "max_length": 50}, "prefix_is"),
+        ({"credit": 1.0, "max_length": 51}, "seq_is"),
+        ({"credit": 0.2, "max_length": 50}, "seq_is"),
     ],
 )
 def test_figures_choose_the_setting(changes: dict[str, Any], preset: str) -> None:

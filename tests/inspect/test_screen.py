@@ -14,7 +14,7 @@ from rich.console import Console
 
 from mismatch_plugin.check.findings import Place
 from mismatch_plugin.check.run import NO_TRAINING
-from mismatch_plugin.inspect import words
+from mismatch_plugin.inspect import page, words
 from mismatch_plugin.inspect.result import Diagnosis, Gate, Verdict
 from mismatch_plugin.inspect.screen import show
 from tests.inspect.diagnoses import FLAGS, diagnosis
@@ -216,6 +216,7 @@ def test_bounds_stay_whole_and_long_names_are_wrapped():
     text = one_line(shown(base.model_copy(update={"predictions": (own,)})))
     assert "0.9991234 to 1.001234 (keeps 99%)" in text and "alg: docs/algorithms.md" in text
     assert "×1.23" in text and "8e13" in text and "8.342e+13" not in text
+    assert "bounds' bias" in page.HEADERS and "bounds'" in text, "the level's own is not in it"
 
 
 @pytest.mark.parametrize(("value", "text"), [(-0.25, "–"), (0.25, "0.25"), (15_234.0, "15,200"), (8.342e13, "8e13")])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.hooks.base import Given, peek
 from mismatch_plugin.launch.command_line import help_text, named_host, read_command_line, script_position
 
@@ -48,10 +50,39 @@ def test_a_switch_with_a_value_is_refused(line: str) -> None:
         _read(line)
 
 
-def test_what_follows_two_dashes_is_the_host_s() -> None:
-    given = _read("--use-tis -- --tis-mode clip --tis-levle")
-    assert given.host_argv == ("--", "--tis-mode", "clip", "--tis-levle")
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--lr 1 -- --use-tis", "--use-tis stands behind --, where it would not be read"),
+        ("--use-tis -- --tis-level geometric", "--tis-level stands behind --"),
+        ("--use-tis -- x --tis_level=geometric", "--tis_level=geometric stands behind --"),
+        ("-- --mismatch-host slime", "--mismatch-host stands behind --"),
+        ("--use-tis -- --tis-levle token", "--tis-levle is unknown: did you mean --tis-level?"),
+    ],
+)
+def test_our_flags_behind_two_dashes_are_refused(line: str, message: str) -> None:
+    """No host's parser would read them there, and the run would go uncorrected."""
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        _read(line, ("--use-tis",))
+
+
+def test_what_else_follows_two_dashes_is_the_host_s() -> None:
+    given = _read("--use-tis -- --lr 1 -x -- use-tis")
+    assert given.host_argv == ("--", "--lr", "1", "-x", "--", "use-tis")
     assert given.settings == {"use_tis": True}
+
+
+_NUMBERS = [
+    field.meta["flag"]
+    for field in leaf_fields(MismatchConfig)
+    if field.meta.get("flag") and float in (field.annotation, *get_args(field.annotation))
+]
+
+
+@pytest.mark.parametrize("flag", [*_NUMBERS, "--rs-lower-bound", "--rs-upper-bound"])
+def test_nan_is_refused_as_such(flag: str) -> None:
+    with pytest.raises(ValueError, match=f"^{flag} is nan: it should be"):
+        _read(f"--use-tis --use-rs {flag} nan")
 
 
 @pytest.mark.parametrize("line", ["--mismatch-explain-only --mismatch-host slime", ""])

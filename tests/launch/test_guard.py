@@ -104,6 +104,33 @@ def test_a_refusal_is_one_sentence_and_exit_2(source: str, tmp_path: Path) -> No
         assert part in line
 
 
+_READ = "from slime.utils.arguments import parse_args\nparse_args()\n"
+_AGAIN = "os.execv(PYTHON, [PYTHON, '-m', 'mismatch_plugin.launch', 'y.py', '--use-tis'])"
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "said"),
+    [
+        ("os._exit(0)", 2, "train.py has ended and never read slime's command line"),
+        ("os._exit(3)", 3, ""),
+        ("os.execv('/bin/sh', ['sh', '-c', 'exit 0'])", 2, REFUSED),
+        ("try:\n    os.execlp('true', 'true')\nexcept BaseException:\n    pass\nos._exit(0)", 2, REFUSED),
+        # Neither silent nor ours: once the line was read, in a child, and where the launcher starts anew.
+        (f"{_READ}os._exit(0)", 0, ""),
+        (f"{_READ}os.execlp('true', 'true')", 0, ""),
+        (f"child = os.fork()\nif not child:\n    os._exit(0)\nos.waitpid(child, 0)\n{_READ}", 0, ""),
+        (f"child = os.fork()\nif not child:\n    os.execlp('true', 'true')\nos.waitpid(child, 0)\n{_READ}", 0, ""),
+        (f"with open('y.py', 'w') as file:\n    file.write('import slime\\n' + {_READ!r})\n{_AGAIN}", 0, ""),
+    ],
+)
+def test_a_script_that_leaves_before_its_line_is_read_is_noticed(
+    source: str, status: int, said: str, tmp_path: Path
+) -> None:
+    """Also where the host is named by hand, which says that the script trains in its own process."""
+    done, _ = _run(tmp_path, source, "--use-tis --mismatch-host slime")
+    assert (done.status, said in done.errors, bool(done.errors)) == (status, True, bool(said)), done.errors
+
+
 def test_a_program_started_in_a_forked_child_is_refused_there(tmp_path: Path) -> None:
     """os.spawn* forks and calls exec, whose error it turns into exit status 127."""
     done, started = _run(tmp_path, "assert os.spawnlp(os.P_WAIT, 'python', 'python', 'x.py') == 127")

@@ -41,6 +41,12 @@ def test_the_host_is_what_the_script_imports(source: bytes, host: str, tmp_path:
 
 def test_every_host_can_be_named() -> None:
     assert [host_of("script.py", set(), name).name for name in HOSTS] == list(HOSTS)
+    for name in ("megatron_lm", "megatron-rl", "megatron_rl", "Megatron-LM"):
+        assert host_of("script.py", set(), name).name == "megatron-lm"
+    assert host_of("script.py", set(), "nemo_rl").name == "nemo-rl"
+    for name in ("megatron", "nemo"):
+        with pytest.raises(ValueError, match=f"--mismatch-host '{name}' is unknown"):
+            host_of("script.py", set(), name)
     with pytest.raises(ValueError, match="--mismatch-host 'slim' is unknown: did you mean slime"):
         host_of("script.py", set(), "slim")
 
@@ -141,7 +147,11 @@ def test_the_script_runs_as_python_would_run_it(tmp_path: Path) -> None:
 def test_explain_only_prints_the_block_and_exits_0(tmp_path: Path) -> None:
     done = launch(ray_tree(tmp_path / "tree", "slime"), "--use-tis --use-rollout-log-probs --mismatch-explain-only")
     assert (done.status, done.given) == (0, None)
-    for part in ("algorithm 3: REINFORCE + IS", "normaliser: slime's", "algorithm 3 at token level is biased"):
+    for part in (
+        "algorithm 3: REINFORCE + IS",
+        "divided as in slime: per rollout",
+        "algorithm 3 at token level is biased",
+    ):
         assert part in done.printed
     assert "MismatchWarning" not in done.errors
 

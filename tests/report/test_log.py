@@ -1,11 +1,14 @@
-"""What a run writes: steps that are numbered, appended and readable, by any number of writers on any disk."""
+"""What a run writes: steps that are numbered, appended and readable, by one run at a time, on any disk."""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
+import subprocess
+import sys
 import threading
 import time
 from argparse import Namespace
@@ -21,8 +24,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.slime.step import StepRun
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report import log
-from mismatch_plugin.report.data import read_run_folder
-from mismatch_plugin.report.log import log_step, read_steps, write_step
+from mismatch_plugin.report.log import log_step, read_steps, refuse_other_settings, write_step
 
 CONFIG = mp.MismatchConfig()
 
@@ -66,23 +68,67 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [1]  # nothing of the refused step is there
 
 
-def _write(folder: Path, ready: object, count: int) -> None:
-    ready.wait()  # type: ignore[attr-defined]
-    for _ in range(count):
-        write_step(folder, CONFIG, {"rollout_corr/kl": 0.1})
+_RUN = """
+import sys
+import mismatch_plugin as mp
+from mismatch_plugin.report.log import log_step, refuse_other_settings
+config, how, folder = mp.MismatchConfig(), *sys.argv[1:]
+try:
+    refuse_other_settings(folder, config, holds=how == "starts")
+except ValueError as error:
+    sys.exit(f"refused: {error}")
+if how == "steps":
+    log_step(folder, config, {"rollout_corr/kl": 0.1})
+print("begun", flush=True)
+sys.stdin.read()
+"""
 
 
-def test_writers_that_meet_on_a_fresh_folder_all_write(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ready = context.Barrier(4)
-    writers = [context.Process(target=_write, args=(tmp_path / "run", ready, 5)) for _ in range(4)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(60)
-    assert [writer.exitcode for writer in writers] == [0] * 4
-    assert len(numbers(tmp_path / "run")) == 20
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["metrics.jsonl", "settings.json"]
+def _run(how: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """A process that `starts` a run, or takes its first `steps`, or only `asks`; and its first line."""
+    words = [sys.executable, "-c", _RUN, how, str(folder)]
+    process = subprocess.Popen(words, stdin=-1, stdout=-1, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    return process, process.stdout.readline()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="on Linux")
+@pytest.mark.parametrize("how", ["starts", "steps"])
+def test_a_folder_has_one_live_run(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "run"
+    (tmp_path / "same").symlink_to(folder)
+    first, said = _run(how, folder)
+    assert said == "begun\n"
+    for second in (folder, tmp_path / "same"):
+        with pytest.raises(ValueError, match=f"another run is writing to {folder}: give this run another folder"):
+            refuse_other_settings(second, CONFIG)
+        with pytest.raises(ValueError, match="another run is writing"):
+            write_step(second, CONFIG, {"rollout_corr/kl": 0.2})
+    assert (folder / "metrics.jsonl").exists() == (how == "steps")  # the refused run has written nothing
+    assert "refused: another run is writing to" in _run("starts", folder)[1]
+    write_step(tmp_path / "other", CONFIG, {"rollout_corr/kl": 0.2})
+    first.kill()
+    first.wait()
+    refuse_other_settings(folder, CONFIG, holds=True)  # the run goes on in this process
+    write_step(folder, CONFIG, {"rollout_corr/kl": 0.2})
+    assert numbers(folder)[-1] == (2 if how == "steps" else 1)
+    assert "refused" in _run("asks", folder)[1]
+
+
+def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_other_settings(tmp_path / "run", CONFIG)
+    assert not (tmp_path / "run").exists()
+    fcntl = pytest.importorskip("fcntl", reason="on Linux")
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    refuse_other_settings(tmp_path / "run", CONFIG, holds=True)
+    write_step(tmp_path / "run", CONFIG, {"rollout_corr/kl": 0.1})
+    assert numbers(tmp_path / "run") == [1] and tmp_path / "run" not in log._HELD
 
 
 @pytest.fixture
@@ -170,14 +216,17 @@ def test_a_settings_file_that_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_a_run_of_ones_own_is_no_damage_to_the_report(tmp_path: Path) -> None:
     """Lines with and without a step: what an older version wrote has none."""
+    pytest.importorskip("scipy", reason="the comparison's statistics need scipy (extra lab)")
+    from mismatch_plugin.compare.statistics import read_folder
+
     folder = tmp_path / "cluster" / "0" / "seed0"
     folder.mkdir(parents=True)
     (folder / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n{"rollout_corr/kl": 0.2}\n')
     write_step(folder, CONFIG, {"rollout_corr/kl": 0.3})
     (folder / "done.json").write_text("{}")
-    found = read_run_folder(tmp_path)
+    found = read_folder(tmp_path)
     run = found.runs["cluster", "0", 0]
-    assert run.steps.tolist() == [1, 2, 3] and run.column("rollout_corr/kl").tolist() == [0.1, 0.2, 0.3]
+    assert [of.tolist() for of in run.curve("rollout_corr/kl")] == [[1, 2, 3], [0.1, 0.2, 0.3]]
     assert [sentence for sentence in found.missing if "run.json" not in sentence] == []
 
 

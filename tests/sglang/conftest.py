@@ -1,4 +1,4 @@
-"""Two real SGLang servers on CPU with the lab's model, one in float32 and one in bfloat16, started once for all tests.
+"""Two real SGLang servers on CPU with the model of examples/megatron_core, in float32 and in bfloat16, for all tests.
 
 `make test-sglang` runs this folder; plain `make test` leaves it out (`norecursedirs` in pyproject.toml), since it needs
 the environment that ci/sglang_cpu.sh makes. Without one these tests fail and say so.
@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.lab.settings import LabSettings
-from mismatch_plugin.lab.sglang_engine import SERVER_ARGUMENTS, write_checkpoint
+from examples.megatron_core.train import SERVER_ARGUMENTS, write_checkpoint
 from mismatch_plugin.rollout.server import CpuServer, ServerDtype, start_cpu_server
 from tests.sglang.world import World, make_world
 
@@ -24,9 +23,9 @@ DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The lab's model, which may go on for longer than the lab needs."""
+    """The example's model, which may go on for longer than the example needs."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(folder, LabSettings.model_validate({}), context=1024)
+    write_checkpoint(folder, context=1024)
     return folder
 
 

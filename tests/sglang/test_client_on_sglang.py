@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from mismatch_plugin.lab.tasks import get_task
+from examples.megatron_core.train import VOCAB
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
 from tests.fixtures.faulty_server import call
 
-TASK = get_task("reverse")
-LAST = TASK.vocab - 1
+LAST = VOCAB - 1
 SAME = 1e-4
 """Prefill and decoding of a float32 server agree to this."""
 
 
-@pytest.mark.parametrize("vocab_size", [None, TASK.vocab])
+@pytest.mark.parametrize("vocab_size", [None, VOCAB])
 def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vocab_size: int | None) -> None:
     sequence = [1, LAST, 2, LAST, 0, 3]
     scored = call(float32_server, lambda client: client.rescore([sequence]), vocab_size=vocab_size)[0]
@@ -25,7 +24,7 @@ def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vo
     one = SamplingParameters(max_new_tokens=1, ignore_eos=True)
 
     async def after(client: SGLangClient) -> dict[int, float]:
-        (record,) = await client.generate([[1]], one, top_log_probs=TASK.vocab)
+        (record,) = await client.generate([[1]], one, top_log_probs=VOCAB)
         assert record.top_log_probs is not None
         return {token: value for value, token in record.top_log_probs[0]}
 
@@ -33,8 +32,8 @@ def test_the_last_id_of_the_vocabulary_is_rescored(float32_server: CpuServer, vo
 
 
 def test_an_id_outside_the_vocabulary_is_refused_before_it_reaches_the_server(float32_server: CpuServer) -> None:
-    with pytest.raises(ValueError, match=f"id {LAST + 1} is outside the model's vocabulary of {TASK.vocab}"):
-        call(float32_server, lambda client: client.generate([[LAST + 1]]), vocab_size=TASK.vocab)
+    with pytest.raises(ValueError, match=f"id {LAST + 1} is outside the model's vocabulary of {VOCAB}"):
+        call(float32_server, lambda client: client.generate([[LAST + 1]]), vocab_size=VOCAB)
     assert call(float32_server, lambda client: client.health())
 
 

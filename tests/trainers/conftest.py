@@ -14,7 +14,8 @@ from tests.trainers.trained import RUNS
 
 Record = Callable[[Mapping[str, Any], Sequence[Sequence[str]]], None]
 _SHOWN = pytest.StashKey[Shown]()
-_WHOLE = pytest.StashKey[bool]()
+WHOLE = pytest.StashKey[bool]()
+"""Whether all tests of a trainer were asked for."""
 _RECORD = pytest.StashKey[tuple[Mapping[str, Any], Sequence[Sequence[str]]]]()
 
 
@@ -22,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "shows(*columns): columns of the table that are not shown where the test fails")
     config.stash[_SHOWN] = Shown()
     signal.signal(signal.SIGTERM, _terminated)
-    config.stash[_WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
+    config.stash[WHOLE] = not any("::" in word or word.endswith(".py") for word in config.args)
 
 
 def _terminated(*_: object) -> None:
@@ -32,7 +33,7 @@ def _terminated(*_: object) -> None:
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
     if items:
-        items[0].config.stash[_WHOLE] = False
+        items[0].config.stash[WHOLE] = False
 
 
 @pytest.hookimpl(wrapper=True)
@@ -70,5 +71,5 @@ def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     config = session.config
     ended, record = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED), config.stash.get(_RECORD, None)
-    if ended and config.stash[_WHOLE] and record is not None:
+    if ended and config.stash[WHOLE] and record is not None:
         write_shown(RUNS / f"{record[0]['host']}.json", config.stash[_SHOWN], *record)

@@ -15,6 +15,7 @@ from tests.trainers.run import Finished
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = ROOT / "runs/trainers"
+CPU_SHIM = ROOT / "examples/megatron_core"  # holds cpu_shim.py; last on PYTHONPATH, since hosts have a train.py, too
 LAUNCHER = ("-m", "mismatch_plugin.launch")
 
 

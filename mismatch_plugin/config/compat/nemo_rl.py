@@ -18,10 +18,10 @@ _MODES = {"tis": "clip", "icepop": "mask"}
 def nemo_rl_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     """Our nested settings by NeMo-RL's own keys: objective, clip, aggregation, and its importance sampling correction.
 
-    The correction without a type is algorithm 2 with weights bounded at e^20 only, of a sequence with
-    sequence_level_importance_ratios (GSPO), else of a token; `tis` is mode clip with lo = its minimum or 0, `icepop`
-    mode mask, `seq-mask-tis` a geometric criterion next to unbounded token weights. Under force_on_policy_ratio
-    the ratio is 1, whatever its switches say.
+    The correction without a type is algorithm 2 with weights of a sequence under sequence_level_importance_ratios
+    (GSPO), else of a token; NeMo-RL bounds them by nothing, here our default does. `tis` is mode clip with lo = its
+    minimum or 0, `icepop` mode mask, `seq-mask-tis` a geometric criterion next to token weights up to e^20. Under
+    force_on_policy_ratio the ratio is 1, whatever its switches say.
     Raises: ValueError for two switches that make different losses, an unknown type, or a bound that is no number.
     """
     low = lower_epsilon(section.get("ratio_clip_min", 0.2), "ratio_clip_min")
@@ -45,7 +45,7 @@ def nemo_rl_settings(section: Mapping[str, Any]) -> dict[str, Any]:
     data["use_tis"] = True
     kind = section.get(CORRECTION_TYPE)
     if kind is None:
-        return data | {"tis": {"level": level, "upper_bound": math.inf}}
+        return data | {"tis": {"level": level}}
     upper, lower = "truncated_importance_sampling_ratio", "truncated_importance_sampling_ratio_min"
     low = 0.0 if section.get(lower) is None else number(section[lower], lower)
     bounds = {"lower_bound": low, "upper_bound": number(section.get(upper), upper)}

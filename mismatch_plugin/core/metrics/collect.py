@@ -74,7 +74,7 @@ def late_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | Non
     ratio = stage.ratio_U - 1.0
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
     yield Column("clamped", clamped(stage, ratio, stage.log_ratio_U, padding), "clamped_squared")
-    yield Column(None, stage.ratio_U.masked_fill(padding, 0.0), "unit_square")
+    yield Column("unit_plain", stage.ratio_U.masked_fill(padding, 0.0), "unit_square")
     if stage.bounds is not None and stage.bounds.units is stage.units:
         for name, verdict in outside_bounds(stage).items():
             yield Column(name, verdict.masked_fill_(padding, False))
@@ -163,7 +163,8 @@ def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tenso
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
     if units.on_tokens:
-        names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_square", "high", "low")
+        names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
+        names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
     if measures_parts(units):
         rows["seq_ratio_squared"] = mean_ratio(rows).square()

@@ -139,10 +139,21 @@ def seq_extreme(s: State, sign: str) -> float:
     return log_extreme(s, "log_aggregate", sign)
 
 
+def unit_mean(s: State) -> float:
+    """Mean ρ of the level's units, with its digits where it is far below 1 (but for turns)."""
+    return s.mean("unit_plain", s.unit) if s.has("unit_plain") else 1.0 + s.mean("unit_ratio", s.unit)
+
+
+def unit_std(s: State) -> float:
+    """Of the level's units, from the second moment about 1, or about 0 where the mean is nearer to that."""
+    if unit_mean(s) < 0.5:
+        return deviation(s.mean("unit_square", s.unit), unit_mean(s))
+    return deviation(s.mean("unit_ratio_squared", s.unit), s.mean("unit_ratio", s.unit))
+
+
 def unit_ess(s: State) -> float:
     """(Σ ρ)² / (n Σ ρ²) of the level's units."""
-    mean_square = s.mean("unit_square", s.unit)
-    return min(ratio((1.0 + s.mean("unit_ratio", s.unit)) ** 2, mean_square, 1.0), 1.0)
+    return min(ratio(unit_mean(s) ** 2, s.mean("unit_square", s.unit), 1.0), 1.0)
 
 
 def product_square(s: State) -> float:

@@ -117,7 +117,7 @@ METRICS: tuple[Metric, ...] = (
            Mean(lambda s: s.count(s.unit) + s.sums[f"unit_ratio@{s.unit}"], left_out=1.0, empty=1.0), place="ratio"),
     Metric("rollout_is_ratio_unit_std", "deviation of the units' ρ (not at token level)", f.LEVEL_UNITS,
            "unit_ratio_squared",
-           lambda s: f.deviation(s.mean("unit_ratio_squared", s.unit), s.mean("unit_ratio", s.unit)), place="ratio"),
+           f.unit_std, place="ratio"),
     Metric("rollout_is_ratio_unit_eff_sample_size", "(Σ ρ)² / (n Σ ρ²) of the units' ρ (not at token level)",
            f.LEVEL_UNITS, "unit_ratio", f.unit_ess, unit="share", place="ratio"),
     Metric("rollout_is_std", "deviation of ρ clamped to [1/hi, hi], so at most (hi − 1/hi)/2: for comparison with "
@@ -167,7 +167,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", f.LEVEL_UNITS,
            "weight_unit", lambda s: s.batch_factor, averaged=True),
     # Rejection.
-    Metric("rollout_is_masked_fraction", "share rejected by mask mode and criteria", "tokens", "one",
+    Metric("rollout_is_masked_fraction", "share rejected by mask mode, criteria and rs.max_staleness", "tokens", "one",
            Mean(lambda s: s.sums.get("masked@tokens", 0.0)), unit="share", place="correction"),
     Metric("rollout_is_seq_masked_fraction", "share of sequences with a token rejected by them", "sequences", "one",
            Mean(lambda s: s.sums.get("masked_any@sequences", 0.0)), unit="share"),

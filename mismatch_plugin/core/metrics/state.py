@@ -10,7 +10,7 @@ the sequences: `tokens` by their response tokens, `sequences` by 1.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,6 +30,7 @@ class Statistics:
     """Sums [S] and maxima [M], float64, on the device; their names, fixed by the configuration.
 
     `locators` find the place of an invalid log-prob; they run only when one was counted and the policy is `error`.
+    own_means: batches in it whose loss was divided by a mean weight of their own, where the scope is the step.
     """
 
     sums: Tensor
@@ -37,7 +38,11 @@ class Statistics:
     sum_names: tuple[str, ...]
     maximum_names: tuple[str, ...]
     config: MismatchConfig
-    locators: tuple[Locator, ...] = field(default=(), repr=False)
+    locators: tuple[Locator, ...] = ()
+    own_means: int = 0
+
+    def __repr__(self) -> str:
+        return f"Statistics({len(self.sums)} sums, {len(self.maxima)} maxima; figures: .metrics())"
 
     def merge(self, other: Statistics) -> Statistics:
         """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
@@ -51,6 +56,7 @@ class Statistics:
             self.maximum_names,
             self.config,
             self.locators + other.locators,
+            self.own_means + other.own_means,
         )
 
     @property
@@ -60,12 +66,11 @@ class Statistics:
 
     def replace(self, sums: Tensor, maxima: Tensor) -> Statistics:
         """This state with reduced tensors (what an all-reduce returned) in place of the local ones."""
-        return Statistics(sums, maxima, self.sum_names, self.maximum_names, self.config, self.locators)
+        return replace(self, sums=sums, maxima=maxima)
 
     def with_vector(self, names: tuple[str, ...], values: Tensor) -> Statistics:
         """This state with further sums appended: a float64 vector of as many elements as there are names."""
-        sums, names = torch.cat([self.sums, values]), (*self.sum_names, *names)
-        return Statistics(sums, self.maxima, names, self.maximum_names, self.config, self.locators)
+        return replace(self, sums=torch.cat([self.sums, values]), sum_names=(*self.sum_names, *names))
 
     def sum_of(self, name: str) -> Tensor:
         """One sum as a 0-d tensor, without a host sync."""
@@ -100,7 +105,8 @@ class Statistics:
 
         averaged_only: those whose mean over micro-batches means something.
         Raises InvalidLogProbError where an invalid log-prob that is used was counted and the policy is `error`;
-        GateError where `gate_kl` is set and the mean k3 is above it.
+        GateError where `gate_kl` is set and the mean k3 is above it; ValueError where micro-batches of `policy_loss`
+        were merged whose weights are normalised, each by a mean of its own.
         """
         from mismatch_plugin.core.metrics.registry import compute_metrics
 
@@ -108,6 +114,11 @@ class Statistics:
 
     def on_host(self) -> tuple[dict[str, float], dict[str, float]]:
         """(sums, maxima) by name. One transfer to the host. Raises as `metrics`."""
+        if self.own_means > 1:
+            raise ValueError(
+                f"{self.own_means} micro-batches were each divided by their own mean weight, not the step's: end the "
+                f"step with mp.step_loss, or choose --tis-batch-normalize-scope micro_batch."
+            )
         gated = [] if self.config.gate_kl is None else [self.k3_kl().reshape(1)]
         values = torch.cat([self.sums, self.maxima, *gated]).tolist()
         sums = dict(zip(self.sum_names, values, strict=False))

@@ -51,6 +51,8 @@ def unit_ratio_rows(stage: Stage) -> dict[str, Tensor]:
     """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
     ratio = stage.ratio_U
     rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
+    if stage.parts is None:  # of turns there are many
+        rows["unit_plain"] = ratio
     rows["unit_ratio_squared"] = rows["unit_ratio"].square()
     rows["clamped"] = clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
     rows["clamped_squared"] = rows["clamped"].square()

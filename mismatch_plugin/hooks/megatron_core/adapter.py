@@ -94,8 +94,8 @@ class MegatronLoss:
             raise ValueError("experts under tensor parallelism need sequence_parallel: switch it on in the model.")
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
-        if config.report_dir is not None:
-            refuse_other_settings(config.report_dir, config)
+        if config.report_dir is not None and self.writes:
+            refuse_other_settings(config.report_dir, config, holds=True)
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
@@ -257,6 +257,11 @@ class MegatronLoss:
         self.finished = end_step(step, self.config, self.groups, model, self.step_number())
         return outcome
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank writes the run's files."""
+        return self.groups.is_last_stage and self.groups.is_first_of_stage
+
     def step_number(self) -> int | None:
         """Of the step in progress, for errors; None where the host counts them."""
         return None
@@ -273,7 +278,7 @@ class MegatronLoss:
         if self.finished is None:
             return {}
         metrics = self.finished.metrics()
-        if self.config.report_dir is not None and self.groups.is_first_of_stage:
+        if self.config.report_dir is not None and self.writes:
             log_step(self.config.report_dir, self.config, metrics, state_of(self.finished))
         return metrics
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core.packed import HALF
+from mismatch_plugin.hooks.base import start_block
 from mismatch_plugin.hooks.megatron_rl.config import HALF_PRECISION, describe, settings, sums_tokens, without_mask
 from mismatch_plugin.hooks.megatron_rl.loss import Clip, GrpoTerms, grpo_terms, pack
 from mismatch_plugin.hooks.megatron_rl.step import StepEnd, data_groups
@@ -78,7 +79,7 @@ def start(args: Namespace) -> None:
     except ValueError as error:
         raise SystemExit(f"mismatch_plugin: {error}") from None
     if getattr(args, "rank", 0) == 0:
-        print("\n".join(["mismatch_plugin on megatron-lm:", *(f"  {line}" for line in lines)]), flush=True)
+        print(start_block("megatron-lm", lines), flush=True)
 
 
 def _current_settings() -> tuple[MismatchConfig, Namespace]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from argparse import Namespace
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig, MismatchWarning, bound_warnings
 from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge
@@ -50,8 +49,7 @@ def settings(args: Namespace) -> MismatchConfig:
     corrects = getattr(args, "rl_inference_logprobs_is_correction", False)
     coefficient = getattr(args, "rl_importance_sampling_truncation_coef", None)
     if corrects and handed is None and not given_flags(args):  # a preset may set nothing, and is a wish all the same
-        # None of our flags: Megatron's own mean algorithm 2 with token weights, bounded if there is a coefficient.
-        given = {"use_tis": True, "tis": {"upper_bound": math.inf} if coefficient is None else {}}
+        given = {"use_tis": True}  # none of our flags: Megatron's own mean algorithm 2 with token weights
         config = MismatchConfig.build(given)
     refuse_log_prob_settings(config, "Megatron-LM RL")
     refuse_group_advantages(config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side")
@@ -112,14 +110,14 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
     said = ("algorithm", "weights: ", "rejection: ", "policies: ", "advantages: ", "objective: ", "penalty: ")
     lines = [line for line in config.describe().splitlines() if line.startswith(said)]
-    each = "of each micro-batch (add --calculate-per-token-loss for the step's)"
-    over = "of the whole step" if on("calculate_per_token_loss") else each
-    lines.append(f"denominator: Megatron's own, the trained tokens {over}; rejected tokens stay in it")
+    each = "each micro-batch's trained tokens (the step's: --calculate-per-token-loss)"
+    over = "the step's trained tokens" if on("calculate_per_token_loss") else each
+    lines.append(f"divided as in Megatron: by {over}; rejected tokens still count")
     if config.normalizes:
         scope = config.tis.batch_normalize_scope
         lines.append(f"batch normalisation over: {'the optimizer step' if scope in ('auto', 'step') else scope}")
-    lines.append("old log-probs: Megatron computes them before every step, and the reference's, whatever the algorithm")
-    lines.append(f"rollout log-probs: {IS_CORRECTION} hands Megatron's inference log-probs to the loss")
+    lines.append("second forward pass: yes (in every algorithm, and one for the reference)")
+    lines.append(f"rollout log-probs: Megatron's inference log-probs, by {IS_CORRECTION}")
     if on("rl_use_sequence_packing") and config.rollout_log_prob_policy == "error":
         lines.append("a 0.0 in a bin is a slot that the engine did not report (an appended EOD): ratio 1, as in rows")
     bias = filter_bias(
@@ -129,19 +127,20 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
     )
     if bias:
         lines.append(
-            f"sampling filter: {bias}. Megatron-LM RL passes no mask on: leave --rl-default-top-p and "
+            f"! sampling filter: {bias}. Megatron-LM RL passes no mask on: leave --rl-default-top-p and "
             f"--rl-default-top-k out"
         )
     if not masked:
-        lines.append("no loss mask without the patch: token level only, no metrics")
+        lines.append("! no loss mask without the patch: token level only, no metrics")
     if (on("bf16") or on("fp16")) and sums_tokens(config):
-        lines.append(f"log-probs are {HALF_PRECISION}; nothing to do where that is done")
+        lines.append(f"! log-probs are {HALF_PRECISION}; nothing to do where that is done")
     temperature = getattr(host_args, "rl_default_temperature", 1.0)
     if temperature != 1.0:
         lines.append(
-            f"temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"
+            f"! temperature {temperature:g}: Megatron-LM RL divides no logits by it, so ratios hold for raw ones"
         )
-    return lines
+    longest = getattr(host_args, "inference_max_seq_length", None)
+    return lines + [f"! {warning}" for warning in bound_warnings(config, longest)]
 
 
 def sums_tokens(config: MismatchConfig) -> bool:

@@ -24,6 +24,7 @@ TABLE: dict[str, dict[str, Any]] = {
     "--rl-default-temperature": {"type": float, "default": 1.0},
     "--rl-default-top-p": {"type": float, "default": 0.0},
     "--rl-default-top-k": {"type": int, "default": -1},
+    "--inference-max-seq-length": {"type": int, "default": 2560},
     "--inference-dynamic-batching-logprobs-mode": {"type": str, "default": "raw_logprobs"},
     "--rl-use-sequence-packing": _SWITCH,
     "--calculate-per-token-loss": _SWITCH,
@@ -66,7 +67,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     if not patched:
         refuse_idle(config, "--mismatch-metrics" in given.flags)
     lines = describe(config, args, masked=patched)
-    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched))
+    return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched), config)
 
 
 def _refuse_other_loss(folders: list[Path]) -> None:

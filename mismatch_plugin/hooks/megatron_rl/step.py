@@ -46,6 +46,10 @@ class StepEnd(MegatronLoss):
         """1 where the step's factor is applied at its end, None where there is none or each micro-batch has its own."""
         return 1.0 if self.config.normalizes_step else None
 
+    @property
+    def writes(self) -> bool:
+        return self.groups.is_last_stage and _is_first(self.groups)
+
     def step_number(self) -> int:
         """Megatron's own count, as of `lm loss` and its log line: `curr_iteration` is what was done before."""
         return _step(self.args)
@@ -57,7 +61,7 @@ class StepEnd(MegatronLoss):
             self.step = Step(self.config, self.groups)
         outcome = super().finalize_model_grads(model, *args, **kwargs)
         if self.finished is not None and self.config.metrics != "off":
-            log_metrics(self.finished, self.config, self.args, first=_is_first(self.groups))
+            log_metrics(self.finished, self.config, self.args, first=self.writes)
         return outcome
 
 

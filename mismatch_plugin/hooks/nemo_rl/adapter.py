@@ -2,15 +2,19 @@
 
 ```python
 from mismatch_plugin.hooks import nemo_rl
-nemo_rl.install()             # before `from nemo_rl.algorithms.grpo import setup` in a copy of examples/run_grpo.py
+nemo_rl.install()             # in a copy of examples/run_grpo.py, before it calls `setup`
 ```
 
-Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is; clip, KL and aggregation stay its own.
+Settings are in the YAML's `loss_fn.mismatch`, which NeMo-RL keeps as it is, and without this module passes over;
+clip, KL and aggregation stay its own.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
@@ -23,12 +27,14 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import TokenLoss, sum_tokens, token_loss
 from mismatch_plugin.core.objectives import score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.hooks.base import replace_function, start_block
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.report.log import refuse_other_settings, report_logged
 
+logger = logging.getLogger("mismatch_plugin")
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
 _WRAPPED = "mismatch_plugin_wraps"
@@ -168,12 +174,12 @@ def with_mismatch_loss(
         config = settings(master_config)
         lines = describe(config, master_config)  # a mistake shows before the cluster starts
         if config.report_dir is not None:
-            refuse_other_settings(config.report_dir, config)
+            refuse_other_settings(config.report_dir, config, holds=True)
         if config.rs.group != "keep":
             GroupAdvantages(config, master_config).install()
         lines = [line for line in lines if line not in said] if said else [*lines, version_line("nemo-rl")]
         if lines:
-            print("\n".join(["mismatch_plugin on NeMo-RL:", *(f"  {line}" for line in lines)]), flush=True)
+            print(start_block("nemo-rl", lines), flush=True)
         made = replace_loss(setup(master_config, *args, **kwargs), master_config)
         if config.report_dir is not None:
             write_steps(made, config)
@@ -215,6 +221,23 @@ def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
 
 
 def install() -> None:
-    """Wrap `nemo_rl.algorithms.grpo.setup`, before a script imports it by name. Idempotent."""
-    grpo: Any = import_module(_GRPO)
-    grpo.setup = with_mismatch_loss(grpo.setup)
+    """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
+    own = import_module(_GRPO).setup
+    replace_function(_GRPO, "setup", wrapped := with_mismatch_loss(own))
+    if _script_setup() is own:
+        sys.modules["__main__"].__dict__["setup"] = wrapped
+
+
+def _script_setup() -> Any:
+    return getattr(sys.modules.get("__main__"), "setup", None)
+
+
+@atexit.register
+def _warn_of_own_loss() -> None:
+    """NeMo-RL keeps keys that it does not know, and says nothing of them."""
+    setup = _script_setup()
+    if getattr(setup, "__module__", None) == _GRPO and not hasattr(setup, _WRAPPED):
+        logger.warning(
+            "NeMo-RL's setup made the loss, and loss_fn.mismatch, if it is set, had no effect: call "
+            "mismatch_plugin.hooks.nemo_rl.install() in the script, or start it through the launcher."
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, nemo_rl_settings
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
@@ -54,8 +54,6 @@ def settings(host_config: Any) -> MismatchConfig:
             given = f"preset {name}" if name is not None else "use_rollout_log_probs"
             raise ValueError(f"loss_fn.{CORRECTION_TYPE} {kind} is next to {BLOCK}.{given}: leave one of them out.")
         theirs = {key: theirs[key] for key in ("objective", "ppo", "aggregation") if key in theirs}
-    elif kind is None and "tis" in own and "tis" in theirs:
-        theirs["tis"] = {"level": theirs["tis"]["level"]}
     for path, value in settings_given(own, "loss_fn", "NeMo-RL", _OWNED_BY_NEMO_RL):
         fixed = at(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
         if fixed not in (None, value):
@@ -103,35 +101,42 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
     host = loss_settings(host_args)
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
     count = "tokens" if host.get("token_level_loss", True) else "sequences"
-    lines.append(f"loss: {config.aggregation}, normaliser NeMo-RL's global {count}, rejected ones included")
+    lines.append(f"divided as in NeMo-RL: by the step's {count}; rejected ones still count")
     if host.get("force_on_policy_ratio") and (found := [name for name in OBJECTIVES if host.get(name)]):
         lines.append(f"{', '.join(found)}: no effect next to force_on_policy_ratio, whose ratio is 1")
     if host.get("force_on_policy_ratio"):
         anchor = "rollout log-probs" if config.use_rollout_log_probs else "π_θ itself"
-        lines.append(f"old log-probs pass: skipped (force_on_policy_ratio); the anchor is {anchor}")
+        lines.append(f"second forward pass: no (force_on_policy_ratio); the anchor is {anchor}")
     elif config.use_rollout_log_probs:
         lines.append(
-            "old log-probs pass: runs unused; loss_fn.force_on_policy_ratio=true skips it where a rollout is one step"
+            "second forward pass: yes, unused (loss_fn.force_on_policy_ratio=true skips it when a rollout is one step)"
         )
     else:
-        lines.append("old log-probs pass: runs")
+        lines.append("second forward pass: yes")
     if host.get("use_importance_sampling_correction") and config.use_rollout_log_probs:
         lines.append("use_importance_sampling_correction has no effect: the rollout policy is the anchor already")
-    lines += filter(None, [_sampling_filter(host_args)])
+    policy = _policy(host_args)
+    lines += filter(None, [_sampling_filter(policy.get("generation") or {})])
     if config.gate_kl is not None:
         lines.append("the gate judges each micro-batch, in the worker that holds it")
     lines.append("metrics: means only, exact over the step; NeMo-RL adds a loss's metrics up")
-    return lines
+    length = policy.get("max_total_sequence_length")
+    warnings = bound_warnings(config, length if isinstance(length, int) else None)  # else a reference to another key
+    return lines + [f"! {warning}" for warning in warnings]
 
 
-def _sampling_filter(host_args: Any) -> str:
-    """What policy.generation's filters leave in the ratio; empty where they are off, or only `loss_fn` is known."""
+def _policy(host_args: Any) -> dict[str, Any]:
+    """The section `policy`, {} where only `loss_fn` is known."""
     policy: Any = host_args.get("policy") if isinstance(host_args, Mapping) else getattr(host_args, "policy", None)
-    generation = plain(policy.model_dump() if hasattr(policy, "model_dump") else policy or {}).get("generation") or {}
+    return plain(policy.model_dump() if hasattr(policy, "model_dump") else policy or {})
+
+
+def _sampling_filter(generation: Mapping[str, Any]) -> str:
+    """What policy.generation's filters leave in the ratio; empty where they are off."""
     if not filter_bias(top_p=generation.get("top_p"), top_k=generation.get("top_k"), renormalised=None):
         return ""
     return (
-        f"sampling filter: top_p {generation.get('top_p')}, top_k {generation.get('top_k')}; NeMo-RL cuts the "
+        f"! sampling filter: top_p {generation.get('top_p')}, top_k {generation.get('top_k')}; NeMo-RL cuts the "
         f"trainer's logits by the same filter, but by its own probabilities: no sampling mask is replayed. E ρ is the "
         f"share that the trainer's filter leaves to the ids that the engine kept (1 if both keep the same, no bound "
         f"else), and a sampled token that the trainer's filter drops has log-prob 0 on the trainer's side, which "

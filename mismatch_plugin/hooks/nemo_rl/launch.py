@@ -1,7 +1,7 @@
 """NeMo-RL: our flags become the block `loss_fn.mismatch` of its configuration, and `setup` returns our loss.
 
 ```bash
-python -m mismatch_plugin.launch examples/run_grpo.py --config … --use-tis --tis-level sequence
+python -m mismatch_plugin.launch examples/run_grpo.py --config … --use-tis
 ```
 """
 
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.config.values import merge
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, replace_function, stop
 from mismatch_plugin.hooks.hydra import put, read_overrides, text
 from mismatch_plugin.hooks.ray_actors import check_actors
@@ -29,17 +30,19 @@ def plan(given: Given, script: Path | None) -> Plan:
     Raises: ValueError where the configuration's `loss_fn` and ours contradict each other.
     """
     args, _ = peek(given.host_argv, {"--config": {"type": str, "default": None}})
-    section = _loss_section(args, given, script)
-    there = section.get("mismatch") is not None
+    sections = _sections(args, given, script)
+    there = sections[_SECTION].get("mismatch") is not None
     if not given.flags and not there:
         return Plan.untouched("NeMo-RL", given)
     if given.flags and there:
         raise ValueError(f"{_BLOCK} is set next to the plugin's flags: give the settings in one of the two ways.")
-    added = (f"+{_BLOCK}={text(given.settings)}",) if given.flags else ()
-    section = {**section, "mismatch": given.settings} if given.flags else section
+    added: tuple[str, ...] = ()
+    if given.flags:
+        added, sections[_SECTION]["mismatch"] = (f"+{_BLOCK}={text(given.settings)}",), given.settings
     hooks = import_module("mismatch_plugin.hooks.nemo_rl")
-    lines = hooks.describe(hooks.settings({_SECTION: section}), {_SECTION: section})
-    return Plan((*given.host_argv, *added), added, tuple(lines), partial(_install, tuple(lines)))
+    config = hooks.settings(sections)
+    lines = tuple(hooks.describe(config, sections))
+    return Plan((*given.host_argv, *added), added, lines, partial(_install, lines), config)
 
 
 def _install(said: tuple[str, ...]) -> None:
@@ -60,31 +63,31 @@ def _after_check(setup: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _loss_section(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
-    """`loss_fn` of the YAML, its `defaults` resolved, with the overrides of the line."""
+def _sections(args: Namespace, given: Given, script: Path | None) -> dict[str, Any]:
+    """`loss_fn` and `policy` of the YAML, its `defaults` resolved, with the overrides of the line."""
     path = Path(args.config) if args.config is not None else None
     if path is None and script is not None:
         path = script.parent / _DEFAULT_CONFIG
     if path is None or not path.is_file():
         raise ValueError(f"NeMo-RL's configuration {path} does not exist: give --config FILE.")
-    section = _read(path)
+    sections = _read(path)
     for name, value in read_overrides(given.host_argv).items():
-        if name.startswith(f"{_SECTION}."):
-            put(section, name.removeprefix(f"{_SECTION}."), value)
-    return section
+        if name.partition(".")[0] in sections:
+            put(sections, name, value)
+    return sections
 
 
 def _read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The section of a file, over that of the files that its `defaults` name."""
+    """The two sections of a file, over those of the files that its `defaults` name."""
     path = path.resolve()
     if path in children:
         raise ValueError(f"configuration file {path} is among its own defaults: take it out of them.")
     data = read_mapping(path)
     defaults = data.get("defaults") or []
-    section: dict[str, Any] = {}
+    sections: dict[str, Any] = {_SECTION: {}, "policy": {}}
     for parent in [defaults] if isinstance(defaults, str) else defaults:
-        section |= _read(path.parent / str(parent), (*children, path))
-    return section | (data.get(_SECTION) or {})
+        sections = merge(sections, _read(path.parent / str(parent), (*children, path)))
+    return merge(sections, {name: data.get(name) or {} for name in sections})
 
 
 HOST = Host(

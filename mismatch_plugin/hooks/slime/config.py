@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig, MismatchWarning, bound_warnings
 from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
@@ -42,6 +42,7 @@ _WORDS = {"kl_loss_type": "k1", "loss_type": "policy_loss", "advantage_estimator
 ARGUMENTS: dict[str, tuple[type, Any]] = {
     **dict.fromkeys(_SWITCHES, (bool, False)),
     **{name: (float, default) for name, default in {**_NUMBERS, **FILTERS, "kl_loss_coef": 0.0}.items()},
+    "rollout_max_response_len": (int, None),
     **dict.fromkeys(("eps_clip_high", "eps_clip_c"), (float, None)),
     **{name: (str, default) for name, default in _WORDS.items()},
     **dict.fromkeys((_REDUCER, "custom_config_path", *HOOKS.values()), (str, None)),
@@ -246,12 +247,18 @@ def check_loss(args: Namespace, config: MismatchConfig, host: str, *, whole: boo
         raise ValueError(
             "--use-unbiased-kl and --mismatch-kl-importance-weighted both weigh the KL: leave one of them out."
         )
+    other = value(args, HOOKS["tis_function"])
+    if whole and other is not None and not runs(args, host, "tis_function"):
+        raise ValueError(
+            f"--custom-tis-function-path {other} is another correction, which {host} does not call next to the "
+            f"plugin's loss: leave it out, or leave the plugin's flags out."
+        )
 
 
-def gate_needs_steps(host: str) -> str:
-    """Why there is no gate without the step's hooks."""
+def needs_steps(what: str, host: str) -> str:
+    """Why a setting about whole steps cannot be had without the step's hooks."""
     needs = _BEFORE_STEP.format(host=host)
-    return f"--mismatch-gate-kl judges a whole step, known only where {needs}: set it, or start through {_LAUNCHER}."
+    return f"{what} a whole step, known only where {needs}: set it, or start through {_LAUNCHER}."
 
 
 def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
@@ -264,8 +271,12 @@ def check_arguments(args: Namespace, host: str) -> MismatchConfig | None:
         return None
     config = read_settings(args, host)
     check_groups(args, config, host)
-    if config.gate_kl is not None and not runs(args, host, "before_train_step"):
-        raise ValueError(gate_needs_steps(host))
+    steps = runs(args, host, "before_train_step")
+    if config.gate_kl is not None and not steps:
+        raise ValueError(needs_steps("--mismatch-gate-kl judges", host))
+    if config.normalizes_step and config.tis.batch_normalize_scope != "auto" and not steps:
+        scope = f"--tis-batch-normalize-scope {config.tis.batch_normalize_scope}"
+        raise ValueError(needs_steps(f"{scope} needs the mean weight of", host))
     if config.rs.max_staleness is not None and not runs(args, host, "init"):
         raise ValueError(f"--rs-max-staleness needs the weight versions of {host}'s samples: {needs_init(host)}")
     if loss_type == "custom_loss":
@@ -297,36 +308,32 @@ def describe_settings(config: MismatchConfig, args: Namespace, host: str) -> lis
     custom = value(args, "loss_type") == "custom_loss"
     hook, reducer = None if custom else value(args, HOOKS["tis_function"]), value(args, _REDUCER)
     through = hook_path(host, "policy_loss") if custom else f"{host}'s policy_loss" + (f" with {hook}" if hook else "")
-    masks = "the original masks"
     if reducer:
-        changed = "the masks without what is rejected" if config.rejects else masks
-        normaliser = f"that of {reducer}, which gets {changed}"
-    elif config.aggregation == "token-mean":
-        normaliser = f"{host}'s, the step's tokens of {masks}; what is rejected stays in it"
+        divided = f"by {reducer}, which gets the masks{' without rejected tokens' if config.rejects else ''}"
     else:
-        normaliser = (
-            f"{host}'s, each rollout's tokens of {masks}, then the step's rollouts; what is rejected stays in it"
-        )
+        whole = "by the step's tokens" if config.aggregation == "token-mean" else "per rollout, then over rollouts"
+        divided = f"as in {host}: {whole}; rejected tokens still count"
     lines = [line for line in config.describe().splitlines() if not line.startswith("loss:")]  # the host's
-    lines += [f"through: {through}", f"normaliser: {normaliser}"]
+    lines += [f"through: {through}", f"divided {divided}"]
     lines += switch_lines(config, host, {name: value(args, name) for name in _SHOWN}, whole=custom)
     # The host's own loss knows one set of masks.
     fewer = reducer and config.rejects and not custom
-    lines.append(f"entropy and KL terms: over {'what is not rejected' if fewer else masks}")
+    lines.append(f"entropy and KL terms: over {'accepted' if fewer else 'all response'} tokens")
     if config.normalizes:
         lines.append(f"batch normalisation over: {_scope(args, config, host)}")
-    lines.append(f"old log-probs pass: {_old_pass(args, config, custom)}")
+    lines.append(f"second forward pass: {_second_pass(args, config, custom, host)}")
     lines += filter_lines({name: value(args, name) for name in FILTERS}, host)
     if not runs(args, host, "before_train_step"):
         lines.append(
-            f"step metrics: none, and an invalid rollout log-prob turns the loss into NaN instead of an error, unless "
+            f"! no step metrics, and an invalid rollout log-prob makes the loss NaN instead of an error, unless "
             f"{_BEFORE_STEP.format(host=host)}"
         )
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always", MismatchWarning)
         read_settings(args, host)
     notes = dict.fromkeys(str(note.message) for note in found if issubclass(note.category, MismatchWarning))
-    return lines + [f"note: {note}" for note in notes]
+    notes |= dict.fromkeys(bound_warnings(config, value(args, "rollout_max_response_len")))
+    return lines + [f"! {note}" for note in notes]
 
 
 def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
@@ -334,18 +341,16 @@ def _scope(args: Namespace, config: MismatchConfig, host: str) -> str:
     if scope == "micro_batch":
         return "each micro-batch"
     if not runs(args, host, "before_train_step"):
-        where = "each micro-batch," if scope == "auto" else "the optimizer step; the first one is refused"
-        return f"{where} unless {_BEFORE_STEP.format(host=host)}"
+        return f"each micro-batch, unless {_BEFORE_STEP.format(host=host)}"
     if not config.use_rollout_log_probs and host == "slime" and runs(args, host, "rollout_data_postprocess"):
         return "the optimizer step (its mean weight is known before it)"
     return "the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)"
 
 
-def _old_pass(args: Namespace, config: MismatchConfig, custom: bool) -> str:
+def _second_pass(args: Namespace, config: MismatchConfig, custom: bool, host: str) -> str:
     metrics = value(args, "get_mismatch_metrics")
     if value(args, "skip_actor_forward_only"):
-        return "skipped (--skip-actor-forward-only)"
+        return "no (--skip-actor-forward-only)"
     if config.use_rollout_log_probs:
-        return "runs, for --get-mismatch-metrics alone: leave that out to skip it" if metrics else "skipped"
-    reused = "" if custom or metrics else ", where the host does not reuse the loss's own on a single step per rollout"
-    return f"runs{reused}"
+        return "yes, for --get-mismatch-metrics alone (leave that out to skip it)" if metrics else "no"
+    return "yes" if custom or metrics else f"yes ({host} skips it when a rollout is one step)"

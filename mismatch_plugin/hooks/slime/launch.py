@@ -89,7 +89,7 @@ def plan(host: str, given: Given, script: Path | None) -> Plan:
         arguments: Any = import_module(f"{host}.utils.arguments")
         arguments.parse_args = settled(arguments.parse_args, settle)
 
-    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, settle)
+    return Plan((*given.host_argv, *added), tuple(added), tuple(lines), install, config, settle)
 
 
 def _settings(host: str, given: Given, args: Namespace, in_file: list[str]) -> MismatchConfig:
@@ -141,6 +141,11 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
             f"--loss-type custom_loss with --custom-loss-function-path {args.custom_loss_function_path} is another "
             f"loss, in which the correction would not run: leave both out, or name {ours}."
         )
+    if args.loss_type not in ("policy_loss", "custom_loss"):
+        raise ValueError(
+            f"--loss-type {args.loss_type} is no policy loss, so that nothing would be corrected: leave it out, or "
+            f"leave the plugin's flags out."
+        )
     reason = our_reason(args, config, host)
     if not custom and (config.use_rollout_log_probs or reason):
         if "loss_type" in typed and not reason:
@@ -149,12 +154,14 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
             raise ValueError(
                 f"--loss-type {args.loss_type} contradicts {reason}. Leave --loss-type out: the launcher sets {ours}."
             )
-        if not config.use_rollout_log_probs:
-            _refuse_other_correction(host, args)
         give("loss_type", "custom_loss")
         give(HOOKS["policy_loss"], ours)
     elif not custom:
-        _refuse_other_correction(host, args)
+        if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
+            raise ValueError(
+                f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls "
+                f"one only: leave it out, or leave the plugin's flags out."
+            )
         give_hook("tis_function")
         if config.use_tis:
             give("use_tis")
@@ -168,14 +175,6 @@ def _arguments(host: str, config: MismatchConfig, args: Namespace, typed: set[st
         if not custom and not args.get_mismatch_metrics:
             give("get_mismatch_metrics")  # the pass for old log-probs runs where a rollout is one step, too
     return added
-
-
-def _refuse_other_correction(host: str, args: Namespace) -> None:
-    if args.custom_tis_function_path is not None and not runs(args, host, "tis_function"):
-        raise ValueError(
-            f"--custom-tis-function-path {args.custom_tis_function_path} is another correction, and {host} calls one "
-            f"only: leave it out, or leave the plugin's flags out."
-        )
 
 
 def _read_config(args: Namespace) -> dict[str, Any]:

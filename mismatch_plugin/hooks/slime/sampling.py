@@ -19,4 +19,4 @@ def filter_lines(values: Mapping[str, float], host: str) -> list[str]:
             f"(with slime's patch) kept: for equal engines the mean ratio is 1"
         ]
     bias = filter_bias(top_p=top_p, top_k=top_k, renormalised=False)
-    return [f"sampling filter: {bias}. {host} passes no mask on: sample with top_p 1 and top_k -1"] if bias else []
+    return [f"! sampling filter: {bias}. {host} passes no mask on: sample with top_p 1 and top_k -1"] if bias else []

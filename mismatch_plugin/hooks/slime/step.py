@@ -18,7 +18,7 @@ from mismatch_plugin.core.correction import Correction
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
-from mismatch_plugin.hooks.slime.config import gate_needs_steps
+from mismatch_plugin.hooks.slime.config import needs_steps
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
@@ -86,10 +86,11 @@ class StepRun:
         hold at the step's end.
         Collectives: those of `ParallelGroups.agree` for that; one broadcast over a pipeline where batch normalisation
         meets other sources of gradient. Raises ValueError, the same on every rank, where configurations differ; before
-        the first step where the report folder holds steps of other settings.
+        the first step, on the rank that writes, where the report folder is another run's.
         """
-        if config.report_dir is not None and not self._asked:
-            refuse_other_settings(config.report_dir, config)
+        if config.report_dir is not None and not self._asked and groups.is_last_stage and groups.is_first_of_stage:
+            if self.writes(args):
+                refuse_other_settings(config.report_dir, config, holds=True)
             self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self._steps_per_rollout > 0
@@ -139,7 +140,7 @@ class StepRun:
         """
         if self.step is None:
             if config.gate_kl is not None:
-                raise ValueError(gate_needs_steps(self.host))
+                raise ValueError(needs_steps("--mismatch-gate-kl judges", self.host))
             defective = correction.tokens.stopping(config)
             if defective is None or config.rollout_log_prob_policy != "error":
                 return loss_T

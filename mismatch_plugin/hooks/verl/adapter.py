@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_plugin.hooks.base import start_block
 from mismatch_plugin.hooks.verl.config import LOSS_NAME, check_tree, describe, has_block, settings
 from mismatch_plugin.hooks.verl.driver import correct_rollout_batch
 from mismatch_plugin.hooks.verl.groups import use_group_advantages
@@ -126,6 +127,5 @@ def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs:
     if chosen is not None:
         if chosen.report_dir is not None:
             refuse_other_settings(chosen.report_dir, chosen)
-        lines = [*describe(chosen, config), version_line("verl")]
-        print("\n".join(["mismatch_plugin on verl:", *(f"  {line}" for line in lines)]), flush=True)
+        print(start_block("verl", [*describe(chosen, config), version_line("verl")]), flush=True)
     return own(config, *args, **kwargs)

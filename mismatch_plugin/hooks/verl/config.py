@@ -12,7 +12,7 @@ from dataclasses import is_dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
-from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
+from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, bound_warnings
 from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
@@ -129,16 +129,17 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             f"loss in the workers: verl's own {mode}, with the driver's weights and mask; for the plugin's add "
             f"{LOSS_LINES}"
         )
-    lines.append(f"old log-probs pass: {'skipped' if bypass else 'runs'}")
+    lines.append(f"second forward pass: {'no' if bypass else 'yes'}")
     lines += filter(None, [_sampling_filter((reference or {}).get("rollout") or {})])
     kept = not bypass and config.denominator == "original"
     before = bypass or kept or reference is None or _counts_first(host_args)
-    normaliser = f"verl's, of the response mask {'before' if before else 'after'} rejection"
-    if before and not kept and config.rejects and actor.get("loss_agg_mode") == "seq-mean-token-mean":
-        normaliser += "; the mean inside a sequence is over what is left of it"
+    mode = actor.get("loss_agg_mode", "token-mean")
+    divided = f"as in verl, {mode}: rejected tokens {'still' if before else 'do not'} count"
+    if before and not kept and config.rejects and mode == "seq-mean-token-mean":
+        divided += "; the mean inside a sequence is over what is left of it"
     if not (bypass or kept) and config.rejects:
         lines.append("verl's entropy and KL terms leave rejected tokens out too; denominator original keeps them")
-    lines.append(f"loss: {actor.get('loss_agg_mode', 'token-mean')}, normaliser {normaliser}")
+    lines.append(f"divided {divided}")
     if bypass:
         lines.append("metrics are verl's plain mean over micro-batches; extremes, deviations, quantiles are left out")
     if config.gate_kl is not None:
@@ -150,7 +151,8 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
             mine = bypass or has_block(block)
             units = ", accepted units only (verl's own: all, the rejected as 0)" if mine else ", the rejected as 0"
         lines.append(f"batch normalisation over: {config.tis.batch_normalize_scope}{units}")
-    return lines
+    length = (host_args.get("data") or {}).get("max_response_length")
+    return lines + [f"! {warning}" for warning in bound_warnings(config, length)]
 
 
 def _counts_first(tree: Any) -> bool:
@@ -170,7 +172,7 @@ def _sampling_filter(rollout: Any) -> str:
         top_k=rollout.get("top_k"),
         renormalised={"vllm": processed, "sglang": False}.get(rollout.get("name") or ""),
     )
-    return bias and f"sampling filter: {bias}. verl passes no mask on: set {ROLLOUT}.top_p=1.0 and top_k=-1"
+    return bias and f"! sampling filter: {bias}. verl passes no mask on: set {ROLLOUT}.top_p=1.0 and top_k=-1"
 
 
 def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,7 +1,7 @@
 """verl: our flags become Hydra overrides of its own configuration tree; the entry point does the rest in every process.
 
 ```bash
-python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-tis --tis-level geometric
+python -m mismatch_plugin.launch -m verl.trainer.main_ppo … --use-tis
 ```
 
 Settings may also be overrides on the line; the loss in the workers is then added where the line names none.
@@ -85,7 +85,7 @@ def plan(given: Given, script: Path | None) -> Plan:
     policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     config = check_tree(tree)
     assert config is not None  # the tree has our block or our loss
-    return Plan((*host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered)
+    return Plan((*host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered, config)
 
 
 def refuse_unregistered() -> None:
@@ -127,7 +127,7 @@ def _tree(overrides: Mapping[str, Any], block: Mapping[str, Any], script: Path |
     """The part of verl's tree that the settings depend on, with verl's defaults and what its script is for."""
     tree: dict[str, Any] = {}
     for name, value in {**{f"{ACTOR}.{key}": value for key, value in CLIP.items()}, **overrides}.items():
-        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.", "trainer.", "rollout.")
+        heads = (f"{RC}.", f"{ACTOR}.", f"{ROLLOUT}.", "algorithm.adv_estimator.", "data.", "trainer.", "rollout.")
         if f"{name}.".startswith(heads):
             put(tree, name, deepcopy(value))
     correction = tree.setdefault("algorithm", {}).setdefault("rollout_correction", {})

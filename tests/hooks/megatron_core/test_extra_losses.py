@@ -116,13 +116,13 @@ def test_expert_losses_weigh_the_same_in_every_layout() -> None:
 def run_as_if(case: tuple[Layout, int]) -> str:
     """A batch through the model, its losses answered as if it had that many MTP layers: the error, or nothing."""
     from mismatch_plugin.hooks.megatron_core.extra_losses import logits_with_labels, mtp_arguments
-    from mismatch_plugin.lab import model as lab
     from mismatch_plugin.parallel.groups import ParallelGroups
+    from tests import megatron_cpu as megatron
 
     layout, layers = case
-    lab.initialize_parallel()
+    megatron.initialize_parallel()
     settings = model_settings(layout)
-    model = lab.build_model(settings)[0]
+    model = megatron.build_model(settings)[0]
     (batch,) = micro_batches(layout, layout.runs[0], ParallelGroups.from_megatron(), settings, 0, 1)
     inputs = {"packed_seq_params": batch.padded_seq_params, **mtp_arguments(batch, torch.ones(()))}
     try:

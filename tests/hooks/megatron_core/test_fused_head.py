@@ -98,11 +98,11 @@ def test_tied_embeddings_and_experts_give_the_same_as_whole_logits_in_one_proces
 
 def largest_tensors(layout: Layout) -> dict[bool, int]:
     """Fused or not → elements of the largest tensor made in a step of the hook."""
-    from mismatch_plugin.lab import model as lab
+    from tests import megatron_cpu as megatron
 
-    lab.initialize_parallel()
+    megatron.initialize_parallel()
     settings = model_settings(layout)
-    model = lab.build_model(settings)
+    model = megatron.build_model(settings)
     groups, found = ParallelGroups.from_megatron(), {}
     finalize = model[0].config.finalize_model_grads_func
     for fused in (False, True):
@@ -112,7 +112,7 @@ def largest_tensors(layout: Layout) -> dict[bool, int]:
         hook = MegatronLoss(mp.MismatchConfig.build(run.config), model[0].config, groups, vocab_size=VOCAB)
         hook.start(batches)
         with OperationCounter() as counter:
-            lab.run_step(model, hook.forward_step, iter(batches), len(batches))
+            megatron.run_step(model, hook.forward_step, iter(batches), len(batches))
         found[fused] = counter.largest
     return found
 

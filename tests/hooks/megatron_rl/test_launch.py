@@ -33,8 +33,31 @@ def test_without_the_patch_two_functions_are_replaced(tmp_path: Path) -> None:
     config = megatron_rl.settings(args)
     assert (config.algorithm, config.tis.upper_bound, config.ppo.eps_clip_high) == (2, 3.0, 0.28)
     assert "--tis-upper-bound" not in done.given["argv"]  # its parser stops at what it does not know
-    parts = ("algorithm 2", "Megatron's own", "no loss mask without", f"added to the command line: {_ON}")
+    parts = (
+        "algorithm 2",
+        "divided as in Megatron: by each micro-batch",
+        "\n! no loss mask without",
+        f"added to the command line: {_ON}",
+    )
     assert [part for part in parts if part not in done.printed] == []
+
+
+@pytest.mark.parametrize(("coefficient", "bound"), [(None, 2.0), (5.0, 5.0)])
+def test_megatron_s_missing_coefficient_leaves_our_bound(coefficient: float | None, bound: float) -> None:
+    """A patched tree under Megatron's own switch, with none of our flags."""
+    args = Namespace(rl_inference_logprobs_is_correction=True, rl_importance_sampling_truncation_coef=coefficient)
+    config = megatron_rl.settings(args)
+    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (2, "token", bound)
+
+
+def test_the_longest_response_is_megatron_s_own(tmp_path: Path) -> None:
+    line = "--use-tis --tis-level sequence"
+    warned = {
+        length: [said for said in _plan(tmp_path, f"{line} {length}", patched=True).lines if said.startswith("! --tis")]
+        for length in ("", "--inference-max-seq-length 64")
+    }
+    assert [said[:38] for said in warned[""]] == ["! --tis-level sequence over 2560 tokens"[:38]]
+    assert warned["--inference-max-seq-length 64"] == []
 
 
 def test_objectives_have_megatron_s_eps_and_are_in_the_block(tmp_path: Path) -> None:
@@ -109,7 +132,7 @@ def test_one_sentence_for_each_mistake(line: str, message: str, tmp_path: Path) 
     ],
 )
 def test_what_corrects_single_tokens_needs_no_patch(line: str, tmp_path: Path) -> None:
-    assert "no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
+    assert "! no loss mask without the patch: token level only, no metrics" in _plan(tmp_path, line).lines
 
 
 @pytest.mark.parametrize("more", ["", " --mismatch-metrics full --mismatch-report-dir runs"])

@@ -9,6 +9,7 @@ import pickle
 import re
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -219,7 +220,11 @@ def test_nemo_rls_own_correction_is_understood() -> None:
         name = "truncated_importance_sampling"
         return tis(**{f"{name}_type": kind, f"{name}_ratio": high, f"{name}_ratio_min": low})
 
-    assert (tis().algorithm, tis().tis.upper_bound, tis().tis.mode) == (2, float("inf"), "truncate")
+    # Without a type NeMo-RL bounds nothing, whatever its ratio says: our bound holds.
+    for bound in ({}, {"truncated_importance_sampling_ratio": None}):
+        assert tis(**bound).replace(denominator="auto") == mp.preset("token_is")
+    with pytest.raises(ValueError, match="truncated_importance_sampling_ratio is None, which is not a number"):
+        tis(truncated_importance_sampling_type="tis", truncated_importance_sampling_ratio=None)
     clip = typed("tis", None, 2.0).tis
     assert (clip.mode, clip.lower_bound, clip.upper_bound, clip.level) == ("clip", 0.0, 2.0, "token")
     assert typed("icepop", 0.5, 5.0).tis.mode == "mask"
@@ -304,7 +309,7 @@ def test_the_block_says_what_runs() -> None:
     lines = "\n".join(describe(settings(host), host))
     assert "algorithm 3: REINFORCE + IS" in lines and "force_on_policy_ratio=true skips it" in lines
     assert "use_importance_sampling_correction has no effect" in lines
-    assert "normaliser NeMo-RL's global tokens, rejected ones included" in lines
+    assert "divided as in NeMo-RL: by the step's tokens; rejected ones still count" in lines
 
 
 # Where it is put ------------------------------------------------------------------------------------------------------
@@ -323,7 +328,7 @@ def test_setup_returns_our_loss_in_the_place_of_its_own(capsys: pytest.CaptureFi
     assert (policy, tokenizer, returned) == ("policy", "tokenizer", config)
     assert isinstance(loss, MismatchLoss) and loss.use_fused_linear_logprobs
     printed = capsys.readouterr().out
-    assert "algorithm 1: bypass PPO" in printed and "\n  host: nemo-rl " in printed
+    assert "algorithm 1: bypass PPO" in printed and "host: nemo-rl " in printed
     said = [line[2:] for line in printed.splitlines()]
     with_mismatch_loss(setup, said)(config, "t")  # the launcher has said it
     assert not capsys.readouterr().out
@@ -413,11 +418,17 @@ OWN_LOSSES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def _unbounded(host: Mapping[str, Any]) -> dict[str, Any]:
+    """Our block for NeMo-RL's own weights, which it bounds by nothing where the correction has no type."""
+    bare = host.get("use_importance_sampling_correction") and f"{_TIS}_type" not in host
+    return {"tis": {"upper_bound": math.inf}} if bare else {}
+
+
 @pytest.mark.parametrize("name", OWN_LOSSES)
 @pytest.mark.parametrize("token_level", [True, False])
 def test_equals_nemo_rls_own_loss(source: Path, name: str, token_level: bool) -> None:
     host = {**OWN_LOSSES[name], "token_level_loss": token_level}
-    oracle, loss = contract.own_loss(source, host), build({}, **host)
+    oracle, loss = contract.own_loss(source, host), build(_unbounded(host), **host)
     for seed in range(4):
         log_probs, data = batch(seed)
         theirs, mine = call(oracle, log_probs, data, 31.0, 7.0), call(loss, log_probs, data, 31.0, 7.0)
@@ -469,7 +480,7 @@ def test_gspo_differs_from_nemo_rls_own_where_advantages_differ_in_a_response(so
 
 
 def same_as_nemo_rls_own(source: Path, host: dict[str, Any], constant: bool = False) -> None:
-    oracle, loss, clipped = contract.own_loss(source, host), build({}, **host), 0
+    oracle, loss, clipped = contract.own_loss(source, host), build(_unbounded(host), **host), 0
     for seed in range(4):
         log_probs, data = batch(seed)
         if constant:

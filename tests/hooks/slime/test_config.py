@@ -275,7 +275,7 @@ def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict
     args = namespace(**hooked("slime"), use_tis=True, mismatch_preset="geo_rs", **keys)
     with pytest.warns(mp.MismatchWarning, match=r"preset geo_rs is algorithm 0 \(PPO\), and .*use.tis makes it 2"):
         assert slime.settings(args).algorithm == 2
-    assert "note: preset geo_rs is algorithm 0" in described(**vars(args))
+    assert "! preset geo_rs is algorithm 0" in described(**vars(args))
 
 
 def test_flags_and_a_mis_yaml_that_mean_different_bounds_are_refused():
@@ -383,32 +383,32 @@ def test_the_block_says_what_runs_and_who_divides(host: str):
     text = described(host, **custom(host), **ours(3, tis), **hooks)
     assert "algorithm 3: REINFORCE + IS" in text
     assert f"through: {module}.policy_loss" in text
-    assert f"normaliser: {host}'s, each rollout's tokens of the original masks" in text
+    assert f"divided as in {host}: per rollout, then over rollouts; rejected tokens still count" in text
     assert "gradients are divided by the mean weight at its end, the logged loss is not" in text
-    assert "old log-probs pass: skipped" in text
-    assert "step metrics: none" not in text
+    assert "second forward pass: no" in text
+    assert "no step metrics" not in text
     text = described(host, **hooked(host), **ours(2, tis), **hooks)
     assert ("its mean weight is known before it" in text) == (host == "slime")
     text = described(host, **hooked(host), **ours(2, tis), calculate_per_token_loss=True)
     assert f"through: {host}'s policy_loss with {module}.tis_function" in text
-    assert f"normaliser: {host}'s, the step's tokens of the original masks" in text
+    assert f"divided as in {host}: by the step's tokens; rejected tokens still count" in text
     assert "over: each micro-batch, unless --custom-megatron-before-train-step-hook-path runs" in text
-    assert "old log-probs pass: runs" in text
-    assert "step metrics: none" in text
+    assert f"second forward pass: yes ({host} skips it when a rollout is one step)" in text
+    assert "\n! no step metrics" in text
 
 
 def test_the_block_says_what_a_custom_reducer_gets(host: str):
     reducer = {"custom_pg_loss_reducer_function_path": "mine.reducer"}
     text = described(host, **hooked(host), **ours(0, rs={"veto_threshold": 1e-4}), **reducer)
-    assert "normaliser: that of mine.reducer, which gets the masks without what is rejected" in text
-    assert "entropy and KL terms: over what is not rejected" in text
+    assert "divided by mine.reducer, which gets the masks without rejected tokens" in text
+    assert "entropy and KL terms: over accepted tokens" in text
     text = described(host, **hooked(host), **ours(2), **reducer)
-    assert "normaliser: that of mine.reducer, which gets the original masks" in text
-    assert "entropy and KL terms: over the original masks" in text
+    assert "divided by mine.reducer, which gets the masks\n" in text
+    assert "entropy and KL terms: over all response tokens" in text
 
 
 def test_the_block_names_what_has_no_effect():
-    assert "note: ppo.eps_clip_high 0.28 changes nothing" in described(
+    assert "! ppo.eps_clip_high 0.28 changes nothing" in described(
         **custom("slime"), **ours(3, {"level": "sequence"}), eps_clip_high=0.28
     )
 

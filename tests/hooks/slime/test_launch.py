@@ -18,6 +18,7 @@ from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
+from mismatch_plugin.report.log import write_step
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
@@ -31,6 +32,7 @@ NAMESPACES = {"slime": slime_contract.namespace, "miles": miles_contract.namespa
 BOTH = "--use-tis --use-rollout-log-probs"
 MODULE = "mismatch_plugin.hooks.slime"
 OURS = f"{MODULE}.policy_loss"
+STEP_HOOK = "--custom-megatron-before-train-step-hook-path"
 
 
 def _plan(folder: Path, line: str, host: str = "slime") -> Plan:
@@ -196,20 +198,52 @@ def test_hooks_of_the_user_around_the_step_change_the_scope_and_the_block_says_s
     assert (
         "over: the optimizer step (gradients are divided by the mean weight at its end, the logged loss is not)" in mine
     )
-    hook = "--custom-megatron-before-train-step-hook-path"
-    block = "\n".join(_plan(tmp_path, f"{line} {hook} mine.step").lines)
-    assert f"over: each micro-batch, unless {hook} runs mismatch_plugin.hooks.slime.before_train_step" in block
-    block = "\n".join(_plan(tmp_path, f"{line} --tis-batch-normalize-scope step {hook} mine.step").lines)
-    assert f"over: the optimizer step; the first one is refused unless {hook} runs mismatch_plugin" in block
+    block = "\n".join(_plan(tmp_path, f"{line} {STEP_HOOK} mine.step").lines)
+    assert f"over: each micro-batch, unless {STEP_HOOK} runs mismatch_plugin.hooks.slime.before_train_step" in block
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_bounds_that_do_harm_are_warned_of_in_the_block(host: str, tmp_path: Path) -> None:
+    def warned(line: str) -> list[str]:
+        return [
+            said for said in _plan(tmp_path, f"{line} --rollout-max-response-len 8192", host).lines if "! --" in said
+        ]
+
+    (said,) = warned("--use-tis --tis-level sequence")
+    assert "over 8192 tokens: at KL 0.001 weights cut at 2 have mean 0.06, ESS 5%" in said
+    for bound in ("0.5", "101", "inf"):
+        assert [said.split(":")[0] for said in warned(f"--use-tis --tis-upper-bound {bound}")] == [
+            f"! --tis-upper-bound {bound}"
+        ]
+    for line in (
+        "--use-tis",
+        "--use-tis --tis-level geometric",
+        "--use-tis --tis-upper-bound 100",
+        "--rs-criterion token:k2:0.5",
+    ):
+        assert warned(line) == []
+    assert not any("! --" in said for said in _plan(tmp_path, "--use-tis --tis-level sequence", host).lines)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_report_folder_of_other_settings_is_refused_at_launch(host: str, tmp_path: Path) -> None:
+    """What the trainer's processes will write there is what the launcher asks of."""
+    line = f"--use-tis --eps-clip 0.3 --mismatch-report-dir {tmp_path / 'run'}"
+    args = _args(launch(ray_tree(tmp_path / "tree", host), line))
+    write_step(tmp_path / "run", ADAPTERS[host].settings(args), {"rollout_corr/kl": 0.1})
+    assert _plan(tmp_path, line, host).config == ADAPTERS[host].settings(args)
+    for other in ("--tis-level geometric", "--rs-veto-threshold 1e-4", "--use-rollout-log-probs"):
+        with pytest.raises(ValueError, match=r"run holds steps of a run with .*: give this run another folder"):
+            _plan(tmp_path, f"{line} {other}", host)
 
 
 def test_a_switch_that_makes_a_preset_another_algorithm_is_noted(tmp_path: Path) -> None:
     lines = _plan(tmp_path, "--use-tis --mismatch-preset geo_rs").lines
-    note = "note: preset geo_rs is algorithm 0 (PPO), and --use-tis makes it 2 (decoupled PPO): leave --use-tis out to "
+    note = "! preset geo_rs is algorithm 0 (PPO), and --use-tis makes it 2 (decoupled PPO): leave --use-tis out to "
     assert lines[0] == "algorithm 2: decoupled PPO"
-    assert [line for line in lines if line.startswith("note: preset")] == [f"{note}run the preset as it is."]
+    assert [line for line in lines if line.startswith("! preset")] == [f"{note}run the preset as it is."]
     for line in ("--mismatch-preset geo_rs", "--use-tis --mismatch-preset token_is"):
-        assert not [line for line in _plan(tmp_path, line).lines if line.startswith("note: preset")]
+        assert not [line for line in _plan(tmp_path, line).lines if line.startswith("! preset")]
 
 
 # YAML -----------------------------------------------------------------------------------------------------------------
@@ -302,6 +336,19 @@ def test_a_yaml_that_is_missing(tmp_path: Path) -> None:
         ),
         ("--use-tis --loss-type custom_loss --custom-loss-function-path mine.loss", "mine.loss is another loss"),
         ("--use-tis --custom-tis-function-path mine.tis", "mine.tis is another correction, and"),
+        *(
+            (f"{line} --custom-tis-function-path mine.tis", "mine.tis is another correction, which .* does not call")
+            for line in (BOTH, "--use-rollout-log-probs", "--use-tis --mismatch-objective gspo")
+        ),
+        *(
+            (f"{line} --loss-type {kind}", f"--loss-type {kind} is no policy loss, so that nothing would be corrected")
+            for line in ("--use-tis", BOTH, "--mismatch-metrics full")
+            for kind in ("sft_loss", "value_loss")
+        ),
+        (
+            f"--use-tis --tis-batch-normalize --tis-batch-normalize-scope step {STEP_HOOK} mine.step",
+            "--tis-batch-normalize-scope step needs the mean weight of a whole step, known only where .*before_train",
+        ),
         ("--use-tis --mismatch-eps-clip-low 0.3", "--mismatch-eps-clip-low 0.3 contradicts .*--eps-clip, which is 0.2"),
     ],
 )

@@ -182,12 +182,12 @@ def test_a_mistake_is_found_before_training_starts() -> None:
 
 def test_the_block_says_what_runs() -> None:
     bypass = tree(block({"metrics": "basic"}, **REINFORCE))
-    assert "old log-probs pass: skipped" in describe(settings(bypass), bypass)
+    assert "second forward pass: no" in describe(settings(bypass), bypass)
     decoupled = tree(
         block({"denominator": "original"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
     )
     lines = describe(settings(decoupled), decoupled)
-    assert "loss: token-mean, normaliser verl's, of the response mask before rejection" in lines
+    assert "divided as in verl, token-mean: rejected tokens still count" in lines
     assert "weights and rejection are made on the driver, over the rollout batch" in lines
     # verl's own loss runs unless loss_mode names ours: the block says so, with the overrides to copy.
     own = "loss in the workers: verl's own vanilla, with the driver's weights and mask; for the plugin's add "
@@ -213,7 +213,9 @@ def test_the_block_says_what_the_trainer_divides_by(trainer: dict[str, Any], cou
     ours = block({"denominator": "auto"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
     host = {**tree(ours, "mismatch", ours), **trainer}
     lines = describe(settings(ours), host)
-    assert f"loss: token-mean, normaliser verl's, of the response mask {counted} rejection" in lines
+    assert (
+        f"divided as in verl, token-mean: rejected tokens {'still' if counted == 'before' else 'do not'} count" in lines
+    )
     accepted = block({"denominator": "accepted"}, rollout_is="token", rollout_rs="token_k2", rollout_rs_threshold=1)
     host = {**tree(accepted, "mismatch", accepted), **trainer}
     if counted == "after":

@@ -85,7 +85,7 @@ def test_verls_validation_prints_the_block_and_stops_on_a_contradiction(capsys: 
 
     validate(*REINFORCE, *LOSS)
     printed = capsys.readouterr().out
-    assert "algorithm 3: REINFORCE + IS" in printed and "old log-probs pass: skipped" in printed
+    assert "algorithm 3: REINFORCE + IS" in printed and "second forward pass: no" in printed
     assert "\n  host: verl 0.9.1, the tested version\n" in printed
     validate()
     assert "mismatch_plugin" not in capsys.readouterr().out

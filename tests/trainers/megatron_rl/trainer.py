@@ -14,7 +14,7 @@ import torch
 
 from tests.trainers import trained
 from tests.trainers.run import Finished, run
-from tests.trainers.trained import LAUNCHER, ROOT, once
+from tests.trainers.trained import CPU_SHIM, LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
 MODEL = """
@@ -52,7 +52,7 @@ class Sources:
         keep = ("PATH", "HOME", "LANG", "TMPDIR")
         return {
             **{name: os.environ[name] for name in keep if name in os.environ},
-            "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT))),
+            "PYTHONPATH": ":".join(map(str, (HERE / "shim", HERE.parent / "shim", ROOT, CPU_SHIM))),
             "MEGATRON_ON_CPU": "1",
             "MEGATRON_SEEN": str(folder),
             "OMP_NUM_THREADS": "1",

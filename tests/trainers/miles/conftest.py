@@ -16,10 +16,10 @@ import pytest
 from tests.trainers.columns import commit_of, facts
 from tests.trainers.jobs import needed, shimmed, submitting
 from tests.trainers.miles.trainer import Job, Sources, Trained, make_inputs, train
-from tests.trainers.slime.conftest import _jobs, trained, versions
+from tests.trainers.slime.conftest import _job, trained, versions
 from tests.trainers.trained import RUNS
 
-__all__ = ["_jobs", "trained"]
+__all__ = ["_job", "trained"]
 COMMAND = "make test-miles MILES_SRC=… MEGATRON_SRC=…"
 
 

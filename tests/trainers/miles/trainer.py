@@ -19,7 +19,7 @@ from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
 from tests.trainers.slime.trainer import CPU, FROM_DUMPS, FULL_LOOP, MODEL, SERVER, TRAINING
-from tests.trainers.trained import LAUNCHER, ROOT, once
+from tests.trainers.trained import CPU_SHIM, LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
 SLIME = HERE.parent / "slime"
@@ -41,7 +41,7 @@ class Sources:
         shims = (HERE / "shim", HERE.parent / "shim", SLIME / "shim", HERE / "inputs", SLIME / "inputs")
         return {
             **slime.Sources(self.miles, self.megatron, self.python, self.inputs).environment(ray),
-            "PYTHONPATH": ":".join(map(str, (*shims, self.miles, self.megatron, ROOT))),
+            "PYTHONPATH": ":".join(map(str, (*shims, self.miles, self.megatron, ROOT, CPU_SHIM))),
             "MILES_HOST_IP": "127.0.0.1",
         }
 

@@ -4,7 +4,8 @@ SLIME_SRC, MEGATRON_SRC: checkouts. MISMATCH_HOST_PYTHON: the environment of ci/
 once (2); one of a single rank keeps about one core busy. TRAINERS_REUSE=1: take a run that is there already, of the
 same command line, for work on the tests.
 
-A module's `JOBS` are all started before the first test; a test asks for one by name: `trained("name")`.
+A module's `JOBS` are all started before the first test; a test asks for one by name: `trained("name")`. Where only some
+tests were chosen (-k, a file, ::), a job starts when a test asks for it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.trainers.columns import commit_of, facts, versions_of
+from tests.trainers.conftest import WHOLE
 from tests.trainers.jobs import needed, shimmed, submitting
 from tests.trainers.slime.trainer import Job, Sources, Trained, make_inputs, patched_megatron, train
 from tests.trainers.trained import RUNS
@@ -55,16 +58,19 @@ def start(sources: Sources, record: Callable[..., None], say: Callable[[str], No
 
 
 @pytest.fixture(scope="session")
-def _jobs(request: pytest.FixtureRequest, start: Start) -> dict[str, Future[Trained]]:
+def _job(request: pytest.FixtureRequest, start: Start) -> Callable[[str], Future[Trained]]:
     modules = dict.fromkeys(getattr(item, "module", None) for item in request.session.items)
     jobs = {f"{_short(module)}/{name}": job for module in modules for name, job in getattr(module, "JOBS", {}).items()}
-    return {name: start(name, job) for name, job in jobs.items()}
+    started = cache(lambda name: start(name, jobs[name]))
+    for name in jobs if request.config.stash[WHOLE] else ():
+        started(name)
+    return started
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, _jobs: dict[str, Future[Trained]]) -> Callable[[str], Trained]:
+def trained(request: pytest.FixtureRequest, _job: Callable[[str], Future[Trained]]) -> Callable[[str], Trained]:
     """The end of the module's job of that name."""
-    return lambda name: _jobs[f"{_short(request.module)}/{name}"].result()
+    return lambda name: _job(f"{_short(request.module)}/{name}").result()
 
 
 def _short(module: Any) -> str:

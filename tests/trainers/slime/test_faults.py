@@ -23,7 +23,7 @@ SETTINGS = {
         Job(["--use-tis", "--tis-upper-bound", "3", "--tis-clip", "2.5"]),
         "--tis-upper-bound 3.* contradicts slime's --tis-clip 2.5",
     ),
-    "misspelt in YAML": (
+    "unknown in YAML": (
         Job(by_path("tis_function", *HOOKED), launch=False, config={"use_tis": True, "tis_levle": "sequence"}),
         "tis_levle.*tis_level",
     ),

@@ -52,10 +52,8 @@ def test_reward_rises_in_sync(algorithm: int, trained: Callable[[str], Trained],
     shows("exit_status", "0 after 24 rollouts with a live SGLang server")
 
 
-# Of 20 rollouts of our own lab with a real SGLang server, seeds 0 to 2; its trainer is float32, model and task are as
-# large:
-# `python -m mismatch_plugin.lab.run --engine sglang --rollout-dtype float32 (bfloat16) --prompts-per-batch 16 --lr 1e-3
-# --steps 80 --warm-up-target 0.5 --eval-every 0 --use-tis --mismatch-metrics full`. Mean |KL| of a step, and |Δ log p|.
+# Of 20 rollouts of 16 prompts of a loop of our own with a real SGLang server, seeds 0 to 2, in sync; its trainer is
+# megatron-core in float32, model and task as large, lr 1e-3, --use-tis. Mean |KL| of a step, and |Δ log p|.
 LAB = {
     "float32": {"kl": 2.0e-8, "log_ratio_abs_by_position_below_64": 2.2e-7},
     "bfloat16": {"kl": 5.3e-4, "log_ratio_abs_by_position_below_64": 5.1e-3},

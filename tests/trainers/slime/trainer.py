@@ -21,7 +21,7 @@ import yaml
 from tests.trainers import trained
 from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
-from tests.trainers.trained import LAUNCHER, ROOT, once
+from tests.trainers.trained import CPU_SHIM, LAUNCHER, ROOT, once
 
 HERE = Path(__file__).parent
 # What slime's scripts/models/*.sh say of a model, here of the tiny Qwen3 that inputs/make.py makes.
@@ -66,7 +66,7 @@ class Sources:
 
     def environment(self, ray: Path) -> dict[str, str]:
         """Of every process. ray: a short path, since Ray puts sockets below it."""
-        paths = (HERE / "shim", HERE.parent / "shim", HERE / "inputs", self.slime, self.megatron, ROOT)
+        paths = (HERE / "shim", HERE.parent / "shim", HERE / "inputs", self.slime, self.megatron, ROOT, CPU_SHIM)
         loopback = "127.0.0.1,localhost"
         return {
             **{name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "RAY_"))},

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from cpu_spec import CoreAttention  # pyright: ignore[reportMissingImports]
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-from mismatch_plugin.lab.cpu_spec import CoreAttention
 
 layer_spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
 layer_spec.submodules.self_attention.submodules.core_attention = CoreAttention

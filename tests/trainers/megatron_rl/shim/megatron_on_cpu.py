@@ -8,10 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cpu_shim  # pyright: ignore[reportMissingImports]
 import observe
 import torch
-
-from mismatch_plugin.lab import cpu_shim
 
 
 def to_cpu(module: Any) -> None:

@@ -13,7 +13,7 @@ if not hasattr(typing, "override"):  # Python 3.11; Megatron-LM asks for 3.12
 # What is replaced, and why.
 SHIMMED = [
     ("typing.override", "Megatron-LM asks for Python 3.12"),
-    ("torch.cuda (mismatch_plugin.lab.cpu_shim)", "no GPU: its device, streams and literals are the CPU's"),
+    ("torch.cuda (examples/megatron_core/cpu_shim.py)", "no GPU: its device, streams and literals are the CPU's"),
     ("initialize_megatron(allow_no_cuda=True)", "no GPU: its own argument, which pretrain does not pass"),
     ("arguments.get_device_arch_version", "no GPU: asked for with tensor or context parallelism"),
     ("transformer_engine_torch.thd_get_partitioned_indices", "no Transformer Engine: which tokens a CP rank has"),

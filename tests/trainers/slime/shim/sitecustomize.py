@@ -6,7 +6,7 @@ from import_hooks import Shim
 # What is replaced, and why. `--spec slime_cpu_spec layer_spec` is on the command line.
 SHIMMED = [
     ("accelerator", "slime's registry gets a CPU backend by its own register_accelerator"),
-    ("CUDA device names in torch calls of Megatron-LM", "they mean the CPU (mismatch_plugin.lab.cpu_shim)"),
+    ("CUDA device names in torch calls of Megatron-LM", "they mean the CPU (examples/megatron_core/cpu_shim.py)"),
     ("torch.cuda.get_rng_state", "a checkpoint holds CUDA's random state in any case: the CPU's"),
     ("megatron.training.utils.get_device_arch_version", "with TP or CP Megatron-LM asks the GPU for its architecture"),
     ("GPT layer", "Transformer Engine needs a GPU: torch's modules under its parameter names"),

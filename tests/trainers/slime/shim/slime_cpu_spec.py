@@ -5,6 +5,7 @@ slime's converters between Megatron and HF know only those names (hf_to_megatron
 # pyright: basic, reportMissingParameterType=false, reportArgumentType=false, reportAttributeAccessIssue=false
 
 import torch
+from cpu_spec import CoreAttention, RMSNorm  # pyright: ignore[reportMissingImports]
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -14,8 +15,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-from mismatch_plugin.lab.cpu_spec import CoreAttention, RMSNorm
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):

@@ -13,7 +13,7 @@ _local = threading.local()
 
 
 def _megatron_to_cpu():
-    from mismatch_plugin.lab import cpu_shim
+    import cpu_shim  # pyright: ignore[reportMissingImports]
 
     first = cpu_shim._installed is None
     cpu_shim.install()

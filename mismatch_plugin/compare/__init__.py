@@ -1,0 +1,1 @@
+"""The comparison of the algorithms: many small RL runs, their statistics, one page."""

@@ -1,1 +1,0 @@
-"""The small real RL loop behind `mismatch-plugin compare`, and megatron-core on CPU for the tests."""

@@ -1,0 +1,402 @@
+"""What the options choose, the run folder, and the processes that fill it: stopped, killed, damaged and taken up."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from mismatch_plugin.cli import app
+from mismatch_plugin.compare import command, experiments
+from mismatch_plugin.compare.command import BLOCK, Block, blocks, choose, hold, open_folder, run_all, run_block
+from mismatch_plugin.compare.experiments import Settings, variant_config, variant_name
+from mismatch_plugin.compare.loop import Runs, warm_weights
+from mismatch_plugin.compare.model import FINAL_NORM, OUTPUT
+from mismatch_plugin.report.log import to_json
+
+needs_lab = pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("scipy", "matplotlib", "jinja2")), reason="needs [lab]"
+)
+SECONDS = 300
+SMALL = "hidden=16 ffn=24 prompts_per_batch=8 samples_per_prompt=4 warm_up_steps=4 eval_every=2 eval_prompts=16 steps=4"
+
+
+def chosen(**changes: Any) -> dict[str, Any]:
+    """What the defaults choose, with changes."""
+    given: dict[str, Any] = {"algorithms": None, "seeds": None, "first_seed": 100, "settings": None, "given": ()}
+    return choose(**{**given, "full": False, "quick": False, **changes})
+
+
+def small_blocks(root: Path, **changes: Any) -> list[Block]:
+    few = {"algorithms": ["PPO", "bypass"], "seeds": 2, "settings": ["int2"], "given": SMALL.split()}
+    return blocks(root, chosen(**{**few, **changes}))
+
+
+# ---------------------------------------------------------------------------------------------------- what is chosen
+
+
+@pytest.mark.parametrize(
+    ("label", "name", "algorithm", "level", "mode"),
+    [
+        ("0", "PPO", 0, "token", "truncate"),
+        ("disabled", "PPO", 0, "token", "truncate"),
+        ("1", "bypass", 1, "token", "truncate"),
+        ("ppo_is_bypass", "bypass", 1, "token", "truncate"),
+        ("2", "token_is", 2, "token", "truncate"),
+        ("2:token:truncate", "token_is", 2, "token", "truncate"),
+        ("decoupled_seq_is", "seq_is", 2, "sequence", "truncate"),
+        ("2:sequence:mask", "2:sequence:mask", 2, "sequence", "mask"),
+        ("3", "pg_is", 3, "sequence", "truncate"),
+        ("3:geometric", "3:geometric", 3, "geometric", "truncate"),
+        ("token_is:threshold=2", "token_is", 2, "token", "truncate"),
+        ("token_is:threshold=3", "token_is:threshold=3", 2, "token", "truncate"),
+    ],
+)
+def test_labels_and_their_one_name(label: str, name: str, algorithm: int, level: str, mode: str) -> None:
+    config = variant_config(label)
+    assert (config.algorithm, config.tis.level, config.tis.mode, config.metrics) == (algorithm, level, mode, "full")
+    assert variant_name(label) == name and variant_config(name) == config
+
+
+def test_variants_of_the_comparison_have_one_name_each() -> None:
+    assert [variant_name(label) for label in experiments.VARIANTS] == list(experiments.VARIANTS)
+    assert variant_config("dual_clip").ppo.dual_clip == 3.0 and variant_config("dual_clip").algorithm == 0
+    (criterion,) = variant_config("geo_rs_token_tis").rs.criteria
+    assert (criterion.aggregate, criterion.lower_bound, criterion.upper_bound) == ("sequence_mean", 0.8, 1.25)
+    own = variant_config("geo_rs_token_tis:rs_threshold=0.999_1.001")
+    assert own.rs.criteria[0].upper_bound == 1.001 and variant_config("geo_rs_token_tis").tis == own.tis
+
+
+def test_the_default_comparison() -> None:
+    """Six settings, twelve seeds that chose nothing; a difference of every variant can be significant."""
+    found = chosen()
+    assert found["settings"] == list(experiments.SETTINGS) and found["seeds"] == list(range(100, 112))
+    assert "none is among them" in found["about_seeds"]
+    assert "8, 9 are among them" in chosen(seeds=4, first_seed=8)["about_seeds"]
+    assert all(labels[0] == "PPO" for labels in found["plan"].values())
+    assert set(found["plan"]["stale32"]) == set(found["variants"]) == set(experiments.VARIANTS)
+    assert sum(map(len, blocks(Path("run"), found))) == 312
+    assert 2 / 2 ** len(found["seeds"]) * (len(experiments.VARIANTS) - 1) < 0.01  # Holm's smallest threshold
+    quick = chosen(quick=True)
+    assert quick["settings"] == ["control", "int2", "stale32"] and len(quick["seeds"]) == 8
+    assert all(labels == ["PPO", "bypass", "token_is"] for labels in quick["plan"].values())
+    assert all(labels == list(experiments.VARIANTS) for labels in chosen(full=True)["plan"].values())
+    more = chosen(settings=["int2_long", "staleness=12+rollout_dtype=int4"], given=["lr=0.001"])
+    own = more["about_settings"]["staleness=12+rollout_dtype=int4"]
+    assert own["changes"] == {"staleness": 12, "rollout_dtype": "int4"} and more["lab"]["lr"] == 0.001
+    assert own["what"].endswith("Changed for all settings: lr=0.001.")
+
+
+def test_blocks_are_whole_seeds_of_one_setting_and_the_first_seeds_come_first() -> None:
+    found = blocks(Path("run"), chosen())
+    assert [block[0].setting for block in found[:6]] == list(experiments.SETTINGS)
+    assert len({run.folder for block in found for run in block}) == 312
+    for block in found:
+        seeds, variants = {run.seed for run in block}, {run.variant for run in block}
+        assert len({run.setting for run in block}) == 1 and len(block) == len(seeds) * len(variants) <= BLOCK
+    run = next(run for block in found for run in block if run.setting == "int2_stale8" and run.seed == 105)
+    assert run.folder == Path("run/int2_stale8/PPO/seed105")
+    assert (run.settings.staleness, run.settings.rollout_dtype) == (8, "int2")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--algorithms 5", "algorithm '5' is unknown: write PPO, bypass"),
+        ("--algorithms 0:token", "algorithm '0:token' is unknown"),
+        ("--algorithms opsm", "preset opsm needs delta"),
+        ("--algorithms ,", "is empty or names one twice"),
+        ("--algorithms 2,token_is", "'token_is,token_is' is empty or names one twice"),
+        ("--seeds 0", "Invalid value for '--seeds'"),
+        ("--seeds 1000000000", "Invalid value for '--seeds'"),
+        ("--first-seed -1", "Invalid value for '--first-seed'"),
+        ("--workers -1", "Invalid value for '--workers'"),
+        ("--settings int5", "settings 'int5': give each once, and choose from control, int2, stale24"),
+        ("--settings int2,int2", "give each once"),
+        ("--settings ,", "give each once"),
+        ("--settings speed=2", "speed=2: write NAME=VALUE, each once, with one of task, layers"),
+        ("--settings staleness=-1", "staleness is -1"),
+        ("--steps 0", "steps is 0"),
+        ("--lab task=chess", "task 'chess' is unknown: choose one of reverse6"),
+        ("--lab rollout_dtype=bfloat16 --settings control", "rollout_dtype is 'bfloat16'"),
+        ("--lab lr", "lr: write NAME=VALUE"),
+        ("--lab hidden=30", "heads 4 must divide hidden, which is 30"),
+        ("--lab mini_batches=3", "mini_batches 3 must divide 8, samples_per_prompt"),
+        ("--lab betas=[0.9,1]", "betas is [0.9, 1.0]: each is at least 0 and below 1"),
+        ("--lab lr=Infinity --settings control", "lr is"),
+        ("--lab experts=1 --settings control", "give 2 experts or more"),
+        ("--lab expert_flips=0.1 --settings control", "give 2 experts or more"),
+        ("--lab steps=8 --steps 9", "steps=9: write NAME=VALUE, each once"),
+        ("--lab lr=0.001", "--lab lr: setting moe_flips has its own, 0.006"),
+        ("--full --quick", "leave out what chooses them, too"),
+        ("--full --algorithms 0", "leave out what chooses them, too"),
+        ("--quick --settings int2", "leave out what chooses them, too"),
+        ("--trainer megatron", "No such option: --trainer"),
+    ],
+)
+@needs_lab
+def test_bad_options_are_refused_before_anything_runs(tmp_path: Path, options: str, sentence: str) -> None:
+    words = ["compare", "--output", str(tmp_path / "run"), *options.split()]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and not (tmp_path / "run").exists()
+    assert sentence in " ".join(result.output.replace("│", " ").split())
+
+
+def test_the_help_names_every_setting_and_is_whole_on_80_columns() -> None:
+    output = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
+    assert "…" not in output and "--first-seed" in output
+    options = {option.name: option.help for option in get_command(app).commands["compare"].params}  # type: ignore[attr-defined]
+    for name in [*experiments.SETTINGS, *experiments.MORE_SETTINGS]:
+        assert re.search(rf"\b{name}\b", options["settings"]), name
+
+
+# --------------------------------------------------------------------------------------------------------- the folder
+
+
+def test_a_folder_is_never_overwritten_and_resumed_with_the_same_alone(tmp_path: Path) -> None:
+    folder, first = tmp_path / "run", chosen(settings=["control", "int2"], seeds=2)
+    open_folder(folder, first, resume=False)
+    assert json.loads((folder / "run.json").read_text()).items() >= first.items()
+    with pytest.raises(ValueError, match="holds a run already: add --resume"):
+        open_folder(folder, first, resume=False)
+    open_folder(folder, first, resume=True)
+    for changes, said in (
+        ({"seeds": 3}, r"seeds \[100, 101\], now \[100, 101, 102\]"),
+        ({"settings": ["control"]}, r"settings \['control', 'int2'\], now \['control'\]"),
+        ({"algorithms": ["0"]}, "plan.control .*now "),
+        ({"given": ["steps=8"]}, "lab.steps 360, now 8"),
+    ):
+        with pytest.raises(ValueError, match=f"holds a run with {said}.*: resume it with the same"):
+            open_folder(folder, chosen(**{"settings": ["control", "int2"], "seeds": 2, **changes}), resume=True)
+    (folder / "run.json").rename(folder / "notes.txt")
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="is not empty and holds no run"):
+            open_folder(folder, first, resume)
+    with pytest.raises(OSError, match=r"notes\.txt"):
+        open_folder(folder / "notes.txt", first, resume=False)
+
+
+@pytest.mark.parametrize("damaged", ['{"seeds": 1, "sett', "", "[]", '{"seeds": ' + "[" * 100_000, "\\"])
+def test_a_damaged_run_json_is_said_and_kept(tmp_path: Path, damaged: str) -> None:
+    open_folder(tmp_path, chosen(), resume=False)
+    (tmp_path / "run.json").write_text(damaged)
+    with pytest.raises(ValueError, match=r"run\.json is damaged: .*It says what the run is: restore it, or choose"):
+        open_folder(tmp_path, chosen(), resume=True)
+    assert (tmp_path / "run.json").read_text() == damaged
+
+
+def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    first = hold(tmp_path)
+    with pytest.raises(ValueError, match="another compare is writing to"):
+        hold(tmp_path)
+    first.close()
+    hold(tmp_path).close()
+
+
+def metrics_of(block: Block) -> dict[str, str]:
+    return {f"{run.variant}{run.seed}": (run.folder / "metrics.jsonl").read_text() for run in block}
+
+
+def test_a_block_fills_the_folders_of_its_runs_as_each_alone_does(tmp_path: Path) -> None:
+    (block,), steps = small_blocks(tmp_path), list[int]()
+    run_block(block, tmp_path / ".warm", steps.append)
+    assert sum(steps) == 4 * 4 and len({*metrics_of(block).values()}) == 4
+    for run in block:
+        config = json.loads((run.folder / "config.json").read_text())
+        assert config["variant"] == run.variant and config["settings"] == run.settings.model_dump(mode="json")
+        assert config["mismatch"] == run.config.model_dump(mode="json")
+        alone = Runs(run.settings, [run.seed], [run.config], warm_weights(run.settings, [run.seed]))
+        assert (run.folder / "metrics.jsonl").read_text() == "".join(to_json(r[0]) + "\n" for r in alone.steps())
+        done = json.loads((run.folder / "done.json").read_text())
+        assert (done["status"], done["step"]) == ("finished", 4) and run.finished
+
+
+def test_a_run_that_breaks_is_said_to_have_diverged(tmp_path: Path) -> None:
+    (block,) = small_blocks(tmp_path)
+    settings, warm = block[0].settings, tmp_path / ".warm"
+    broken = {name: weight[0] for name, weight in warm_weights(settings, [101], warm).items()}
+    broken[FINAL_NORM] = broken[FINAL_NORM] * 1e-30
+    broken[OUTPUT] = broken[OUTPUT] * 1e30  # the same logits, and a gradient whose square is more than float32 holds
+    torch.save(broken, warm / settings.warm_up_key(101))
+    run_block(block, warm, lambda _: None)
+    said = {run.seed: json.loads((run.folder / "done.json").read_text())["status"] for run in block}
+    assert said == {100: "finished", 101: "diverged"} and all(run.finished for run in block)
+
+
+def test_what_is_damaged_is_made_again_with_the_same_numbers(tmp_path: Path) -> None:
+    """Of two blocks one is whole: it is left alone."""
+    planned = small_blocks(tmp_path, settings=["int2", "control"])
+    for block in planned:
+        run_block(block, tmp_path / ".warm", lambda _: None)
+    before = [metrics_of(block) for block in planned]
+    kept = planned[1][0].folder / "metrics.jsonl"
+    written = kept.stat().st_mtime_ns
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-20])
+
+    damages: list[Callable[[Path], object]] = [
+        lambda folder: cut(folder / "done.json"),
+        lambda folder: cut(folder / "metrics.jsonl"),
+        lambda folder: (folder / "done.json").write_text("[]"),
+        lambda folder: (folder / "metrics.jsonl").unlink(),
+        lambda folder: cut(next((tmp_path / ".warm").iterdir())) or cut(folder / "done.json"),
+    ]
+    for damage in damages:
+        damage(planned[0][1].folder)
+        assert not planned[0][1].finished
+        assert run_all(planned, tmp_path / ".warm", 2) == []
+        assert [metrics_of(block) for block in planned] == before and all(run.finished for run in planned[0])
+    assert kept.stat().st_mtime_ns == written
+
+
+def test_a_killed_process_is_named_and_the_others_go_on(tmp_path: Path) -> None:
+    """The second block's is killed; after it the first one has ended, and the next call makes what is missing."""
+    planned = small_blocks(tmp_path, settings=["control", "int2"], given=SMALL.replace("steps=4", "steps=40").split())
+    marks = planned[1][0].folder / "metrics.jsonl"
+
+    def kill() -> None:
+        deadline = time.monotonic() + SECONDS
+        while not marks.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for process in multiprocessing.active_children():
+            with contextlib.suppress(ProcessLookupError):
+                if process.pid is not None:
+                    os.kill(process.pid, signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    failures = run_all(planned, tmp_path / ".warm", 1)
+    thread.join()
+    assert failures == ["int2, seeds 100 to 101: its process ended with -9 (out of memory?)"]
+    assert all(run.finished for run in planned[0]) and not any(run.finished for run in planned[1])
+    assert run_all(planned, tmp_path / ".warm", 1) == [] and all(run.finished for run in planned[1])
+
+
+@needs_lab
+def test_events_are_written_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="needs TensorBoard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    (block,) = small_blocks(tmp_path, seeds=1, algorithms=["PPO"])
+    run_block(block, tmp_path / ".warm", lambda _: None)
+    for _ in range(2):
+        command.write_events(block)
+    (events,) = (block[0].folder / "events").iterdir()
+    read = EventAccumulator(str(events))
+    read.Reload()
+    records = [json.loads(line) for line in (block[0].folder / "metrics.jsonl").read_text().splitlines()]
+    rewards = [(point.step, point.value) for point in read.Scalars("reward")]
+    assert rewards == [(r["step"], pytest.approx(r["reward"])) for r in records[1:]]
+    assert len(read.Scalars("rollout_corr/k3_kl")) == 1
+
+
+# ------------------------------------------------------------------------------------------------- the whole command
+
+
+def start(folder: Path, prepare: Callable[[], None] = lambda: None, steps: int = 40) -> subprocess.Popen[str]:
+    """In a session of its own, so that a signal reaches it and its workers and not this test."""
+
+    def prepared() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it, and children inherit that
+        prepare()
+
+    words = f"-m mismatch_plugin compare --resume --output {folder} --algorithms 0,1 --settings control --seeds 1"
+    words += f" --workers 1 --steps {steps} --lab eval_every=1"
+    return subprocess.Popen(
+        [sys.executable, *words.split()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=prepared,
+    )
+
+
+def lines(folder: Path) -> int:
+    return sum(len(path.read_text().splitlines()) for path in folder.rglob("metrics.jsonl"))
+
+
+def wait_for_steps(process: subprocess.Popen[str], folder: Path, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while lines(folder) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, "no step was made"
+        time.sleep(0.05)
+
+
+@needs_lab
+def test_ctrl_c_then_a_kill_then_resume(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start(folder)
+    wait_for_steps(process, folder, 10)
+    os.killpg(process.pid, signal.SIGINT)  # what a terminal does
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 130, said
+    assert "writing a report of what is there" in said and "--resume" in said
+    assert "</html>" in (folder / "report.html").read_text() and 10 <= lines(folder) < 82
+
+    for path in folder.rglob("metrics.jsonl"):
+        path.unlink()
+    process = start(folder)
+    wait_for_steps(process, folder, 10)  # the unfinished run begins again
+    process.kill()
+    process.communicate(timeout=SECONDS)  # its workers end with it: they hold its output open
+    assert lines(folder) < 82 and not any(folder.rglob("done.json"))
+
+    process = start(folder)
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 0, said
+    outcomes = [json.loads(path.read_text()) for path in sorted(folder.rglob("done.json"))]
+    assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("finished", 40)] * 2
+    assert lines(folder) == 82
+
+
+@needs_lab
+def test_a_file_that_cannot_grow_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    """As on a full disk: the warm weights have some 100 kB."""
+    limit = 30_000
+    process = start(tmp_path / "run", lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)), steps=4)
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 4 and "Traceback" not in said, said
+    assert "failed: control, seeds 100 to 100: [Errno 27] File too large" in said
+    assert list((tmp_path / "run" / ".warm").iterdir()) == []
+    process = start(tmp_path / "run", steps=4)
+    said = process.communicate(timeout=SECONDS)[0]
+    assert process.returncode == 0 and lines(tmp_path / "run") == 10, said
+
+
+RECORDED = {
+    "control": [0.699219, 0.09113, 0.41281],
+    "int2": [0.40625, -0.36309, 0.62984],
+    "stale32": [0.699219, 0.09113, 0.41281],
+    "int2_stale8": [0.40625, -0.36309, 0.62984],
+    "moe_flips": [0.563802, -0.070031, 0.44671],
+}
+
+
+def test_numbers_are_those_of_the_recorded_comparison() -> None:
+    """Of token_is with seed 101 at step 4: reward, loss, gradient norm."""
+    for name, recorded in RECORDED.items():
+        settings = Settings.model_validate({**experiments.SETTINGS[name].changes, "steps": 4})
+        runs = Runs(settings, [101], [variant_config("token_is")], warm_weights(settings, [101]))
+        last = [*runs.steps()][-1][0]
+        assert [last["reward"], last["loss"], last["grad_norm"]] == pytest.approx(recorded, rel=1e-3, abs=1e-4), name

@@ -1,0 +1,171 @@
+"""`step_loss`: one optimizer step of a loop of one's own is the same however micro-batches and ranks cut it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import mismatch_plugin as mp
+from tests.distributed.launch import launch
+
+pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
+
+LENGTHS = (3, 7, 2, 9, 5, 1, 4, 6)
+WHOLE, CUT = [range(8)], [range(3), range(3, 4), range(4, 8)]
+
+
+class Data(NamedTuple):
+    """Log-probs of eight responses, [T] float64 each, and one advantage a response."""
+
+    rollout: list[Tensor]
+    old: list[Tensor]
+    current: list[Tensor]
+    advantages: list[float]
+
+
+def data() -> Data:
+    random = torch.Generator().manual_seed(0)
+
+    def near(rows: list[Tensor], spread: float) -> list[Tensor]:
+        noise = [spread * torch.randn(len(row), generator=random, dtype=torch.float64) for row in rows]
+        return [(row + each).clamp(max=-0.001) for row, each in zip(rows, noise, strict=True)]
+
+    rollout = [-0.1 - 2.0 * torch.rand(n, generator=random, dtype=torch.float64) for n in LENGTHS]
+    old = near(rollout, 0.4)
+    return Data(rollout, old, near(old, 0.2), torch.randn(8, generator=random).tolist())
+
+
+def parts_of(config: mp.MismatchConfig, cut: Any, leaves: list[Tensor]) -> list[mp.PolicyLoss]:
+    """`policy_loss` of every micro-batch."""
+    rollout, old, _, advantages = data()
+    results = []
+    for ids in cut:
+        packed = mp.PackedSequences.from_lists(
+            rollout_log_probs=[rollout[i] for i in ids],
+            old_log_probs=[old[i] for i in ids],
+            ref_log_probs=[rollout[i] for i in ids],
+            loss_masks=[[1] * LENGTHS[i] for i in ids],
+            advantages=[advantages[i] for i in ids],
+        )
+        results.append(mp.policy_loss(torch.cat([leaves[i] for i in ids]), packed, config))
+    return results
+
+
+def made(**settings: Any) -> mp.MismatchConfig:
+    return mp.MismatchConfig.build(settings)
+
+
+def step(config: mp.MismatchConfig, cut: Any, accumulate: bool = False) -> tuple[float, Tensor, dict[str, float]]:
+    """(loss, gradient of every log-prob, metrics)."""
+    leaves = [row.clone().requires_grad_() for row in data().current]
+    results = parts_of(config, cut, leaves)
+    for result in results if accumulate else ():
+        result.undivided.backward()
+    ended = mp.step_loss(results)
+    if accumulate:
+        ended.scale_gradients(leaves)  # type: ignore[arg-type]
+    else:
+        ended.loss.backward()
+    return ended.loss.item(), torch.cat([given(leaf.grad) for leaf in leaves]), ended.metrics()
+
+
+def given(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+NORMALIZED = [
+    {"use_rollout_log_probs": bypass, "use_tis": True, "terms": terms, "aggregation": aggregation}
+    | {"tis": {"level": level, "mode": mode, "batch_normalize": True, "batch_normalize_scope": scope}}
+    for bypass, scope, (level, mode), aggregation, terms in itertools.product(
+        (False, True),
+        ("auto", "step"),
+        (("token", "truncate"), ("token", "mask"), ("sequence", "clip")),
+        ("token-mean", "seq-mean-token-mean"),
+        ({}, {"kl_coef": 0.1, "kl_importance_weighted": True}),
+    )
+]
+PLAIN = [{}, {"use_rollout_log_probs": True}, {"rs": {"criteria": ["token:k1:1.2"]}, "terms": {"kl_coef": 0.1}}]
+
+
+@pytest.mark.parametrize("settings", [*NORMALIZED, *PLAIN], ids=str)
+def test_micro_batches_are_one_step(settings: dict[str, Any]) -> None:
+    """The step's mean weight and denominators, in loss, gradients and metrics; also where gradients accumulate."""
+    config = made(**settings)
+    loss, gradient, metrics = step(config, WHOLE)
+    others = [step(config, CUT)]
+    if config.other_terms and (config.normalizes or config.rejects):
+        with pytest.raises(ValueError, match=r"a KL term cannot be accumulated: .* divides the policy term alone"):
+            step(config, CUT, accumulate=True)
+    else:
+        others.append(step(config, CUT, accumulate=True))
+    for other, theirs, figures in others:
+        assert other == pytest.approx(loss, rel=1e-12)
+        torch.testing.assert_close(theirs, gradient, rtol=1e-12, atol=1e-15)
+        assert figures == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+    assert metrics["rollout_corr/pg_loss"] == pytest.approx(
+        loss - 0.1 * float(bool(config.terms.kl_coef)) * kl_mean(config), rel=1e-9
+    )
+
+
+def kl_mean(config: mp.MismatchConfig) -> float:
+    """What the KL term adds to the loss of the whole step, its coefficient left out."""
+    (result,) = parts_of(config, WHOLE, data().current)
+    return sum(float(term / result.terms_denominator) for term in result.terms.values()) / 0.1
+
+
+def test_a_micro_batch_alone_is_normalised_by_its_own_mean_and_says_so() -> None:
+    """A scope of the step that no micro-batch can know: merged without `step_loss`, the metrics would be of another."""
+    config = made(use_tis=True, tis={"batch_normalize": True})
+    one, two, _ = (result.statistics for result in parts_of(config, CUT, data().current))
+    assert one.metrics()
+    with pytest.raises(ValueError, match=r"2 micro-batches were each divided by their own mean .*mp\.step_loss"):
+        one.merge(two).metrics()
+    own = made(use_tis=True, tis={"batch_normalize": True, "batch_normalize_scope": "micro_batch"})
+    one, two, _ = (result.statistics for result in parts_of(own, CUT, data().current))
+    assert one.merge(two).metrics(), "each has its own there"
+    assert abs(step(own, CUT)[0] - step(own, WHOLE)[0]) > 1e-3, "which is another step"
+    with pytest.raises(ValueError, match="rollout_batch needs a host that weighs rollouts"):
+        mp.step_loss(parts_of(config.replace(tis={"batch_normalize_scope": "rollout_batch"}), CUT, data().current))
+
+
+def test_a_step_without_accepted_tokens_is_zero_and_connected() -> None:
+    config = made(use_tis=True, tis={"batch_normalize": True}, rs={"criteria": ["token:tv:2:3"]})
+    loss, gradient, metrics = step(config, CUT)
+    assert loss == 0.0 and not gradient.any() and metrics["rollout_corr/all_rejected"] == 1.0
+    assert step(config, CUT, accumulate=True)[0] == 0.0
+    with pytest.raises(ValueError, match="no micro-batch was given to this step"):
+        mp.step_loss([])
+
+
+def on_ranks(settings: dict[str, Any]) -> tuple[float, Tensor, dict[str, float], str]:
+    """A rank's loss and gradient, as DDP would average them, the metrics, and what is said where rank 1 has nothing."""
+    leaves = [row.clone().requires_grad_() for row in data().current]
+    mine = [[range(3)], [range(3, 4), range(4, 8)]][dist.get_rank()]
+    ended = mp.step_loss(parts_of(made(**settings), mine, leaves), dist.group.WORLD)
+    ended.loss.backward()
+    gradient = torch.cat([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+    dist.all_reduce(gradient)
+    try:
+        mp.step_loss([] if dist.get_rank() else parts_of(made(**settings), mine, leaves), dist.group.WORLD)
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    return ended.loss.item(), gradient / 2, ended.metrics(), said
+
+
+def test_ranks_are_one_step() -> None:
+    """The mean over ranks is the step: with ranks of other lengths and another number of micro-batches."""
+    cases = [*NORMALIZED[::5], *PLAIN]
+    for settings, ranks in zip(cases, launch(on_ranks, cases, 2), strict=True):
+        loss, gradient, metrics = step(made(**settings), WHOLE)
+        assert sum(rank[0] for rank in ranks) / 2 == pytest.approx(loss, rel=1e-12)
+        for _, theirs, figures, said in ranks:
+            torch.testing.assert_close(theirs, gradient, rtol=1e-12, atol=1e-15)
+            assert figures == pytest.approx(metrics, rel=1e-9, abs=1e-12)
+            assert said.startswith("on rank 1: no micro-batch was given to this step")
