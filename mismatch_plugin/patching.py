@@ -22,9 +22,9 @@ from typing import Annotated, Any
 
 import typer
 
+from mismatch_plugin.config.values import host_name
 from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks import version
-from mismatch_plugin.hooks.base import host_name
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -108,3 +108,9 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     if not names:
         fix = "leave it out, or check its spelling."
     return ValueError(f"{kind} {shown(str(given))} is unknown: {fix}")
+
+
+def host_name(given: str) -> str:
+    """A trainer's name in its one spelling: megatron-lm for megatron_lm, Megatron-LM, and its folder megatron_rl."""
+    plain = given.lower().replace("_", "-")
+    return "megatron-lm" if plain == "megatron-rl" else plain

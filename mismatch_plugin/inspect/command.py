@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.hooks.base import host_name
+from mismatch_plugin.config.values import host_name
 from mismatch_plugin.inspect.hosts import HOSTS
 
 CANNOT_READ = 2
