@@ -72,7 +72,7 @@ def label(run: Path, settings: dict[str, Any]) -> str:
     """
     name, tis = run.parent.name, settings.get("tis")
     if name not in ("0", "1", "2", "3") or not isinstance(tis, dict):
-        return name
+        return NAMES.get(name, name)
     algorithm = int(bool(settings.get("use_rollout_log_probs"))) + 2 * int(bool(settings.get("use_tis")))
     if str(algorithm) != name:
         raise ValueError(f"{run} holds a run of algorithm {algorithm}: move it to a folder of that name.")

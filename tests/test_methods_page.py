@@ -226,6 +226,7 @@ def _draw(seed: int) -> tuple[mp.PackedSequences, Tensor, Batch]:
     ref, a = mu + 0.3 * normal(), torch.tensor([1.0, -0.5, 2.0, -1.5, 0.7, -1.0], dtype=torch.float64)[index]
     age = torch.randint(0, 5, (len(mask),), generator=random)
     fields: dict[str, Any] = {"rollout_log_probs": mu, "old_log_probs": old, "ref_log_probs": ref, "advantages": a}
+    fields["rewards"] = torch.zeros(len(lengths))  # what advantages were formed from: `rs.group` wants to see them
     packed = mp.PackedSequences(
         loss_mask=mask, lengths=tuple(lengths), weight_versions=7 - age, trainer_version=7, **fields
     )

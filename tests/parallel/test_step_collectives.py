@@ -44,8 +44,8 @@ COLUMNS = (
     ("off", replace(WEIGHTED, level="prefix"), 2, 2),
     ("off", replace(WEIGHTED, level="prefix", normalizes=True), 2, 2, 1),
     ("off", replace(WEIGHTED, level="prefix", mode="mask"), 2, 2, 1),
-    ("basic", replace(WEIGHTED, level="prefix"), 6, 2, 10),
-    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 8, 2, 11),
+    ("basic", replace(WEIGHTED, level="prefix"), 6, 2, 11),
+    ("basic", replace(WEIGHTED, level="prefix", rejects=True, rotation=0), 8, 2, 12),
 )
 
 

@@ -81,7 +81,7 @@ def test_inference_log_probs_that_megatron_keeps_back_are_asked_for(line: str) -
 def test_the_start_block_says_whose_denominator_it_is() -> None:
     config = megatron_rl.settings(_args(f"{_ON} --use-tis --tis-level sequence"))
     text = "\n".join(megatron_rl.describe(config, Namespace(bf16=True, rl_use_sequence_packing=True), masked=False))
-    parts = ("algorithm 2", "sequence level", "Megatron's own", "each micro-batch", "half precision", "0.0", "no l")
+    parts = ("algorithm 2", "sequence level", "as in Megatron", "each micro-batch", "half precision", "0.0", "no l")
     assert [part for part in parts if part not in text] == []
 
 
