@@ -177,7 +177,7 @@ def choose(
     for name, setting in chosen.items():
         if both := sorted(fields.keys() & setting.changes):
             raise ValueError(f"--lab {both[0]}: setting {name} has its own, {setting.changes[both[0]]}: leave one out.")
-    made = {name: Settings.model_validate({**fields, **setting.changes}) for name, setting in chosen.items()}
+    tasks = {s: get_task(Settings.model_validate({**fields, **of.changes}).task) for s, of in chosen.items()}
 
     if algorithms is None and (full or quick):
         algorithms = experiments.VARIANTS if full else experiments.SETTINGS["control"].variants
@@ -190,7 +190,6 @@ def choose(
     numbers = list(range(first_seed, first_seed + count))
     used = [str(seed) for seed in numbers if seed in experiments.CHOSEN_ON]
     changed = f" Changed for all settings: {', '.join(given)}." if given else ""
-    about = {name: (setting.title, setting.what + changed, setting.changes) for name, setting in chosen.items()}
     return {
         "command": _command(),
         "settings": list(chosen),
@@ -198,8 +197,8 @@ def choose(
         "seeds": numbers,
         "plan": {name: list(labels) for name, labels in plan.items()},
         "about_settings": {
-            name: {"title": title, "what": what, "task": get_task(made[name].task).about, "changes": dict(changes)}
-            for name, (title, what, changes) in about.items()
+            name: {"title": s.title, "what": s.what + changed, "task": tasks[name].about, "changes": dict(s.changes)}
+            for name, s in chosen.items()
         },
         "about_seeds": f"Learning rate, staleness and precision were chosen on seeds 0 to 9; of those reported here, "
         f"{', '.join(used) or 'none'} {'are' if len(used) > 1 else 'is'} among them.",
