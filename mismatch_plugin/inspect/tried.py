@@ -66,10 +66,10 @@ def settings_for(
         for level in growing(packed):
             lower, upper = measured[growing_name(level)][_KEEPS]
             if math.isfinite(upper):
-                bounds = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
+                tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
                 for mode in ("clip", "mask"):
                     name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {_KEEPS})"
-                    yield _setting(2, name, {"tis": {"mode": mode, **bounds}})
+                    yield _setting(2, name, {"tis": {**tis, "mode": mode}})
         upper = measured["sequence_mean_k3"][_KEEPS][1]
         criterion = {"aggregate": "sequence_mean", "statistic": "k3"}
         yield from _rejections(f"reject sequence_mean k3 above {upper:g} (keeps {_KEEPS})", criterion, None, upper)
