@@ -24,7 +24,7 @@ import typer
 
 from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks import version
-from mismatch_plugin.hooks.base import host_name
+from mismatch_plugin.inspect.hosts import host_name
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -84,6 +84,7 @@ def write_report(folder: Path) -> str:
     made.filters |= {"number": number, "signed": signed, "p_value": p_value, "figure": figure}
     page = made.get_template("compare/report.html.j2").render(
         folder=found,
+        title=str(found.info.get("title", "Comparison of mismatch corrections")),
         about=_about(found, measure),
         results=results,
         settings={setting: found.about(setting) for setting in results},

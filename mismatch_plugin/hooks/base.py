@@ -104,12 +104,6 @@ class Host:
     hands_on: str = ""
 
 
-def host_name(given: str) -> str:
-    """The key of `HOSTS` that is meant by a name with underscores or of its folder; `given` where there is none."""
-    plain = given.lower().replace("_", "-")
-    return next((name for name, folder in HOSTS.items() if plain in (name, folder.replace("_", "-"))), given)
-
-
 def find_host(name: str) -> Host:
     """What the host of that name declares."""
     return import_module(f"mismatch_plugin.hooks.{HOSTS[name]}.launch").HOST

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.hooks.base import host_name
-from mismatch_plugin.inspect.hosts import HOSTS
+from mismatch_plugin.inspect.hosts import HOSTS, host_name
 
 CANNOT_READ = 2
 _DUMP, _SETTINGS, _SERVER, _METRICS, _OUTPUT = "Dump", "Your settings", "Server", "Run's metrics", "Output"

@@ -14,3 +14,9 @@ HOSTS: dict[Host, str] = {
     "python": "Python",
 }
 """Host → its name as people write it, in the order in which they are shown."""
+
+
+def host_name(given: str) -> str:
+    """The name in `HOSTS` that is meant by one with underscores, or by megatron-rl; `given` where there is none."""
+    plain = given.lower().replace("_", "-").replace("megatron-rl", "megatron-lm")
+    return plain if plain in HOSTS else given

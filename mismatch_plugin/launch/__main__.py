@@ -19,7 +19,8 @@ import sys
 from collections.abc import Sequence
 
 from mismatch_plugin.config.values import unknown
-from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, host_name, start_block, stop
+from mismatch_plugin.hooks.base import HOSTS, Given, Host, Plan, find_host, start_block, stop
+from mismatch_plugin.inspect.hosts import host_name
 from mismatch_plugin.launch import patched
 from mismatch_plugin.launch.command_line import HOST_FLAG, help_text, named_host, script_position
 from mismatch_plugin.launch.guard import Guard, refusal
