@@ -273,9 +273,6 @@ class StepLoss:
     statistics: Statistics
     gradient_scale: Tensor
 
-    def __repr__(self) -> str:
-        return f"StepLoss(loss {self.loss.detach().item():.6g}; figures: .metrics())"
-
     def metrics(self) -> dict[str, float]:
         """Those of what was trained, the same on every rank. Call it before `optimizer.step()`: it raises, on every
         rank, where an invalid log-prob was used or the gate fails. One host sync."""
