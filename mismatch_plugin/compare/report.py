@@ -197,7 +197,9 @@ def read_evidence(path: Path) -> dict[str, Results]:
 
 
 def _about(folder: Folder, measure: str | None) -> list[str]:
-    """What the page is about: the task that the settings share, and the seeds."""
+    """What the page is about: sentences of run.json, else the task that the settings share, and the seeds."""
+    if isinstance(given := folder.info.get("about"), list):
+        return [str(sentence) for sentence in given]
     tasks = {folder.about(setting)["task"] for setting in folder.variants} - {""}
     what = "exact match" if "exact" in (measure or "") else "reward"
     where = "on held-out prompts" if "held_out" in (measure or "") else "on the training batches"

@@ -165,15 +165,12 @@ RULES: tuple[Rule, ...] = (
          "the clip, which begins at π_rollout, cuts tokens for the mismatch itself",
          "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
          lambda metrics, config: config.algorithm == 1, "algorithm 1"),
-    Rule("pg_clipfrac", "fault", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
+    Rule("pg_clipfrac", "correction", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
          "π_θ is farther from π_old than updates lead", _ANCHOR,
          lambda metrics, config: (
              not config.use_rollout_log_probs and config.policy_objective == "ppo"
              and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) >= MIN_EPS
          ), f"algorithms 0 and 2, objective ppo, ε from {MIN_EPS:g} on"),
-    Rule("ppo_kl", "fault", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}",
-         "π_θ is farther from π_old than updates lead", _ANCHOR,
-         lambda metrics, config: not config.use_rollout_log_probs, "algorithms 0 and 2"),
     Rule("tokens", "fault", lambda v: v == 0, "0", "nothing trains: every loss mask is 0",
          "Set the mask to 1 where a response token trains."),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",

@@ -140,6 +140,8 @@ def inspect_steps(
     newest: dict[str, HealthWarning] = {}
     for step in recent:
         for warning in check_health(step, config):
+            if warning.about == "correction" and not config_known:
+                continue
             counts[warning.metric] += 1
             newest[warning.metric] = warning
     window = _Window(recent, together or {})

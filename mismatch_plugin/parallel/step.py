@@ -282,7 +282,7 @@ class StepLoss:
         """Divide the gradients of accumulated `PolicyLoss.undivided`: once a step, before clipping. No host sync."""
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(self.gradient_scale.to(parameter.grad))
+                parameter.grad.mul_(self.gradient_scale.to(parameter.grad.device))
 
 
 def step_loss(results: Sequence[PolicyLoss], group: dist.ProcessGroup | None = None) -> StepLoss:
