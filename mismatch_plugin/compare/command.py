@@ -134,7 +134,7 @@ def compare(
         typer.echo(f"failed: {sentence}", err=True)
     if lock is not None:
         lock.close()
-    typer.echo(f"took {(time.monotonic() - began) / 60:.1f} min")
+    typer.echo(f"report: {output / 'report.html'}; took {(time.monotonic() - began) / 60:.1f} min")
     if stopped:
         typer.echo(f"go on with: {_command()} --resume")
     if stopped or failures:
