@@ -12,7 +12,6 @@ from mismatch_plugin.core.loss import PolicyLoss, policy_loss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProb, InvalidLogProbError
-from mismatch_plugin.deprecated import compile_correct, compile_policy_loss
 from mismatch_plugin.parallel.step import StepLoss, step_loss
 
 __version__ = "0.2.0"
@@ -38,8 +37,6 @@ __all__ = [
     "add_arguments",
     "check_health",
     "compat",
-    "compile_correct",
-    "compile_policy_loss",
     "correct",
     "group_advantages",
     "policy_loss",

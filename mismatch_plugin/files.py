@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MIB = 1 << 20
 MAX_LINE = 256 * MIB
@@ -77,6 +77,25 @@ def read_json_object(path: Path, limit: int = MAX_FILE) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} is damaged: it holds a {type(value).__name__}, not an object.")
     return value
+
+
+def lock_file(path: Path, shared: bool = False) -> BinaryIO | None:
+    """The file, made and locked until it is closed or this process ends; None where that is impossible.
+
+    shared: of an existing file, next to others that only ask. Raises BlockingIOError where another process has it.
+    """
+    try:
+        import fcntl
+
+        if not shared:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("rb" if shared else "ab")
+        fcntl.flock(stream, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError):  # Windows, a file system without locks, or no file
+        return None
+    return stream
 
 
 @contextmanager

@@ -34,7 +34,8 @@ def find_truncation(batch: Batch) -> Outcome:
 
     Where the training side replays the sampling mask, comparisons go on with the behaviour log-probs.
     """
-    behaviour = {sample.index: values for sample in batch if (values := _behaviour(sample)) is not None}
+    recorded = {sample.index: sample.record.behaviour_log_probs for sample in batch}
+    behaviour = {s.index: found for s in batch if (found := recorded[s.index]) is not None and len(found) == s.tokens}
     found, replayed = _with_behaviour(batch, behaviour)
     rest = [sample for sample in drawn(batch) if sample.index not in behaviour]
     for filtered, told in ((True, False), (True, True), (False, False)):
@@ -60,12 +61,6 @@ def find_truncation(batch: Batch) -> Outcome:
 def after_filters(sample: Sample) -> bool:
     """Its log-probs are renormalised over what its filters kept, by what the record tells (vLLM's processed ones)."""
     return sample.record.sampling.filtered and sample.record.log_probs_of == "filtered"
-
-
-def _behaviour(sample: Sample) -> Floats | None:
-    """[n] behaviour log-probs, NaN where there is none."""
-    values = sample.record.behaviour_log_probs
-    return None if values is None or len(values) != sample.tokens else values
 
 
 def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[Item], dict[int, dict[str, Any]]]:

@@ -113,7 +113,8 @@ def find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], s
     """
     mixes = batch.between
     assert mixes is not None
-    chosen = _within_budget(samples)
+    step = max(1, math.ceil(sum(sample.tokens for sample in samples) / BUDGET))
+    chosen = range(0, len(samples), step)  # evenly over the batch, up to the budget of tokens; at least one
     few, own = [samples[at] for at in chosen], [now[at] for at in chosen]
     rollout = [sample.rollout for sample in few]
     starts = [sample.reference for sample in few if sample.reference is not None]
@@ -166,13 +167,6 @@ def find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], s
         },
         confidence="likely",
     )
-
-
-def _within_budget(samples: Sequence[Sample]) -> list[int]:
-    """Places of samples, evenly over the batch, up to the budget of tokens; at least one."""
-    total = sum(sample.tokens for sample in samples)
-    step = max(1, math.ceil(total / BUDGET))
-    return list(range(0, len(samples), step))
 
 
 def _joined(samples: Sequence[Sample], ours: Sequence[Floats], theirs: Sequence[Floats]) -> Floats:

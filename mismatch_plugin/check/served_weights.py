@@ -81,7 +81,8 @@ _BY_FINGERPRINT: tuple[FaultName, ...] = (
 
 def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
     """The last update changed some matrices and not the others."""
-    wrong = [(piece, update) for piece in pieces if (update := piece.update) is not None and _partial(update)]
+    updated = [(piece, piece.update) for piece in pieces if piece.update is not None]
+    wrong = [(p, update) for p, update in updated if update.changed > 0 and update.changed_matrices < update.matrices]
     if not wrong:
         return [], set()
     of = dict.fromkeys((piece.served.worker, update) for piece, update in wrong)
@@ -95,10 +96,6 @@ def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]
     statistics = {"changed_matrices": float(update.changed_matrices), "matrices": float(update.matrices)}
     item = finding(batch, "weights_partly_updated", evidence, PARTLY_FIX, chosen, statistics=statistics)
     return [item], {piece.key for piece in chosen}
-
-
-def _partial(update: LastUpdate) -> bool:
-    return update.changed > 0 and update.changed_matrices < update.matrices
 
 
 def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, BinaryIO
 
 import torch
 import typer
@@ -36,7 +36,7 @@ from mismatch_plugin.compare import experiments
 from mismatch_plugin.compare.experiments import Setting, Settings, get_task, variant_config, variant_name
 from mismatch_plugin.compare.loop import Runs, warm_weights
 from mismatch_plugin.config.fields import plain_error
-from mismatch_plugin.files import read_json_object, write_whole
+from mismatch_plugin.files import lock_file, read_json_object, write_whole
 from mismatch_plugin.report.log import differences, to_json
 
 CONFIG, METRICS, DONE, WARM = "config.json", "metrics.jsonl", "done.json", ".warm"
@@ -132,8 +132,9 @@ def compare(
         failures.append(f"report: {error}")
     for sentence in failures:
         typer.echo(f"failed: {sentence}", err=True)
-    lock.close()
-    typer.echo(f"took {(time.monotonic() - began) / 60:.1f} min")
+    if lock is not None:
+        lock.close()
+    typer.echo(f"report: {output / 'report.html'}; took {(time.monotonic() - began) / 60:.1f} min")
     if stopped:
         typer.echo(f"go on with: {_command()} --resume")
     if stopped or failures:
@@ -176,7 +177,7 @@ def choose(
     for name, setting in chosen.items():
         if both := sorted(fields.keys() & setting.changes):
             raise ValueError(f"--lab {both[0]}: setting {name} has its own, {setting.changes[both[0]]}: leave one out.")
-    made = {name: Settings.model_validate({**fields, **setting.changes}) for name, setting in chosen.items()}
+    tasks = {s: get_task(Settings.model_validate({**fields, **of.changes}).task) for s, of in chosen.items()}
 
     if algorithms is None and (full or quick):
         algorithms = experiments.VARIANTS if full else experiments.SETTINGS["control"].variants
@@ -189,7 +190,6 @@ def choose(
     numbers = list(range(first_seed, first_seed + count))
     used = [str(seed) for seed in numbers if seed in experiments.CHOSEN_ON]
     changed = f" Changed for all settings: {', '.join(given)}." if given else ""
-    about = {name: (setting.title, setting.what + changed, setting.changes) for name, setting in chosen.items()}
     return {
         "command": _command(),
         "settings": list(chosen),
@@ -197,8 +197,8 @@ def choose(
         "seeds": numbers,
         "plan": {name: list(labels) for name, labels in plan.items()},
         "about_settings": {
-            name: {"title": title, "what": what, "task": get_task(made[name].task).about, "changes": dict(changes)}
-            for name, (title, what, changes) in about.items()
+            name: {"title": s.title, "what": s.what + changed, "task": tasks[name].about, "changes": dict(s.changes)}
+            for name, s in chosen.items()
         },
         "about_seeds": f"Learning rate, staleness and precision were chosen on seeds 0 to 9; of those reported here, "
         f"{', '.join(used) or 'none'} {'are' if len(used) > 1 else 'is'} among them.",
@@ -267,19 +267,12 @@ def open_folder(folder: Path, chosen: dict[str, Any], resume: bool) -> None:
         )
 
 
-def hold(folder: Path) -> IO[str]:
-    """The folder's lock, which ends with this process at the latest. Raises ValueError where another one has it."""
-    stream = (folder / ".lock").open("w")
+def hold(folder: Path) -> BinaryIO | None:
+    """The folder's lock, see `lock_file`. Raises ValueError where another process has it."""
     try:
-        import fcntl
-
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return lock_file(folder / ".lock")
     except BlockingIOError:
-        stream.close()
         raise ValueError(f"another compare is writing to {folder}: wait for it, or choose another --output.") from None
-    except (ImportError, OSError):  # Windows, or a file system without locks
-        pass
-    return stream
 
 
 def run_block(block: Block, warm: Path, report: Callable[[int], None]) -> None:

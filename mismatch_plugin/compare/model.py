@@ -82,8 +82,7 @@ def forward(
     N, B, T = ids_NBT.shape
     start = past[0][0].shape[2] if past else 0
     words = weights[WORDS].gather(1, ids_NBT.reshape(N, B * T, 1).expand(-1, -1, settings.hidden))
-    x = words.view(N, B, T, -1) + weights[POSITIONS][:, None, start : start + T]
-    x = x.view(N, B * T, -1)
+    x = (words.view(N, B, T, -1) + weights[POSITIONS][:, None, start : start + T]).view(N, B * T, -1)
     mask = torch.full((T, start + T), -math.inf).triu(start + 1) if T > 1 else None
     cache: Cache = []
     for i in range(settings.layers):
@@ -98,8 +97,7 @@ def forward(
             k, v = (torch.cat(parts, dim=2) for parts in zip(past[i], (k, v), strict=True))
         cache.append((k, v))
         if last_only and i == settings.layers - 1:
-            q, x, T = q[:, :, -1:], x.view(N, B, T, -1)[:, :, -1], 1
-            mask = None
+            q, x, T, mask = q[:, :, -1:], x.view(N, B, T, -1)[:, :, -1], 1, None
         y = _attention(q, k, v, mask)
         x = x + _linear(y.transpose(1, 2).reshape(N, B * T, -1), own("self_attention.linear_proj"))
         x = x + _mlp(settings, _norm(x, own("pre_mlp_layernorm")), own, reroute)

@@ -7,13 +7,11 @@ import hashlib
 import io
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -35,11 +33,13 @@ from mismatch_plugin.compare.statistics import (
     read_folder,
     summarise,
 )
-from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.files import encodable, write_whole
 from mismatch_plugin.report.log import to_json
 from mismatch_plugin.report.presets import as_flags
 from mismatch_plugin.report.table import NOTHING, Table, figure, number, p_value, signed
+from mismatch_plugin.report.templates import environment
 from mismatch_plugin.report.terminal import terminal
 
 EVIDENCE = Path(__file__).parents[2] / "examples" / "compare" / "evidence.json"
@@ -80,11 +80,10 @@ def write_report(folder: Path) -> str:
     if picture:
         (folder / "collapse.png").write_bytes(picture)
     write_whole(folder / "summary.json", to_json(_summary(found, results, picture), indent=2) + "\n")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    environment.filters |= {"number": number, "signed": signed, "p_value": p_value, "figure": figure}
-    page = environment.from_string(Path(__file__).with_name("report.html.j2").read_text(encoding="utf-8")).render(
+    made = environment()
+    made.filters |= {"number": number, "signed": signed, "p_value": p_value, "figure": figure}
+    page = made.get_template("compare/report.html.j2").render(
         folder=found,
-        info=found.info,
         title=str(found.info.get("title", "Comparison of mismatch corrections")),
         about=_about(found, measure),
         results=results,
@@ -211,12 +210,11 @@ def _about(folder: Folder, measure: str | None) -> list[str]:
 def flags_of(folder: Folder, name: str) -> str:
     """A variant's settings as launch flags; empty where its configuration was not kept or cannot be read."""
     settings = next((mapping(run.config.get("mismatch")) for key, run in folder.runs.items() if key[1] == name), {})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", MismatchWarning)
-        try:
+    try:
+        with no_notes():
             config = MismatchConfig.build({**settings, "metrics": "basic", "report_dir": None})
-        except (ValueError, TypeError):
-            return ""
+    except (ValueError, TypeError):
+        return ""
     return " ".join(as_flags(config)) or "no flag" if settings else ""
 
 
@@ -317,10 +315,8 @@ def _figures(of: Variant) -> dict[str, Any]:
     if (d := of.difference) is not None and d.n:
         found |= {"difference": d.mean, "interval": [d.low, d.high], "p": d.p, "p_holm": d.p_holm}
         found |= {"effect_size": d.effect_size, "verdict": d.verdict}
-    return {
-        **found,
-        "mechanism": {k: of.figures[k] for k in ("grad_norm", "kl", "impossible", "rejected") if k in of.figures},
-    }
+    measured = {k: of.figures[k] for k in ("grad_norm", "kl", "impossible", "rejected") if k in of.figures}
+    return {**found, "mechanism": measured}
 
 
 def _of(some: Sequence[str], among: Mapping[str, Any] | Sequence[str]) -> str:

@@ -1,13 +1,9 @@
 """From a run folder of `compare` to statements: outcomes of runs, paired differences to PPO, and what is significant.
 
-RUN/run.json                                  settings, variants, seeds, which variant is in which setting (`plan`), ...
-RUN/<setting>/<variant>/seed<k>/metrics.jsonl one JSON object an optimizer step
-                               /config.json   the configuration; "variant" is the label
-                               /done.json     there when the run has finished
-
-Outcomes are named before the run. Primary: the final value (exact match where it was recorded, else reward). Secondary:
-area under the curve, and collapsed or not. Differences are paired: variant minus PPO on the same seed. Each outcome has
-its own p-values, by Holm's method for the variants of a setting. Only finished runs count. All tests are two-sided.
+`command` says what the folder holds. Outcomes are named before the run. Primary: the final value (exact match where it
+was recorded, else reward). Secondary: area under the curve, and collapsed or not. Differences are paired: variant minus
+PPO on the same seed. Each outcome has its own p-values, by Holm's method for the variants of a setting. Only finished
+runs count. All tests are two-sided.
 """
 
 from __future__ import annotations

@@ -168,39 +168,52 @@ def outside_known_range(config: Settings) -> list[str]:
     return notes
 
 
-def bound_warnings(config: Settings, response_length: int | None = None) -> list[str]:
+def bound_warnings(config: Settings, response_length: object = None) -> list[str]:
     """Sentences on bounds of weights that do harm: an upper one that is none, or hides a smaller step, and, where the
-    tokens of a response are known, one that cannot hold the product over them (a turn counts as a response)."""
+    tokens of a response are known, one that cannot hold the product over them (a turn counts as a response).
+
+    response_length: a host's value; what is no number, such as a reference to another key, is not known."""
     tis = config.tis
     if not config.weighted:
         return []
     fault = tis.upper_bound_fault
     notes = [f"--tis-upper-bound {tis.upper_bound:g}: {fault}. 2 is usual."] if fault else []
-    if tis.level in GROWING and response_length:
+    if tis.level in GROWING and isinstance(response_length, int) and response_length > 0:
         mean, ess = truncated_product(config, response_length)
         if mean < MIN_MEAN_WEIGHT or ess < MIN_EFFECTIVE_SAMPLE_SIZE:
             bound = f"{tis.upper_bound:g}" + (f"^(n^{tis.bound_growth:g})" if tis.bound_growth else "")
             notes.append(
-                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights cut at {bound} "
-                f"have mean {mean:.2g}, ESS {ess:.0%}. Choose token level."
+                f"--tis-level {tis.level} over {response_length} tokens: at KL {USUAL_KL:g} weights bounded by {bound} "
+                f"have mean {mean:.2g}, ESS {ess:.1%}. Choose token level."
             )
     return notes
 
 
 def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tuple[float, float]:
-    """(mean, effective sample size) of min(ρ, hi) where ρ is a product over `length` tokens.
+    """(mean, effective sample size) of the weights where ρ is a product over `length` tokens.
 
-    With independent tokens log ρ is Normal(−s, 2s), s = length · kl, so that E ρ = 1. With Φ its standard distribution:
-    E min(ρ, hi)^k = e^(k(k−1)s) · Φ((log hi + s − 2ks) / √2s) + hi^k · Φ(−(log hi + s) / √2s); ESS = (E w)² / E w².
-    Prefix level: both moments are means over the tokens.
+    With independent tokens log ρ is Normal(−s, 2s), s = length · kl, so that E ρ = 1. With Φ its distribution, shifted
+    by 2ks: E ρ^k between two bounds is e^(k(k−1)s) · (Φ(log hi) − Φ(log lo)). Truncate and clip add hi^k times the
+    share above, clip lo^k times that below. ESS = (E w)² / E w². Prefix level: both moments are means over the tokens.
     """
+    tis = config.tis
 
     def moment(k: int, tokens: int) -> float:
-        s = min(tokens * kl, 300.0)  # e^600 is finite, and by then no weight is left
-        log_hi = min(math.log(config.tis.upper) * tokens**config.tis.bound_growth, SAFETY_BOUND)
-        inside, above = (0.5 * math.erfc(-x / math.sqrt(4.0 * s)) for x in (log_hi + s - 2.0 * k * s, -log_hi - s))
-        return math.exp(k * (k - 1) * s) * inside + math.exp(k * log_hi) * above
+        s, growth = min(tokens * kl, 300.0), tokens**tis.bound_growth  # e^600 is finite, and by then no weight is left
+        lower = tis.lower if tis.mode != "truncate" else 0.0
+        hi = min(math.log(tis.upper) * growth, SAFETY_BOUND)
+        lo = max(math.log(lower) * growth, -SAFETY_BOUND) if lower else -SAFETY_BOUND
 
-    lengths = range(1, length + 1, 1 + length // 256) if config.tis.level == "prefix" else [length]
+        def below(bound: float, shift: float = 0.0) -> float:
+            return 0.5 * math.erfc((shift - s - bound) / math.sqrt(4.0 * s))
+
+        total = math.exp(k * (k - 1) * s) * (below(hi, 2.0 * k * s) - below(lo, 2.0 * k * s))
+        if tis.mode != "mask":
+            total += math.exp(k * hi) * (1.0 - below(hi))
+        if tis.mode == "clip":
+            total += math.exp(k * lo) * below(lo)
+        return total
+
+    lengths = range(1, length + 1, 1 + length // 256) if tis.level == "prefix" else [length]
     first, second = (sum(moment(k, n) for n in lengths) / len(lengths) for k in (1, 2))
-    return first, first * first / second
+    return first, first * first / second if second else 0.0

@@ -165,15 +165,12 @@ RULES: tuple[Rule, ...] = (
          "the clip, which begins at π_rollout, cuts tokens for the mismatch itself",
          "Anchor the clip at π_old and weigh the rest: algorithm 2, --use-tis without --use-rollout-log-probs.",
          lambda metrics, config: config.algorithm == 1, "algorithm 1"),
-    Rule("pg_clipfrac", "fault", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
+    Rule("pg_clipfrac", "correction", lambda v: v > MAX_CLIPPED, f"above {MAX_CLIPPED:g}",
          "π_θ is farther from π_old than updates lead", _ANCHOR,
          lambda metrics, config: (
              not config.use_rollout_log_probs and config.policy_objective == "ppo"
              and min(config.ppo.eps_clip_low, config.ppo.eps_clip_high) >= MIN_EPS
          ), f"algorithms 0 and 2, objective ppo, ε from {MIN_EPS:g} on"),
-    Rule("ppo_kl", "fault", lambda v: abs(v) > MAX_KL, f"beyond ±{MAX_KL:g}",
-         "π_θ is farther from π_old than updates lead", _ANCHOR,
-         lambda metrics, config: not config.use_rollout_log_probs, "algorithms 0 and 2"),
     Rule("tokens", "fault", lambda v: v == 0, "0", "nothing trains: every loss mask is 0",
          "Set the mask to 1 where a response token trains."),
     Rule("all_rejected", "correction", lambda v: v > 0, "1", "nothing is left in the loss",
@@ -181,49 +178,24 @@ RULES: tuple[Rule, ...] = (
          "--mismatch-dry-run first.",
          lambda metrics, config: not config.dry_run, "not in a dry run"),
 )
-# fmt: on
-_BLOWN = Rule(
-    "rollout_is_weight_after_max",
-    "correction",
+_BLOWN = Rule("rollout_is_weight_after_max", "correction",
     lambda v: v > MAX_NORMALIZED_WEIGHT,  # in upper bounds
-    f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds",
-    "batch normalisation produced an outlier weight",
+    f"above {MAX_NORMALIZED_WEIGHT:g} upper bounds", "batch normalisation produced an outlier weight",
     "Nearly everything else was bounded to little: raise the lower bound.",
-    only="batch normalisation, bounds that do not grow",
-)
-_UPPER = Rule(
-    "tis.upper_bound",
-    "correction",
-    lambda v: not UPPER_BOUNDS[0] <= v <= UPPER_BOUNDS[1],
+    only="batch normalisation, bounds that do not grow")
+_UPPER = Rule("tis.upper_bound", "correction", lambda v: not UPPER_BOUNDS[0] <= v <= UPPER_BOUNDS[1],
     f"below {UPPER_BOUNDS[0]:g} or above {UPPER_BOUNDS[1]:g}",
-    "no weight reaches 1, or one weight can outweigh 100 others",
-    "2 is usual.",
-    only="weights",
-)
-_INVALID = Rule(
-    "invalid_{kind}",
-    "fault",
+    "no weight reaches 1, or one weight can outweigh 100 others", "2 is usual.", only="weights")
+_INVALID = Rule("invalid_{kind}", "fault",
     lambda v: v > MAX_INVALID_SHARE,  # as a share of the tokens
-    f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds of a side together",
-    "rollout log-probs are invalid",
-    "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.",
-)
-_INVALID_TRAIN = Rule(
-    "invalid_train_{kind}",
-    "fault",
-    _INVALID.is_wrong,
-    _INVALID.when,
+    f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds of a side together", "rollout log-probs are invalid",
+    "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.")
+_INVALID_TRAIN = Rule("invalid_train_{kind}", "fault", _INVALID.is_wrong, _INVALID.when,
     "training log-probs are invalid",
-    "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.",
-)
-_NOT_FINITE = Rule(
-    "kl, pg_loss",
-    "fault",
-    lambda v: not math.isfinite(v),
-    "NaN or infinite",
-    "it is not finite",
-    "Look for NaN in the training side's log-probs and advantages.",
-)
+    "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.")
+_NOT_FINITE = Rule("kl, pg_loss", "fault", lambda v: not math.isfinite(v), "NaN or infinite", "it is not finite",
+    "Look for NaN in the training side's log-probs and advantages.")
+# fmt: on
 
 
 def all_rules() -> tuple[Rule, ...]:
@@ -245,9 +217,8 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
         for rule in RULES
         if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
     ]
-    largest = values.get(_BLOWN.metric)
-    grows = growth_of(config) > 0
-    if largest is not None and config.tis.batch_normalize and not grows and _BLOWN.is_wrong(largest / config.tis.upper):
+    largest, bounded = values.get(_BLOWN.metric), config.tis.batch_normalize and growth_of(config) == 0
+    if largest is not None and bounded and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
     if config.weighted and (fault := config.tis.upper_bound_fault):
         found.append(HealthWarning(_UPPER.metric, config.tis.upper_bound, fault, _UPPER.advice, _UPPER.about))

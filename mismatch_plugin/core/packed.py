@@ -29,12 +29,7 @@ _INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
-_TOKEN_FIELDS = (
-    *_LOG_PROBS,
-    "advantages",
-    "entropy",
-    *_INTEGER_FIELDS,
-)
+_TOKEN_FIELDS = (*_LOG_PROBS, "advantages", "entropy", *_INTEGER_FIELDS)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -111,7 +111,9 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
     if loss.log_r is not None:
         columns["objective_ratio"] = bounded_exp(loss.log_r.detach())
     if bounds is not None:
-        columns["unit_ratio"] = _unit_ratios(numbers, config, bounds.level)
+        # The aggregated ratio is the weight that no bound changes, in an algorithm with weights.
+        free = {"use_tis": True, "tis": {"level": bounds.level, "mode": "truncate", "upper_bound": math.inf}}
+        columns["unit_ratio"] = _corrected(numbers, _only(config, free)).weights
         columns["upper"] = _grown(bounds, bounds.log_upper, numbers)
         if not (config.weighted and config.tis.mode == "truncate"):  # there the lower one bounds nothing
             columns["lower"] = _grown(bounds, bounds.log_lower, numbers)
@@ -174,12 +176,6 @@ def _names(packed: PackedSequences) -> Iterator[str]:
 
 def _corrected(numbers: Numbers, config: MismatchConfig) -> Correction:
     return token_loss(numbers.log_probs, numbers.packed, config).correction
-
-
-def _unit_ratios(numbers: Numbers, config: MismatchConfig, level: str) -> Tensor:
-    """The aggregated ratio at every token: the weight that no bound changes, in an algorithm with weights."""
-    free = {"use_tis": True, "tis": {"level": level, "mode": "truncate", "upper_bound": math.inf}, "metrics": "off"}
-    return _corrected(numbers, _only(config, free)).weights
 
 
 def _grown(bounds: ActingBounds, log_bound: float, numbers: Numbers) -> Tensor:

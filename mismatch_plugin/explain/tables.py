@@ -54,7 +54,8 @@ _UNITS = {
 def _losses(account: Account, config: MismatchConfig) -> Table:
     rows = []
     for token in account.tokens:
-        judged = (_yes(token.kept), ", ".join(token.rejected_by) or NOTHING) if token.trains else (PADDING, PADDING)
+        kept, by = "yes" if token.kept else "no", ", ".join(token.rejected_by) or NOTHING
+        judged = (kept, by) if token.trains else (PADDING, PADDING)
         numbers = _cells(token, token.log_prob, token.objective_ratio, token.advantage)
         rows.append((token.name, *numbers, *judged, *_cells(token, token.objective, token.loss, token.gradient)))
     headers = ("token", "log π_θ", "r", "A", "kept", "rejected by", "objective", "loss", "gradient")
@@ -84,10 +85,6 @@ def _formula(config: MismatchConfig) -> str:
     between = f"{1 - clip.eps_clip_low:.7g} to {1 + clip.eps_clip_high:.7g}"
     dual = "" if clip.dual_clip is None else f", at most {clip.dual_clip:g} |A| where A < 0"
     return f"{formula} with r = π_θ / {anchor}, clipped to {between}{dual}"
-
-
-def _yes(kept: bool | None) -> str:
-    return "yes" if kept else "no"
 
 
 def _sums(account: Account) -> Table:

@@ -6,12 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import segment_max, segment_sum
-from mismatch_plugin.core.tokens import Tokens, select_tokens
+from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.inspect.levels import GROWN, growing, growing_name, levels_of, units_in
 from mismatch_plugin.inspect.packing import pieces
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -76,7 +75,11 @@ def _ratios(level: str, growth: float, packed: PackedSequences) -> Floats:
 
 def _compared(aggregate: str, statistic: str, packed: PackedSequences) -> Floats:
     """What a criterion compares, of every unit with a token."""
-    tokens, counts_N = _selected(packed)
+    assert packed.old_log_probs is not None
+    tokens, counts_N = (
+        select_tokens(packed.old_log_probs.detach(), packed),
+        segment_sum(packed.loss_mask, packed.offsets),
+    )
     values = token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout)
     if aggregate == "token":
         return values[packed.loss_mask].double().numpy()
@@ -85,12 +88,6 @@ def _compared(aggregate: str, statistic: str, packed: PackedSequences) -> Floats
     else:
         values = segment_sum(values, packed.offsets) / counts_N.clamp(min=1)
     return values[counts_N > 0].double().numpy()
-
-
-def _selected(packed: PackedSequences) -> tuple[Tokens, Tensor]:
-    """(the log-probs, [N] response tokens)."""
-    assert packed.old_log_probs is not None
-    return select_tokens(packed.old_log_probs.detach(), packed), segment_sum(packed.loss_mask, packed.offsets)
 
 
 def _two_sided(values: Floats, share: float) -> tuple[float, float]:

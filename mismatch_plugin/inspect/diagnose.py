@@ -89,7 +89,8 @@ def diagnose(
         "format": inputs.format,
         "samples": check.samples,
         "tokens": check.tokens,
-        "findings": tuple(map(_cause, _ordered(check.findings))),
+        # Those that count first; in the order of detection, which is that of cause and effect.
+        "findings": tuple(map(_cause, sorted(check.findings, key=lambda item: not item.counts))),
         "undecided": tuple(f"{', '.join(item.faults)}: {item.reason}" for item in check.undecided),
         "check": check,
     }
@@ -160,11 +161,6 @@ def _stale(batch: Batch) -> float | None:
         and (own := [n for span in sample.record.weight_versions if (n := version_number(span.version)) is not None])
     ]
     return float(max(0, *behind)) if behind else None
-
-
-def _ordered(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that count first; in the order of detection, which is that of cause and effect."""
-    return sorted(findings, key=lambda item: not item.counts)
 
 
 def _cause(item: Finding) -> Cause:

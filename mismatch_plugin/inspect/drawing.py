@@ -138,14 +138,10 @@ def plot(of: Distribution, bounds: tuple[float | None, float | None] = (None, No
         of,
         bars,
         tuple((x(value), f"{value:g}".replace("-", "−")) for value in ticks(first, last)),
-        tuple((bottom - up(10.0**power), _power(power)) for power in powers),
+        tuple((bottom - up(10.0**n), f"{10 ** (n % 3)}{('', 'k', 'M', 'G')[min(n // 3, 3)]}") for n in powers),
         bound(bounds[0]),
         bound(bounds[1]),
     )
-
-
-def _power(power: int) -> str:
-    return f"{10 ** (power % 3)}{('', 'k', 'M', 'G')[min(power // 3, 3)]}"
 
 
 def places_on_range(items: tuple[Comparable, ...]) -> list[tuple[Comparable, float, float, float, float, float]]:

@@ -135,7 +135,7 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         for name in ("coef", "type", "on"):
             data.get("terms", {}).pop(f"rollout_kl_{name}", None)
         notes.append(f"{lost} cannot be had on verl without use_rollout_log_probs: its driver rejects before the step")
-    if _refuses_accepted(config, host):
+    if config.denominator == "accepted" and (host != "verl" or config.rejects):
         data.pop("denominator")
         unless = "" if host != "verl" or config.use_rollout_log_probs else " unless trainer.use_v1=false"
         notes.append(f"denominator accepted cannot be had on {host}{unless}: what is rejected stays in its denominator")
@@ -177,10 +177,6 @@ def _not_on_driver(config: MismatchConfig) -> str:
     lost = ["rs.policy current"] if config.judges_current else []
     lost += [f"criterion {name}" for name in config.conditional]
     return ", ".join(lost + (["terms.rollout_kl_coef"] if config.terms.rollout_kl_coef else []))
-
-
-def _refuses_accepted(config: MismatchConfig, host: Host) -> bool:
-    return config.denominator == "accepted" and (host != "verl" or config.rejects)
 
 
 def _scope(config: MismatchConfig, host: Host) -> Literal["micro_batch", "rollout_batch"] | None:

@@ -140,13 +140,16 @@ def inspect_steps(
     newest: dict[str, HealthWarning] = {}
     for step in recent:
         for warning in check_health(step, config):
+            if warning.about == "correction" and not config_known:
+                continue
             counts[warning.metric] += 1
             newest[warning.metric] = warning
     window = _Window(recent, together or {})
     figures = _figures(ROWS, steps, window)
     table = _table(f"{counted(len(steps))}, judged by the last {len(recent)}", figures)
     seen = dict.fromkeys(name.removeprefix(PREFIX) for step in steps for name in step if name.startswith(PREFIX))
-    named = [name for start in _FULL for name in seen if name.startswith(start) and not _is_basic(name)]
+    basic = {name for name in seen if name.startswith("rollout_rs_") and name.endswith("masked_fraction")} | {*_BASIC}
+    named = [name for start in _FULL for name in seen if name.startswith(start) and name not in basic]
     names = [*dict.fromkeys(named)]  # several families begin alike
     more = _figures(names, steps, window)
     full = _table("full metrics", more) if names else None
@@ -168,10 +171,6 @@ def inspect_steps(
     counted_tokens = int(tokens) if math.isfinite(tokens) else None
     about_all = (len(steps), table, full, (*figures, *more), warnings, data, correction)
     return Inspection(*about_all, grown, *judged_by, counted_tokens, sound)
-
-
-def _is_basic(name: str) -> bool:
-    return name in _BASIC or (name.startswith("rollout_rs_") and name.endswith("masked_fraction"))
 
 
 def counted(steps: int) -> str:

@@ -77,7 +77,8 @@ def inspect_metrics(
     status = 0 if result.sound and (gate is None or gate.passed) else 1
     if result.sound and gate is not None and gate.passed is None:
         status = 3
-    drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or _default_folder(path))
+    plots = path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
+    drawn, note = ([], "") if no_pictures else _draw(source, settings, pictures or plots)
     figures = result.figures_for_rules()
     advice = None if result.state == "fault" or figures is None else recommend(figures)
     if as_json:
@@ -165,10 +166,6 @@ def _written(path: Path) -> tuple[MismatchConfig, str | None]:
         if described.exists() and isinstance(of_run := read_mapping(described).get("mismatch"), dict):  # of `compare`
             return MismatchConfig.build(of_run), str(described)
     return MismatchConfig(), None
-
-
-def _default_folder(path: Path) -> Path:
-    return path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
 
 
 def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:

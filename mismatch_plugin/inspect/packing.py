@@ -41,6 +41,7 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
     samples = [table[int(index)] for index in order]
     places = np.split(tokens.position, starts[1:])
     advantages, said = _advantages(batch, samples, places)
+    trained_at = {version_number(sample.told.weight_version or "") for sample in samples}
     packed = PackedSequences(
         loss_mask=torch.ones(len(tokens), dtype=torch.bool),
         lengths=tuple(lengths.tolist()),
@@ -50,7 +51,7 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
         entropy=_tensor(_gathered([sample.told.entropy for sample in samples], samples, places)),
         positions=torch.from_numpy(tokens.position),
         weight_versions=_tensor(_versions(samples, places)),
-        trainer_version=_trainer_version(samples),
+        trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
         turn_ids=torch.from_numpy(np.concatenate([_turns(s)[at] for s, at in zip(samples, places, strict=True)])),
         sequence_ids=tuple(sample.index for sample in samples),
     )
@@ -98,11 +99,6 @@ def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
             return None
         found[start : (start := start + len(place))] = numbers
     return found
-
-
-def _trainer_version(samples: Sequence[Sample]) -> int | None:
-    found = {version_number(sample.told.weight_version or "") for sample in samples}
-    return found.pop() if len(found) == 1 else None
 
 
 def _turns(sample: Sample) -> Ints:

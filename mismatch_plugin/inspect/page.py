@@ -200,19 +200,11 @@ def _size_table(diagnosis: Diagnosis) -> Table:
 def _quantile_table(diagnosis: Diagnosis) -> Table | None:
     if diagnosis.size is None or not diagnosis.size.quantiles:
         return None
-    rows = tuple(
-        (
-            name.removeprefix("p") + " %",
-            compact(value).replace("-", "−", value < 0),
-            compact(_ratio(value)),
-        )
-        for name, value in diagnosis.size.quantiles.items()
-    )
-    return Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), rows)
-
-
-def _ratio(log_ratio: float) -> float:
-    return math.exp(min(max(log_ratio, -SAFETY_BOUND), SAFETY_BOUND))
+    rows: list[tuple[str, str, str]] = []
+    for name, value in diagnosis.size.quantiles.items():
+        ratio = math.exp(min(max(value, -SAFETY_BOUND), SAFETY_BOUND))
+        rows.append((name.removeprefix("p") + " %", compact(value).replace("-", "−", value < 0), compact(ratio)))
+    return Table("Quantiles of the tokens", ("share below", "log-ratio", "ratio"), tuple(rows))
 
 
 def _bounds_table(diagnosis: Diagnosis) -> Table | None:

@@ -31,10 +31,6 @@ CREDIT = 0.5
 """Share of responses from which on their tokens have advantages of their own."""
 
 
-def _always(_: Figures) -> bool:
-    return True
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rule:
     """One row of "which setting to choose".
@@ -53,7 +49,7 @@ class Rule:
     preset: str
     reason: str
     changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    also: Callable[[Figures], bool] = _always
+    also: Callable[[Figures], bool] = lambda _: True
     kl: tuple[float, float] = (0.0, math.inf)
     length: float = math.inf
     kl_length: float = math.inf

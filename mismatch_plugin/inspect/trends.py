@@ -167,7 +167,8 @@ def _fitted(values: Array) -> tuple[int, int, int, Kind, float, float, float] | 
     if rise < math.log(MIN_FACTOR):
         return None
     residual = y - level - slope * shapes[best]
-    lag = _lag_one(residual)
+    square = float(residual @ residual)
+    lag = float(residual[:-1] @ residual[1:]) / square if square else 0.0
     memory = float(np.clip(lag + 3.0 * (1.0 + 3.0 * lag) / n, 0.0, 0.95))  # a fit takes some of it away, in short runs
     p = (1 + int((_scores(bases, _without_growth(residual, memory)) >= score).sum())) / (1 + _RUNS)
     # Twice the log-likelihood ratio below 3.84, with as many independent steps as the residuals leave.
@@ -191,11 +192,6 @@ def _scores(bases: Array, columns: Array) -> Array:
     centred = columns - columns.mean(0)
     explained = (np.maximum(bases @ centred, 0.0) ** 2).max(0)
     return explained / np.maximum((centred**2).sum(0) - explained, 1e-12)
-
-
-def _lag_one(residual: Array) -> float:
-    square = float(residual @ residual)
-    return float(residual[:-1] @ residual[1:]) / square if square else 0.0
 
 
 def _without_growth(residual: Array, memory: float) -> Array:

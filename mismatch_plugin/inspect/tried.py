@@ -66,7 +66,10 @@ def settings_for(
         for level in growing(packed):
             lower, upper = measured[growing_name(level)][_KEEPS]
             if math.isfinite(upper):
-                yield from _of_growing_bounds(level, lower, upper)
+                tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
+                for mode in ("clip", "mask"):
+                    name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {_KEEPS})"
+                    yield _setting(2, name, {"tis": {**tis, "mode": mode}})
         upper = measured["sequence_mean_k3"][_KEEPS][1]
         criterion = {"aggregate": "sequence_mean", "statistic": "k3"}
         yield from _rejections(f"reject sequence_mean k3 above {upper:g} (keeps {_KEEPS})", criterion, None, upper)
@@ -106,13 +109,6 @@ def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Se
         yield from _rejections(
             f"reject {level} ratio outside {lower:.7g} to {upper:.7g}{note}", criterion, lower, upper
         )
-
-
-def _of_growing_bounds(level: str, lower: float, upper: float) -> Iterator[Setting]:
-    bounds = {"lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
-    for mode in ("clip", "mask"):
-        name = f"{level}, {mode} {lower:.7g} to {upper:.7g}, growth {GROWN:g} (keeps {_KEEPS})"
-        yield _setting(2, name, {"tis": {"level": level, "mode": mode, **bounds}})
 
 
 def _of_versions(packed: PackedSequences) -> Iterator[Setting]:
@@ -166,7 +162,9 @@ def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool)
     """Which settings are not predicted, and why. grouped: rewards and groups are there."""
     notes: list[str] = []
     if packed.advantages is None:
-        names = [preset.short for preset in PRESETS if _conditional(preset)]
+        with no_notes():
+            built = {preset.short: MismatchConfig.build(preset.settings(**preset.required)) for preset in PRESETS}
+        names = [name for name, config in built.items() if config.needs_advantages]
         what = f"criteria with a condition on the advantage ({', '.join(names)})"
         notes.append(f"{what} are not predicted: there are no advantages")
     own = own or MismatchConfig()
@@ -181,8 +179,3 @@ def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool)
             f"share a group or prompt"
         )
     return tuple(notes)
-
-
-def _conditional(preset: Preset) -> bool:
-    with no_notes():
-        return MismatchConfig.build(preset.settings(**preset.required)).needs_advantages

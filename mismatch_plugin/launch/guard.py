@@ -33,33 +33,28 @@ _EVENTS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
 }
 _SEPARATORS = ";&|()"
 _PYTHON = re.compile(r"(python|pythonw|pypy)[\d.]*(\.exe)?")
-_SHELLS = re.compile("bash|sh|zsh|dash|ksh")
-_ENVIRONMENTS = re.compile("uv|poetry|pixi|conda|mamba|micromamba|hatch|pdm|pipenv")  # … run COMMAND
-# Program → the subcommands that start a trainer; none named: it does nothing else.
-_LAUNCHERS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), ("",)),
-    "accelerate": ("launch",),
-    "ray": ("job submit", "submit", "exec"),
+_SHELL = re.compile("bash|sh|zsh|dash|ksh")
+# Program → what behind it starts a trainer.
+_LAUNCHERS = {
+    **dict.fromkeys(("torchrun", "deepspeed", "torchx", "horovodrun", "sbatch", "qsub"), r"\S+"),
+    "accelerate": "launch",
+    "ray": "submit|exec",
 }
-# They run the command that their words hold.
-_WRAPPERS = re.compile(
-    "env|sudo|nohup|srun|mpirun|mpiexec|timeout|nice|time|exec|command|stdbuf|setsid|docker|podman|singularity"
-    "|apptainer|ssh|xargs|numactl|taskset|if|then|else|elif|do|while|until|!|{"
-)
 # Modules that `python -m` runs next to a training, or before it.
 _TOOLS = re.compile(
     "pip|venv|ensurepip|compileall|json|http|zipfile|site|sysconfig|platform|timeit|sglang|sglang_router|vllm|ray|torch"
     "|wandb|tensorboard|ninja|numpy|huggingface_hub|pytest|mypy|nltk|spacy|grpc_tools|mismatch_plugin"
 )
-# They may name a training script, and do not run it.
+# They may name a trainer, and do not run it.
 _READERS = re.compile(
-    r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|pkill|pgrep|kill|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp|md5sum"
-    r"|sha256sum|sed|awk|sort|stat|tar|zip|which|test|\[|realpath|dirname|basename|file|cmp|less|install|curl|wget|vim"
-    r"|ruff|black|isort|dvc|pip|nvidia-smi"
+    r"cat|cp|mv|ls|ln|rm|mkdir|git|grep|find|pkill|pgrep|kill|killall|head|tail|wc|diff|echo|printf|touch|chmod|rsync|scp"
+    r"|md5sum|sha256sum|sed|awk|sort|stat|tar|zip|which|test|\[|realpath|dirname|basename|file|cmp|less|install|curl|wget"
+    r"|vim|ruff|black|isort|dvc|pip|nvidia-smi|tensorboard"
 )
 _TRAINER = re.compile(r"(train[\w-]*\.py|main_ppo(\.py)?)$")
 _LAUNCHER = "mismatch_plugin.launch"  # a script may start itself anew through it
-_INSTALLED = ("site-packages", "dist-packages")  # what Ray and torch run of their own
+_SCRIPT = re.compile(r"\.(py|sh)$")
+_HARMLESS = re.compile(r"(^|/)setup\.py$|(site|dist)-packages/")  # the latter is what Ray and torch run of their own
 
 
 class Guard:
@@ -143,31 +138,21 @@ def refusal(host: Host, script: str, what: str) -> str:
     return f"{script} {what}, where the plugin's flags would not arrive: {', '.join(ways)}."
 
 
-def starts_trainer(words: Sequence[str], wrapped: bool = False) -> bool:
+def starts_trainer(words: Sequence[str]) -> bool:
     """Whether a command starts a trainer, or something that may start one, itself or behind `env`, `srun`, `ssh` …
 
-    A program is the first word, or (wrapped) any word behind such a wrapper; of others only a word that is a training
-    script counts. What is taken for harmless and is none is found when the script has ended.
+    The first word that is a program known here decides; without one, a word that is a training script does. What is
+    taken for harmless and is none is found when the script has ended.
     """
-    words = [word for at, word in enumerate(words) if at or word]
-    while words and re.match(r"\w+=", words[0]):  # A=1 python …
-        words = words[1:]
-    wrapped = wrapped or (bool(words) and bool(_WRAPPERS.fullmatch(os.path.basename(words[0]))))
-    for at, word in enumerate(words if wrapped else words[:1]):
+    for at, word in enumerate(words):
         program, rest = os.path.basename(word), words[at + 1 :]
-        plain = " ".join(word for word in rest if not word.startswith("-"))
         if _READERS.fullmatch(program):
             return False
-        if _PYTHON.fullmatch(program) or word == sys.executable:
-            return _python_starts(rest)
-        if _SHELLS.fullmatch(program):
-            line = next((i for i, word in enumerate(rest) if re.fullmatch(r"-\w*c", word)), None)
-            return bool(plain) if line is None else any(_line_starts(text) for text in rest[line + 1 : line + 2])
+        if _SHELL.fullmatch(program) or _PYTHON.fullmatch(program):
+            return _script_starts(rest, shell=_SHELL.fullmatch(program) is not None)
         if program in _LAUNCHERS:
-            return any(not start or re.search(rf"(^| ){start}( |$)", plain) for start in _LAUNCHERS[program])
-        if _ENVIRONMENTS.fullmatch(program):
-            return "run" in rest and starts_trainer(rest[rest.index("run") + 1 :], wrapped=True)
-        if at == 0 and word.endswith(".py"):
+            return re.search(rf"(^| )({_LAUNCHERS[program]})( |$)", " ".join(rest)) is not None
+        if word.endswith(".py") and (at == 0 or words[at - 1] == "run"):  # uv run x.py
             return True
     return any(_TRAINER.search(word) or (" " in word and _line_starts(word)) for word in words)
 
@@ -196,17 +181,14 @@ def _split(text: str) -> list[str]:
     return list(lexer)
 
 
-def _python_starts(rest: Sequence[str]) -> bool:
-    """Whether an interpreter with these arguments runs a script or module that may train."""
-    words = iter(rest)
-    for word in words:
-        if word in ("-c", "-V", "-VV", "--version", "-h", "--help"):
-            return False
+def _script_starts(rest: Sequence[str], shell: bool) -> bool:
+    """Whether a shell or Python with these arguments runs a script, module or line that may train."""
+    for word, following in zip(rest, [*rest[1:], ""], strict=False):
+        if re.fullmatch(r"-\w*c", word):
+            return shell and _line_starts(following)
         if word.startswith("-m"):
-            module = word[2:] or next(words, "pip")
+            module = word[2:] or following
             return module.startswith("torch.distributed") or not _TOOLS.fullmatch(module.split(".")[0])
-        if word in ("-X", "-W"):
-            next(words, None)
-        elif not word.startswith("-"):
-            return os.path.basename(word) != "setup.py" and not set(_INSTALLED).intersection(word.split(os.sep))
+        if _SCRIPT.search(word):
+            return not _HARMLESS.search(word)
     return False

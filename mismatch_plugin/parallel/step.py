@@ -273,9 +273,6 @@ class StepLoss:
     statistics: Statistics
     gradient_scale: Tensor
 
-    def __repr__(self) -> str:
-        return f"StepLoss(loss {self.loss.detach().item():.6g}; figures: .metrics())"
-
     def metrics(self) -> dict[str, float]:
         """Those of what was trained, the same on every rank. Call it before `optimizer.step()`: it raises, on every
         rank, where an invalid log-prob was used or the gate fails. One host sync."""
@@ -285,7 +282,7 @@ class StepLoss:
         """Divide the gradients of accumulated `PolicyLoss.undivided`: once a step, before clipping. No host sync."""
         for parameter in parameters:
             if parameter.grad is not None:
-                parameter.grad.mul_(self.gradient_scale.to(parameter.grad))
+                parameter.grad.mul_(self.gradient_scale.to(parameter.grad.device))
 
 
 def step_loss(results: Sequence[PolicyLoss], group: dist.ProcessGroup | None = None) -> StepLoss:

@@ -12,7 +12,6 @@ import math
 import os
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +23,7 @@ from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.files import read_lines, read_text, write_whole
+from mismatch_plugin.files import lock_file, read_lines, read_text, write_whole
 from mismatch_plugin.report.state import STATE, State, state_of
 
 logger = logging.getLogger("mismatch_plugin")
@@ -74,27 +73,16 @@ def refuse_other_settings(folder: str | Path, config: MismatchConfig, holds: boo
             raise ValueError(
                 f"{folder} holds steps of a run with {name} {before}, now {now}: give this run another folder."
             )
-    _refuse_second_writer(Path(folder).resolve(), holds)
-
-
-def _refuse_second_writer(folder: Path, holds: bool) -> None:
-    if folder in _HELD or sys.platform == "win32":
+    if (held := Path(folder).resolve()) in _HELD:
         return
-    import fcntl
-
     try:
-        if holds:
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK).open("ab" if holds else "rb")
-        fcntl.flock(lock, (fcntl.LOCK_EX if holds else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+        lock = lock_file(held / LOCK, shared=not holds)
     except BlockingIOError:
         raise ValueError(
-            f"another run is writing to {folder}: give this run another folder, or end that one first."
+            f"another run is writing to {held}: give this run another folder, or end that one first."
         ) from None
-    except OSError:  # there is no folder yet, or its file system has no locks
-        return
-    if holds:
-        _HELD[folder] = lock
+    if holds and lock is not None:
+        _HELD[held] = lock
 
 
 def _settings(config: MismatchConfig) -> str:
@@ -182,13 +170,6 @@ def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
 _warned: set[str] = set()
 
 
-def _write_or_warn(folder: Path, *rest: Any) -> None:
-    try:
-        write_step(folder, *rest)
-    except Exception as error:  # whatever it is: the thread writes the next step, and training goes on
-        _warn(folder, error)
-
-
 def _warn(folder: Path, reason: object) -> None:
     if str(folder) not in _warned:
         _warned.add(str(folder))
@@ -220,7 +201,10 @@ class _Writer:
     def _run(steps: queue.Queue[Any]) -> None:
         while True:
             written, step = steps.get()
-            _write_or_warn(*step)
+            try:
+                write_step(*step)
+            except Exception as error:  # whatever it is: the thread writes the next step, and training goes on
+                _warn(step[0], error)
             steps.task_done()
             written.set()
 

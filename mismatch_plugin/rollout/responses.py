@@ -19,10 +19,6 @@ Bools = NDArray[np.bool_]
 Ints = NDArray[np.integer[Any]]
 
 
-def _no_ids() -> Ints:
-    return np.zeros(0, dtype=np.int32)
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Response:
     """One sampled response. n = response tokens; log-probs in nats, float64, NaN where the list held null or NaN.
@@ -36,7 +32,7 @@ class Response:
     response_ids: Ints
     rollout_log_probs: Floats
     loss_mask: Bools
-    prompt_ids: Ints = field(default_factory=_no_ids)
+    prompt_ids: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     nulls: Bools | None = None
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     asked: bool = True

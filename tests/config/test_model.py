@@ -528,22 +528,29 @@ def test_a_product_whose_bound_cannot_hold_the_response_is_warned_of(level: Any)
     if level in ("geometric", "token"):
         assert long == []
         return
-    figures = "mean 0.3, ESS 23%" if level == "prefix" else "mean 0.06, ESS 5%"
+    figures = "mean 0.3, ESS 23.5%" if level == "prefix" else "mean 0.06, ESS 4.5%"
     assert long == [
-        f"--tis-level {level} over 8192 tokens: at KL 0.001 weights cut at 2 have {figures}. Choose token level."
+        f"--tis-level {level} over 8192 tokens: at KL 0.001 weights bounded by 2 have {figures}. Choose token level."
     ]
+    assert bound_warnings(config, "8192") == bound_warnings(config, "${oc.env:LENGTH}") == [], "not known"
+    assert bound_warnings(config.replace(tis={"mode": "clip"}), 8192) == [], "no weight is below 1/2"
+    if level != "prefix":
+        assert bound_warnings(config.replace(tis={"mode": "mask"}), 500), "what is outside is lost"
     assert bound_warnings(config, 10**7), "no overflow"
     grown = config.replace(tis={"upper_bound": 1.05, "bound_growth": 0.5})
     assert bound_warnings(grown, 400) == [] and "1.05^(n^0.5)" in bound_warnings(grown, 8192)[0]
 
 
+@pytest.mark.parametrize("mode", ["truncate", "clip", "mask"])
 @pytest.mark.parametrize(("level", "growth"), [("sequence", 0.0), ("prefix", 0.0), ("prefix", 0.2)])
-def test_the_forecast_of_weights_is_that_of_drawn_ratios(level: Any, growth: float) -> None:
+def test_the_forecast_of_weights_is_that_of_drawn_ratios(level: Any, growth: float, mode: str) -> None:
     """Of 20,000 responses of 100 tokens at KL .006, l ~ Normal(−.006, .012); the mean's error is .004 at most."""
-    tis = {"level": level, "upper_bound": 1.5, "bound_growth": growth}
+    tis = {"level": level, "mode": mode, "upper_bound": 1.5, "bound_growth": growth}
     drawn = numpy.random.default_rng(0).normal(-0.006, math.sqrt(0.012), (20_000, 100)).cumsum(1)
-    weights = numpy.minimum(drawn, math.log(1.5) * numpy.arange(1, 101) ** growth)
-    weights = numpy.exp(weights if level == "prefix" else weights[:, -1])
+    high = math.log(1.5) * numpy.arange(1, 101) ** growth
+    bounded = numpy.clip(drawn, -high if mode == "clip" else -math.inf, high)
+    weights = numpy.where(abs(drawn) <= high, numpy.exp(drawn), 0.0) if mode == "mask" else numpy.exp(bounded)
+    weights = weights if level == "prefix" else weights[:, -1]
     config = mp.MismatchConfig.build({"use_tis": True, "tis": tis})
     mean, ess = truncated_product(config, 100, kl=0.006)
     assert mean == pytest.approx(weights.mean(), abs=0.012)

@@ -40,7 +40,9 @@ def data() -> Data:
     return Data(rollout, old, near(old, 0.2), torch.randn(8, generator=random).tolist())
 
 
-def parts_of(config: mp.MismatchConfig, cut: Any, leaves: list[Tensor]) -> list[mp.PolicyLoss]:
+def parts_of(
+    config: mp.MismatchConfig, cut: Any, leaves: list[Tensor], factor: float | None = None
+) -> list[mp.PolicyLoss]:
     """`policy_loss` of every micro-batch."""
     rollout, old, _, advantages = data()
     results = []
@@ -52,7 +54,7 @@ def parts_of(config: mp.MismatchConfig, cut: Any, leaves: list[Tensor]) -> list[
             loss_masks=[[1] * LENGTHS[i] for i in ids],
             advantages=[advantages[i] for i in ids],
         )
-        results.append(mp.policy_loss(torch.cat([leaves[i] for i in ids]), packed, config))
+        results.append(mp.policy_loss(torch.cat([leaves[i] for i in ids]), packed, config, batch_factor=factor))
     return results
 
 
@@ -126,6 +128,8 @@ def test_a_micro_batch_alone_is_normalised_by_its_own_mean_and_says_so() -> None
     assert one.metrics()
     with pytest.raises(ValueError, match=r"2 micro-batches were each divided by their own mean .*mp\.step_loss"):
         one.merge(two).metrics()
+    one, two, _ = (result.statistics for result in parts_of(config, CUT, data().current, 1.1))
+    assert one.merge(two).metrics(), "the step's mean was handed in"
     own = made(use_tis=True, tis={"batch_normalize": True, "batch_normalize_scope": "micro_batch"})
     one, two, _ = (result.statistics for result in parts_of(own, CUT, data().current))
     assert one.merge(two).metrics(), "each has its own there"

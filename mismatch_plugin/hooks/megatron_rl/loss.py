@@ -103,7 +103,8 @@ def pack(
         ends = [int(start) + int(n) - 1 for start, n in zip(seq_starts, seq_lengths, strict=False)]
         if not ends:
             ends, per_sequence = [0], old.new_zeros(1)
-        mask = mask & _before(ends, lengths, width).to(device)
+        end_of_own = torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
+        mask = mask & (torch.arange(width) < end_of_own).to(device)
     if len(lengths) != per_sequence.numel():
         raise ValueError(
             f"advantages has {per_sequence.numel()} values for {len(lengths)} sequences: pass one a sequence."
@@ -172,11 +173,6 @@ def _unreported(rollout: Tensor, old: Tensor, packed: PackedSequences, config: M
     if config.rollout_log_prob_policy == "error":
         fill = torch.where(spread(some_N, packed.sequence_index), old.to(rollout.dtype), missing)
     return torch.where(zero, fill, rollout)
-
-
-def _before(ends: Sequence[int], lengths: Sequence[int], width: int) -> Tensor:
-    """[width] bool: the slot lies before the end of its own sequence."""
-    return torch.arange(width) < torch.repeat_interleave(torch.tensor(ends), torch.tensor(lengths), output_size=width)
 
 
 def _widen(values: Tensor) -> Tensor:

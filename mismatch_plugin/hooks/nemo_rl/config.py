@@ -121,7 +121,7 @@ def describe(config: MismatchConfig, host_args: Any) -> list[str]:
         lines.append("the gate judges each micro-batch, in the worker that holds it")
     lines.append("metrics: means only, exact over the step; NeMo-RL adds a loss's metrics up")
     length = policy.get("max_total_sequence_length")
-    warnings = bound_warnings(config, length if isinstance(length, int) else None)  # else a reference to another key
+    warnings = bound_warnings(config, length)
     return lines + [f"! {warning}" for warning in warnings]
 
 

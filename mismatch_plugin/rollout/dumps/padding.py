@@ -35,7 +35,10 @@ def without_padding(part: Part, *, columns: bool) -> None:
     of_all = [min(row) for row in zip(of_first, *([*map(_zeros, rows)] for rows in sides[1:]), strict=True)]
     for zeros in (of_all, of_first):  # a trainer may give log-probs at padding, a sampler cannot
         if max(zeros) >= _TELLING and (tails := _tails(ids, zeros)) is not None:
-            _cut(part, tails)
+            if part.responses:
+                part.responses = [_response(row, tail) for row, tail in zip(part.responses, tails, strict=True)]
+            if part.scored is not None:
+                part.scored = [_scored(row, tail) for row, tail in zip(part.scored, tails, strict=True)]
             padding, row = sum(tails), ids[int(np.argmax(tails))]
             part.notes.append(
                 f"without a mask: {padding} positions at the ends of {sum(map(bool, tails))} rows, with id {row[-1]} "
@@ -69,13 +72,6 @@ def _tails(ids: Sequence[Ints], zeros: Sequence[int]) -> list[int] | None:
             return None
         tails.append(tail)
     return tails if len({*tails}) > 1 and max(tails) >= _TELLING else None
-
-
-def _cut(part: Part, tails: Sequence[int]) -> None:
-    if part.responses:
-        part.responses = [_response(row, tail) for row, tail in zip(part.responses, tails, strict=True)]
-    if part.scored is not None:
-        part.scored = [_scored(row, tail) for row, tail in zip(part.scored, tails, strict=True)]
 
 
 def _response(row: Response, tail: int) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,9 +153,8 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
 
 def _column(array: Any) -> Callable[[int], Any]:
     """Rows of an Arrow column: numbers of a list column as numpy without a Python object each, else Python values."""
-    values: Sequence[Any] = array.to_pylist() if not _is_list_of_numbers(array) else array
-    if values is not array:
-        return values.__getitem__
+    if str(getattr(array.type, "value_type", None)) not in _NUMBERS:
+        return array.to_pylist().__getitem__
 
     def row(at: int) -> Any:
         cell = array[at]
@@ -164,11 +163,6 @@ def _column(array: Any) -> Callable[[int], Any]:
         return cell.values.to_numpy(zero_copy_only=False) if cell.values.null_count == 0 else cell.as_py()
 
     return row
-
-
-def _is_list_of_numbers(array: Any) -> bool:
-    kind = getattr(array.type, "value_type", None)
-    return kind is not None and str(kind) in {*_NUMBERS}
 
 
 _NUMBERS = ("float", "double", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")

@@ -49,7 +49,9 @@ def _read(source: Source, options: Options) -> Part:
         for scored, response in zip(part.scored, part.responses, strict=True)
     ):
         part.notes.append("old_log_probs are rollout_log_probs to the last bit: verl's bypass_mode copies them")
-    return part if step is None else _with_step(part, step)
+    if step is not None:
+        part.responses = [replace(response, step=step) for response in part.responses]
+    return part
 
 
 def _batch(source: Source) -> tuple[Any, int | None]:
@@ -73,11 +75,6 @@ def _batch(source: Source) -> tuple[Any, int | None]:
     step = content.get("global_steps") if isinstance(content, Mapping) else None
     labels = {name: plain(extra[name]) for name in ("uid",) if isinstance(extra, Mapping) and name in extra}
     return {**batch, **labels}, step if isinstance(step, int) else None
-
-
-def _with_step(part: Part, step: int) -> Part:
-    part.responses = [replace(response, step=step) for response in part.responses]
-    return part
 
 
 VERL = Format(

@@ -210,7 +210,7 @@ def test_bounds_that_do_harm_are_warned_of_in_the_block(host: str, tmp_path: Pat
         ]
 
     (said,) = warned("--use-tis --tis-level sequence")
-    assert "over 8192 tokens: at KL 0.001 weights cut at 2 have mean 0.06, ESS 5%" in said
+    assert "over 8192 tokens: at KL 0.001 weights bounded by 2 have mean 0.06, ESS 4.5%" in said
     for bound in ("0.5", "101", "inf"):
         assert [said.split(":")[0] for said in warned(f"--use-tis --tis-upper-bound {bound}")] == [
             f"! --tis-upper-bound {bound}"

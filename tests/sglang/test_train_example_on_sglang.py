@@ -1,4 +1,7 @@
-"""examples/megatron_core on real servers: log-probs agree, weights arrive, it trains; and what spans say in flight."""
+"""examples/megatron_core on real servers: log-probs agree, weights arrive, it trains; and what spans say in flight.
+
+It leaves other weights in the servers that all tests share, and so runs behind those that need the first ones.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of 0.1 that still work, and a user's own torch.compile around the loss."""
+"""A user's own torch.compile around the loss."""
 
 from __future__ import annotations
 
@@ -30,17 +30,6 @@ def batch() -> mp.PackedSequences:
 def with_gradient(packed: mp.PackedSequences) -> torch.Tensor:
     assert packed.old_log_probs is not None
     return (packed.old_log_probs + 0.05).requires_grad_()
-
-
-@pytest.mark.parametrize("fields", CONFIGS)
-def test_compile_policy_loss_is_the_eager_loss_and_warns(fields: dict[str, Any]) -> None:
-    packed, config = batch(), mp.MismatchConfig(**fields)
-    with pytest.warns(DeprecationWarning, match=r"policy_loss\(log_probs, packed, config\).*Ignored: backend, mode"):
-        loss = mp.compile_policy_loss(config, mode="reduce-overhead", backend="inductor")
-    assert loss(with_gradient(packed), packed).loss == mp.policy_loss(with_gradient(packed), packed, config).loss
-    with pytest.warns(DeprecationWarning, match=r"correct\(packed, config\)"):
-        correct = mp.compile_correct(config)
-    equal([correct(packed).weights], [mp.correct(packed, config).weights], 0.0)
 
 
 @pytest.mark.parametrize("fields", CONFIGS)
