@@ -206,8 +206,11 @@ def test_two_comparisons_do_not_write_to_one_folder(tmp_path: Path) -> None:
     first = hold(tmp_path)
     with pytest.raises(ValueError, match="another compare is writing to"):
         hold(tmp_path)
+    assert first is not None
     first.close()
-    hold(tmp_path).close()
+    again = hold(tmp_path)
+    assert again is not None
+    again.close()
 
 
 def metrics_of(block: Block) -> dict[str, str]:
