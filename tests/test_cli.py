@@ -57,7 +57,7 @@ def test_version_and_help_import_nothing_heavy():
         "mismatch_plugin.report.presets",
         "matplotlib",
         "transformers",
-        "httpx",
+        "aiohttp",
         "megatron",
     )
     code = f"import sys, mismatch_plugin.cli; print([name for name in {heavy} if name in sys.modules])"

@@ -25,7 +25,7 @@ OPTIONAL = (
     "tensorboard",
     "pyarrow",
     "typer",
-    "httpx",
+    "aiohttp",
 )
 ROOT = Path(mismatch_plugin.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
@@ -38,7 +38,7 @@ FOLDERS = (
         "core",
         "parallel",
         "rollout",
-        "sglang_plugin",
+        "sglang",
         "report",
         "check",
         "inspect",

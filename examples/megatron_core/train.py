@@ -41,10 +41,10 @@ from examples.megatron_core import cpu_shim
 from mismatch_plugin.hooks.megatron_core import MegatronBatch, MegatronLoss, Sample, make_batch
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
+from mismatch_plugin.sglang.client import SGLangClient
 
 cpu_shim.install()  # before megatron-core asks for a GPU
 
@@ -238,10 +238,10 @@ class Server:
         self.loop = asyncio.new_event_loop()
         self.client = SGLangClient(url, vocab_size=VOCAB) if url and dist.get_rank() == 0 else None  # ours
 
-    def update(self, weights: Mapping[str, Tensor], version: str, expect: Any = "all") -> None:
-        """New weights; an error if the server's checksums do not show them all ("any": if it may have them already)."""
+    def update(self, weights: Mapping[str, Tensor], version: str) -> None:
+        """New weights; an error if others serve then, where the server has our plugin."""
         if self.client is not None:
-            update = self.client.update_weights_from_tensors(weights, version, expect_changed=expect)
+            update = self.client.update_weights_from_tensors(weights, version)
             self.loop.run_until_complete(update)
 
     def sample(self, prompts: list[list[int]], samples: int) -> list[RolloutRecord]:
@@ -275,7 +275,7 @@ def train(trainer: Trainer, server: Server, rollouts: int, update_every: int, na
     history = []
     for number in range(rollouts):
         if number % update_every == 0:
-            server.update(trainer.weights(), f"{name}-{number}", "all" if number else "any")
+            server.update(trainer.weights(), f"{name}-{number}")
         records = server.sample(questions(PROMPTS, number), SAMPLES)
         rewards = [reward(record.prompt_ids, record.response_ids) for record in records]
         advantages = mp.group_advantages(rewards, [row // SAMPLES for row in range(len(records))]).tolist()  # ours

@@ -28,8 +28,8 @@ DECIDED = 2.0
 FIX = (
     'These tensors did not arrive: compare POST /weights_checker {"action": "checksum"} tensor by tensor, look for '
     "names that the server's loader skips (a `module.` prefix, fused qkv or gate_up, a pipeline stage's offset of the "
-    "layers), for buckets that were never sent, and read the return code of every update; our client raises with "
-    "expect_changed for what did not change."
+    "layers), for buckets that were never sent, and read the return code of every update; where our plugin "
+    "serves, our client raises for what did not arrive."
 )
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 

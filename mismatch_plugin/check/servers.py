@@ -19,9 +19,9 @@ from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.sources import Checkpoint, rescore
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.check.weights import SHARE, way_back
-from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.responses import Floats, Response, Scored
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.sglang.http import shown
 
 BARS = {"float32": 0.003, "quantised": 0.2, "16 bits": 0.07}
 """Median logit gap to a float32 checkpoint that a server's precision explains. Measured with a tiny model: float32
@@ -33,7 +33,7 @@ TIMEOUT = 10.0
 """Seconds for a router to tell its workers."""
 FIX = (
     "Send the checkpoint's weights to {which} again: read the return code of the update, compare POST /weights_checker "
-    '{{"action": "checksum"}} before and after (our client raises with expect_changed) and between servers, look '
+    '{{"action": "checksum"}} before and after (our client compares where our plugin serves) and between servers, look '
     "for names that the server does not know (a `module.` prefix); or give the checkpoint that the servers hold."
 )
 
@@ -49,15 +49,14 @@ class Rescored(NamedTuple):
 
 def workers_of(url: str) -> list[str]:
     """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`); else the URL itself."""
-    from mismatch_plugin.rollout.outcomes import RequestError
-    from mismatch_plugin.rollout.transport import Retries, Transport
+    from mismatch_plugin.sglang.http import RequestError, Retries, Server
 
     async def ask() -> list[str]:
-        transport = Transport(url, concurrency=1, timeout=TIMEOUT, connect_timeout=TIMEOUT, headers={})
+        server = Server(url, timeout=TIMEOUT, connect_timeout=TIMEOUT)
         try:
             for path in ("/workers", "/list_workers"):
                 try:
-                    told = (await transport.call("GET", path, retries=Retries(attempts=1), timeout=TIMEOUT)).json
+                    told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=TIMEOUT)).json
                 except RequestError as error:
                     if error.kind == "connection":
                         return []
@@ -65,7 +64,7 @@ def workers_of(url: str) -> list[str]:
                 if found := _urls(told):
                     return found
         finally:
-            await transport.close()
+            await server.close()
         return []
 
     try:
@@ -149,8 +148,8 @@ def _rescored(url: str, records: Sequence[Response], vocab: int | None) -> Resco
 
 def _precision(url: str) -> str:
     """By what the server tells of itself; "16 bits" where it tells nothing."""
-    from mismatch_plugin.rollout.client import RequestError, SGLangClient
-    from mismatch_plugin.rollout.server_info import ServerInfo
+    from mismatch_plugin.sglang.client import RequestError, SGLangClient
+    from mismatch_plugin.sglang.control import ServerInfo
 
     async def ask() -> ServerInfo:
         async with SGLangClient(url, retries=0) as client:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats
+from mismatch_plugin.sglang.http import shown
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def rescore(url: str, records: Sequence[Response], vocab_size: int | None = None
     Raises InputError where the server does not answer or its answer does not fit.
     """
     from mismatch_plugin.config import MismatchWarning
-    from mismatch_plugin.rollout.client import GenerateError, RequestError, SGLangClient
+    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
     sequences = [[*record.prompt_ids.tolist(), *record.response_ids.tolist()] for record in records]
 

@@ -34,8 +34,8 @@ MIN_VERSIONS, GROWTH, CLEAR_GROWTH, RANKS = 3, 1.25, 3.0, 5.0
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
 FIX = (
     "The servers still compute with old weights: read what update_weights returns (success, message, of every rank), "
-    'compare POST /weights_checker {"action": "checksum"} before and after an update (our client raises with '
-    "expect_changed), look for names that the server does not know (a `module.` prefix) and for tensors that are empty "
+    'compare POST /weights_checker {"action": "checksum"} before and after an update (our client compares where our '
+    "plugin serves), look for names that the server does not know (a `module.` prefix) and for tensors that are empty "
     "or views of freed memory at the moment of sending, and flush the cache after the update."
 )
 MIDDLE_FIX = (

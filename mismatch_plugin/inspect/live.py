@@ -15,10 +15,10 @@ from mismatch_plugin.check.sources import Checkpoint
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.files import read_lines
-from mismatch_plugin.rollout.address import shown
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Dump, Response
 from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.sglang.http import shown
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper who finds a letter.",
@@ -66,7 +66,7 @@ def sample_live(
 def _generate(
     url: str, ids: list[list[int]], sampling: SamplingParameters, each: int, model: Checkpoint | None
 ) -> list[RolloutRecord]:
-    from mismatch_plugin.rollout.client import GenerateError, RequestError, SGLangClient
+    from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
     async def ask() -> list[RolloutRecord]:
         async with SGLangClient(

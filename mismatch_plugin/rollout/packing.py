@@ -19,7 +19,6 @@ from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
 from mismatch_plugin.rollout.records import Fault, RolloutRecord, WeightSpan, as_numbers
 from mismatch_plugin.rollout.sampling import filter_bias, remaining_bias
-from mismatch_plugin.rollout.turns import common_length
 
 Which = Literal["auto", "full", "behaviour"]
 
@@ -213,7 +212,10 @@ def _use_behaviour(records: Sequence[RolloutRecord], which: Which) -> bool:
 def _same(record: RolloutRecord, ids: Sequence[int]) -> int:
     """How many of the ids trained on are those sampled, before the first other one."""
     sampled = record.response_ids
-    return len(ids) if isinstance(ids, list) and ids == sampled else common_length(sampled, ids)
+    if isinstance(ids, list) and ids == sampled:
+        return len(ids)
+    differ = (at for at, (a, b) in enumerate(zip(sampled, ids, strict=False)) if a != b)
+    return next(differ, min(len(sampled), len(ids)))
 
 
 def _filled(row: Sequence[float | None] | None, known: int, length: int) -> list[float | None]:

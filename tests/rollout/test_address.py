@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.rollout.address import parse_address, shown
-from mismatch_plugin.rollout.client import GenerateError, Retries, SGLangClient
 from mismatch_plugin.rollout.records import SamplingParameters
+from mismatch_plugin.sglang.client import GenerateError, Retries, SGLangClient
+from mismatch_plugin.sglang.http import Server, shown
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
 
 ONE = SamplingParameters(max_new_tokens=1)
@@ -52,19 +52,18 @@ def test_what_is_no_address_is_refused_at_construction(url: Any, says: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("url", "base", "auth"),
+    ("url", "base"),
     [
-        ("http://127.0.0.1:30000", "http://127.0.0.1:30000", None),
-        ("https://host/prefix/", "https://host/prefix", None),
-        ("http://[::1]:30000/", "http://[::1]:30000", None),
-        ("http://user:p%40ss@host:1", "http://host:1", ("user", "p@ss")),
-        ("http://token@host:1", "http://host:1", ("token", "")),
-        ("HTTP://host_with_underscore:1", "http://host_with_underscore:1", None),
+        ("http://127.0.0.1:30000", "http://127.0.0.1:30000"),
+        ("https://host/prefix/", "https://host/prefix"),
+        ("http://[::1]:30000/", "http://[::1]:30000"),
+        ("http://user:p%40ss@host:1", "http://host:1"),
+        ("http://token@host:1", "http://host:1"),
+        ("HTTP://host_with_underscore:1", "http://host_with_underscore:1"),
     ],
 )
-def test_addresses_are_kept_without_credentials(url: str, base: str, auth: tuple[str, str] | None) -> None:
-    assert parse_address(url) == (base, auth)
-    assert SGLangClient(url).url == base
+def test_addresses_are_kept_without_credentials(url: str, base: str) -> None:
+    assert SGLangClient(url).url == Server(url).url == base
 
 
 @pytest.mark.parametrize(

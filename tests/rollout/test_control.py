@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.rollout.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
-from mismatch_plugin.rollout.fingerprints import digests, fingerprint, written
 from mismatch_plugin.rollout.records import SamplingParameters
 from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.sglang.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
+from mismatch_plugin.sglang.fingerprints import digests, fingerprint, written
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
 
 ROOT = Path(__file__).parents[2]
@@ -204,6 +204,7 @@ def test_a_version_that_does_not_take_effect_is_an_error() -> None:
         ([], "no weights were given"),
         ([("a", torch.ones(1)), ("a", torch.ones(1))], "'a' is there twice"),
         ({"a": [1.0]}, "'a' is list, not a tensor"),
+        ({"module.a": torch.ones(1), "module.b": torch.ones(1)}, "begin with 'module.'"),
     ],
 )
 def test_weights_that_are_none_are_refused_before_anything_is_sent(weights: Any, says: str) -> None:
@@ -332,10 +333,10 @@ def test_the_fingerprint_is_that_of_all_that_was_sent(states: list[dict[str, Any
     trainee.states = states
 
     async def update(client: SGLangClient) -> None:
-        await client.update_weights_from_tensors(WEIGHTS, 7, expect_changed="any")
+        await client.update_weights_from_tensors(WEIGHTS, 7)
         expected = fingerprint(digests(WEIGHTS.items(), torch.bfloat16)) if verified else None
         assert client.fingerprint == expected
-        await client.update_weights_from_disk("checkpoint", 8, expect_changed="any")  # of which nothing is known
+        await client.update_weights_from_disk("checkpoint", 8)  # of which nothing is known
         assert client.fingerprint is None
 
     with FaultyServer(trainee) as server:
@@ -353,12 +354,12 @@ def test_what_serves_is_not_what_was_sent(states: list[dict[str, Any]], says: st
     trainee = Trainee()
     trainee.states = states
     with FaultyServer(trainee) as server, pytest.raises(WeightUpdateError, match=says):
-        call(server, lambda client: client.update_weights_from_tensors(WEIGHTS, 7, expect_changed="any"))
+        call(server, lambda client: client.update_weights_from_tensors(WEIGHTS, 7))
 
 
 WORKER = """
 import sys, torch, torch.distributed as dist
-from mismatch_plugin.rollout.weights import join_weights_update_group
+from mismatch_plugin.sglang.control import join_weights_update_group
 group = join_weights_update_group(
     "127.0.0.1", int(sys.argv[1]), world_size=2, group_name="weight_update_group", backend="gloo", timeout=60, rank=1
 )

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mismatch_plugin.rollout import fingerprints
-from mismatch_plugin.rollout.fingerprints import (
+from mismatch_plugin.sglang import fingerprints
+from mismatch_plugin.sglang.fingerprints import (
     SentWeights,
     combined,
     digest,

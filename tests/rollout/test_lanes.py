@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.rollout.client import Retries, SGLangClient
 from mismatch_plugin.rollout.records import SamplingParameters
+from mismatch_plugin.sglang.client import Retries, SGLangClient
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
 
 ONE = SamplingParameters(max_new_tokens=1)
@@ -75,7 +75,7 @@ def test_every_lane_answers_after_ten_thousand_requests_cancelled_late_and_broke
             seen = await storm(client, chance)
             server.respond = together
             server.most_in_flight = 0
-            client._transport.timeout = GUARD_S
+            client._server.timeout = GUARD_S
             # All lanes at once: no reply before 64 requests are under way.
             records = await client.generate([[TOTAL + number] for number in range(LANES)], ONE)
             assert [record.prompt_ids[0] for record in records] == [TOTAL + number for number in range(LANES)]

@@ -15,8 +15,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.rollout.packing import number_versions, sampling_mask, to_packed
 from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
-from mismatch_plugin.rollout.replies import parse_exchange
-from mismatch_plugin.rollout.turns import join_turns
+from mismatch_plugin.sglang.replies import parse_exchange
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
 
@@ -146,13 +145,14 @@ def test_versions_are_numbered_by_step_or_by_hand() -> None:
 
 def test_tool_tokens_need_no_version_but_sampled_ones_do() -> None:
     first = record([-1.0], weight_versions=spans(("3", 0, 1)))
-    second = RolloutRecord(
-        prompt_ids=[1, 10, 77],
-        response_ids=[11],
-        rollout_log_probs=[-1.0],
-        weight_versions=spans(("4", 0, 1)),
+    both = RolloutRecord(
+        prompt_ids=[1],
+        response_ids=[10, 77, 11],
+        rollout_log_probs=[-1.0, None, -1.0],
+        loss_mask=[1, 0, 1],
+        weight_versions=spans(("3", 0, 1), ("4", 2, 3)),
     )
-    packed = to_packed([join_turns([first, second])], [[-1.0] * 3])
+    packed = to_packed([both], [[-1.0] * 3])
     assert packed.weight_versions is not None and packed.weight_versions[[0, 2]].tolist() == [3, 4]
     with pytest.warns(mp.MismatchWarning, match="no weight version"):
         assert to_packed([first, record([-1.0])]).weight_versions is None

@@ -20,7 +20,6 @@ from mismatch_plugin.rollout.records import (
     check_records,
 )
 from mismatch_plugin.rollout.sampling import SGLANG_TOP_K_OFF, remaining_bias
-from mismatch_plugin.rollout.turns import join_turns
 
 
 def record(log_probs: list[float | None], **fields: Any) -> RolloutRecord:
@@ -248,81 +247,3 @@ def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool,
 def test_the_bias_that_remains_is_said(sampling: SamplingParameters, has_kept_ids: bool, says: str) -> None:
     note = remaining_bias(sampling, has_kept_ids=has_kept_ids)
     assert note.startswith(says) and bool(note) == bool(says)
-
-
-def turns(**changed: Any) -> list[RolloutRecord]:
-    """Two turns with two tokens of a tool between them; changed: fields of the second."""
-    first = record([-0.3, -0.4], response_ids=[3, 4], finish_reason="stop", weight_versions=[span("5", 0, 2)])
-    second = record([-0.6], response_ids=[6], finish_reason="length", weight_versions=[span("6", 0, 1)], reward=1.0)
-    return [first, second.model_copy(update={"prompt_ids": [1, 2, 3, 4, 50, 51], **changed})]
-
-
-def test_tool_tokens_between_turns_do_not_train() -> None:
-    whole = join_turns(turns())
-    assert whole.prompt_ids == [1, 2] and whole.response_ids == [3, 4, 50, 51, 6]
-    assert whole.loss_mask == [1, 1, 0, 0, 1]
-    assert whole.rollout_log_probs == [-0.3, -0.4, None, None, -0.6]
-    assert whole.version_of_token == ["5", "5", None, None, "6"]
-    assert whole.finish_reason == "length" and whole.reward == 1.0 and whole.faults(0) == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"prompt_ids": [1, 2, 3, 9, 50, 51]}, r"turn 1 .* differs from position 3 on"),
-        ({"kept_ids": [[6]]}, "kept_ids is there in some turns"),
-        ({"rollout_log_probs": [-1.0, -1.0]}, "2 for 1 tokens"),
-    ],
-)
-def test_turns_that_do_not_fit_are_refused(changed: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        join_turns(turns(**changed))
-
-
-def sampled(turn: RolloutRecord, **sampling: Any) -> RolloutRecord:
-    return turn.model_copy(update={"sampling": SamplingParameters(**sampling)})
-
-
-def test_turns_may_differ_in_budget_seed_and_stops() -> None:
-    first, second = turns()
-    whole = join_turns(
-        [
-            sampled(first, temperature=0.7, max_new_tokens=100, seed=1, stop="</tool>", ignore_eos=True),
-            sampled(second, temperature=0.7, max_new_tokens=98, seed=2, stop_token_ids=[6], no_stop_trim=True),
-        ]
-    )
-    assert whole.response_ids == [3, 4, 50, 51, 6]
-    # The last turn's, without what is true of one turn only.
-    assert whole.sampling == SamplingParameters(temperature=0.7, stop_token_ids=(6,), no_stop_trim=True)
-    same = join_turns([sampled(turn, max_new_tokens=9, seed=4) for turn in turns()])
-    assert same.sampling == SamplingParameters(max_new_tokens=9, seed=4)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "says"),
-    [
-        ({}, {"temperature": 0.5}, "sampled with temperature=0.5, turn 0 with 1.0"),
-        ({"top_p": 0.9}, {}, "sampled with top_p=1.0, turn 0 with 0.9"),
-        ({"top_k": 5}, {"top_k": 6}, "sampled with top_k=6"),
-        ({"min_p": 0.1}, {}, "min_p"),
-        ({"repetition_penalty": 1.1}, {}, "repetition_penalty"),
-        ({"frequency_penalty": 0.1}, {}, "frequency_penalty"),
-        ({"presence_penalty": 0.1}, {}, "presence_penalty"),
-        ({"min_new_tokens": 4}, {}, "min_new_tokens"),
-        # min_new_tokens forbids the stop tokens, which are then a part of the distribution.
-        ({"min_new_tokens": 4, "stop_token_ids": [7]}, {"min_new_tokens": 4}, "stop_token_ids"),
-    ],
-)
-def test_turns_of_different_distributions_are_refused(one: dict[str, Any], other: dict[str, Any], says: str) -> None:
-    first, second = turns()
-    with pytest.raises(ValueError, match=f"turn 1 .*{says}"):
-        join_turns([sampled(first, **one), sampled(second, **other)])
-
-
-def test_a_joined_record_names_the_server_that_sampled_all_of_it() -> None:
-    first, second = turns()
-    here = {"server": "http://a:1", "dp_rank": 2}
-    whole = join_turns([first.model_copy(update=here), second.model_copy(update=here)])
-    assert (whole.server, whole.dp_rank) == ("http://a:1", 2)
-    moved = join_turns([first.model_copy(update=here), second.model_copy(update={**here, "server": "http://b:1"})])
-    assert (moved.server, moved.dp_rank) == (None, 2)

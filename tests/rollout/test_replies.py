@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.rollout.chat import merge_stream, parse_chat, read_events
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.replies import ReplyError, parse_exchange, parse_generate, parse_prompt_log_probs
+from mismatch_plugin.sglang.replies import ReplyError, parse_exchange, parse_generate, parse_prompt_log_probs
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
 
@@ -229,66 +228,6 @@ def test_values_that_are_no_log_probs_stay_for_the_policy() -> None:
 def test_text_prompts_are_refused() -> None:
     with pytest.raises(ValueError, match="no input_ids"):
         parse_exchange({"text": "hello"}, {})
-
-
-def test_chat_replies_with_meta_info() -> None:
-    _, reply = exchange("chat_meta_info")
-    records = parse_chat(reply)
-    assert [record.prompt_ids for record in records] == [[257, 71, 72]] * 2
-    for record, choice in zip(records, reply["choices"], strict=True):
-        assert record.response_ids == choice["response_token_ids"]
-        assert record.rollout_log_probs == [item["logprob"] for item in choice["logprobs"]["content"]]
-        assert record.text == choice["message"]["content"] and record.version_of_token == ["default"] * 6
-    reply["choices"].reverse()
-    assert parse_chat(reply) == records  # by index, not by place
-
-
-def test_chat_replies_that_cannot_be_aligned_are_refused() -> None:
-    with pytest.raises(ReplyError, match="send return_meta_info true"):
-        parse_chat(exchange("chat_without_meta_info")[1])
-    _, reply = exchange("chat_meta_info")
-    with pytest.raises(ReplyError, match="tokenizer or chat template differ"):
-        parse_chat(reply, [257, 71, 73])
-    del reply["choices"][1]["prompt_token_ids"]
-    with pytest.raises(ReplyError, match="send return_prompt_token_ids true") as caught:
-        parse_chat(reply)
-    assert caught.value.sample == 1
-    assert parse_chat(reply, [257, 71, 72])[1].prompt_ids == [257, 71, 72]
-    del reply["choices"][0]
-    with pytest.raises(ReplyError, match=r"choices \[1\]"):
-        parse_chat(reply)
-    with pytest.raises(ReplyError, match="the server answered: busy"):
-        parse_chat({"object": "error", "message": "busy"})
-
-
-@pytest.mark.parametrize("name", ["stream_cumulative", "stream_incremental"])
-def test_streams_of_both_kinds_become_one_reply(name: str) -> None:
-    request, text = exchange(name)
-    chunks = read_events(text.splitlines())
-    (record,) = parse_exchange(request, merge_stream(chunks))
-    assert len(chunks) > 2 and len(record.response_ids) == request["sampling_params"]["max_new_tokens"]
-    assert record.finish_reason == "length" and record.faults() == []
-    if name == "stream_incremental":
-        assert record.response_ids == [token for chunk in chunks for token in chunk["output_ids"]]
-        assert record.prompt_log_probs is not None and len(record.prompt_log_probs) == 4
-        assert record.kept_ids is not None and all(len(kept) == 50 for kept in record.kept_ids)
-    else:
-        assert record.response_ids == chunks[-1]["output_ids"]
-
-
-def test_a_stream_with_a_hole_is_an_error() -> None:
-    _, text = exchange("stream_incremental")
-    chunks = read_events(text.splitlines())
-    with pytest.raises(ReplyError, match="the chunks hold 5 tokens"):
-        merge_stream([chunks[0], *chunks[2:]])
-    with pytest.raises(ReplyError, match="broke off after 4 events"):
-        read_events(text.replace("data: [DONE]", "").splitlines())
-    with pytest.raises(ReplyError, match="event 1 of the stream is no JSON"):
-        read_events(["data: {}", "data: {"])
-    with pytest.raises(ReplyError, match=r"mid-stream: .*boom"):
-        merge_stream([chunks[0], {"error": {"message": "boom"}}])
-    with pytest.raises(ReplyError, match="without chunks"):
-        merge_stream([])
 
 
 def test_the_last_id_of_the_vocabulary_comes_back_as_0() -> None:

@@ -15,10 +15,9 @@ from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.files import read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.replies import ReplyError, parse_generate
 from mismatch_plugin.rollout.responses import Response
 from mismatch_plugin.rollout.served import META_KEY
-from mismatch_plugin.rollout.turns import join_turns
+from mismatch_plugin.sglang.replies import ReplyError, parse_generate
 
 SERVED: dict[str, Any] = {
     "server": "10.0.0.1:30000 4711",
@@ -130,15 +129,3 @@ def test_a_dump_that_tells_no_temperature_takes_the_servers(tmp_path: Path):
     half = read_dump(tmp_path / "half.pt")
     assert [item.sampling.temperature for item in half.responses] == [0.7, 1.0]
     assert [note for note in half.notes if "temperature 1 without filters is assumed" in note]
-
-
-def test_joined_turns_keep_the_weights_of_each():
-    first, second = told(), told(temperature=1.0).model_copy(update={"prompt_ids": [1, 2, 3, 9]})
-    served = join_turns([first, second]).served
-    assert served is not None and served.temperature is None and served.update is not None
-    assert [(span.fingerprint, span.start, span.end) for span in served.weights] == [
-        ("00f1", 0, 1), (None, 1, 2), ("00f1", 3, 4), (None, 4, 5),
-    ]  # fmt: skip
-    other = told(dp_rank=2).model_copy(update={"prompt_ids": [1, 2, 3, 9]})
-    assert join_turns([first, other]).served is None
-    assert join_turns([first, other.model_copy(update={"served": None})]).served is None

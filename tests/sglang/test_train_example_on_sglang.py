@@ -21,11 +21,11 @@ from torch import Tensor
 import mismatch_plugin as mp
 from examples.megatron_core import train as example
 from mismatch_plugin.hooks.megatron_core import Sample
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.packing import to_packed
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import CpuServer
+from mismatch_plugin.sglang.client import SGLangClient
 from tests.fixtures.faulty_server import call
 from tests.sglang.load import until_running
 
@@ -128,7 +128,7 @@ def test_update_in_flight_shows_in_spans_and_metrics(
 async def _update_in_flight(url: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[RolloutRecord]:
     """Responses in whose middle the weights change: once all of them run."""
     async with SGLangClient(url) as client:
-        await client.update_weights_from_tensors(before, "run-1", expect_changed="any")
+        await client.update_weights_from_tensors(before, "run-1")
         prompts = example.questions(8, 0)
         long = SamplingParameters(max_new_tokens=LONG, ignore_eos=True)
         pending = asyncio.create_task(client.generate(prompts, long))

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.rollout.client import SGLangClient
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
+from mismatch_plugin.sglang.client import SGLangClient
 from tests.sglang import stories
 
 Size = Literal["mild", "strong"]
@@ -51,7 +51,7 @@ class World:
         async def run() -> None:
             for url, state in zip(self.urls, states, strict=True):
                 async with SGLangClient(url) as client:
-                    await client.update_weights_from_tensors(state, version, expect_changed="any")
+                    await client.update_weights_from_tensors(state, version)
 
         asyncio.run(run())
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.sglang_plugin import hooks, register
+from mismatch_plugin.sglang.plugin import hooks, register
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_off(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     register()  # looks at nothing of SGLang's
 
 
-module: Any = sys.modules["mismatch_plugin.sglang_plugin.register"]
+module: Any = sys.modules["mismatch_plugin.sglang.plugin.register"]
 
 
 @pytest.mark.parametrize(

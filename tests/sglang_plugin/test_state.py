@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.sglang_plugin import state as module
-from mismatch_plugin.sglang_plugin.state import ServerState
+from mismatch_plugin.sglang.plugin import state as module
+from mismatch_plugin.sglang.plugin.state import ServerState
 from tests.distributed.alone import process_group_of_one
 from tests.sglang_plugin.test_weights import Model, scheduler
 

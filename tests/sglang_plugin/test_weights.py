@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mismatch_plugin.rollout.fingerprints import digests, fingerprint
-from mismatch_plugin.sglang_plugin import weights as module
-from mismatch_plugin.sglang_plugin.weights import LoadedWeights, all_ready
+from mismatch_plugin.sglang.fingerprints import digests, fingerprint
+from mismatch_plugin.sglang.plugin import weights as module
+from mismatch_plugin.sglang.plugin.weights import LoadedWeights, all_ready
 from tests.distributed.alone import process_group_of_one
 from tests.distributed.launch import launch
 

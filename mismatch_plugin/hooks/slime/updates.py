@@ -7,6 +7,7 @@ server has the plugin, nothing is digested any more.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from argparse import Namespace
@@ -15,14 +16,14 @@ from dataclasses import dataclass, field
 from functools import wraps
 from importlib import import_module
 from typing import Any
+from urllib.request import ProxyHandler, build_opener
 
 import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
-from mismatch_plugin.rollout.fingerprints import STAGES_S, SentWeights, settled
-from mismatch_plugin.rollout.outcomes import WeightUpdateError
 from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -250,10 +251,13 @@ def _ask(engines: Sequence[Any]) -> list[Any]:
     ray = import_module("ray")
     if all(hasattr(engine, "get_server_info") for engine in engines):
         return ray.get([engine.get_server_info.remote() for engine in engines])
-    httpx = import_module("httpx")
     urls = ray.get([engine.get_url.remote() for engine in engines])
-    with httpx.Client(trust_env=False, timeout=_TIMEOUT) as client:  # servers of this cluster: no proxy
-        return [client.get(f"{url}/server_info").raise_for_status().json() for url in urls if url is not None]
+    opener = build_opener(ProxyHandler({}))  # servers of this cluster: no proxy
+    found = []
+    for url in filter(None, urls):
+        with opener.open(f"{url}/server_info", timeout=_TIMEOUT) as reply:
+            found.append(json.load(reply))
+    return found
 
 
 def _held(reply: Any) -> list[Mapping[str, Any]]:

@@ -424,7 +424,7 @@ def test_every_process_checks_and_the_first_one_speaks(caplog: pytest.LogCapture
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_importing_an_adapter_imports_neither_its_host_nor_megatron(name: str):
-    heavy = ["slime", "miles", "megatron", "ray", "sglang", "transformers", "httpx"]
+    heavy = ["slime", "miles", "megatron", "ray", "sglang", "transformers", "aiohttp"]
     code = f"import sys, mismatch_plugin.hooks.{name}; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.strip() == "[]"

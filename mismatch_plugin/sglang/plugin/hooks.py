@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 from mismatch_plugin.rollout.served import META_KEY
-from mismatch_plugin.sglang_plugin.state import ServerState
-from mismatch_plugin.sglang_plugin.weights import all_ready
+from mismatch_plugin.sglang.plugin.state import ServerState
+from mismatch_plugin.sglang.plugin.weights import all_ready
 
 logger = logging.getLogger("mismatch_plugin")
 REQUIRE = "MISMATCH_REQUIRE_CHANGE"

@@ -19,7 +19,7 @@ from functools import wraps
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
-from mismatch_plugin.sglang_plugin import hooks
+from mismatch_plugin.sglang.plugin import hooks
 
 logger = logging.getLogger("mismatch_plugin")
 SWITCH = "MISMATCH_PLUGIN_SGLANG"

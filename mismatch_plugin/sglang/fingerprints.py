@@ -17,6 +17,7 @@ ranks. Ranks with equal digests of a tensor count once: they hold copies.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,14 +25,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.rollout.checksums import Sent, Sources, some
-from mismatch_plugin.rollout.weights import torch_dtype
-
 _A, _B = -7046029254386353131, -4417276706812531889  # odd: a change of any one element always shows
 _SHIFT, _MODULUS = 32, 1 << 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 15}  # elements: three temporaries of 8 bytes each, in a core's cache
+_SHOWN = 4
 _CHUNK_ELSEWHERE = 1 << 22  # 100 MB of temporaries on a GPU, and few launches
+
+
+class WeightUpdateError(RuntimeError):
+    """The server did not take the weights, or not all of them: what it samples from now is not to be trusted."""
+
 
 Digest = tuple[int, str, int]
 """Of one tensor: digest in [0, 2^64), dtype as "bfloat16", number of dimensions."""
@@ -128,6 +132,43 @@ class Comparison:
         return [sentence for names, sentence in zip((self.differ, self.unknown), told, strict=True) if names]
 
 
+class Sources:
+    """Which of the sent tensors a tensor of the server is made of, without knowledge of the model.
+
+    Names are the same, or the server fuses: q_proj, k_proj and v_proj are qkv_proj, experts.0.up_proj is in w13_weight.
+    So what goes by no name of the server's belongs to the fused tensors of the module that it lies in.
+
+    of: the server's name → the sent names that it is made of; [] if that is unknown, or nothing was sent for it.
+    unknown: sent names that belong to no tensor of the server.
+    """
+
+    def __init__(self, sent: Iterable[str], served: Iterable[str]) -> None:
+        sent, own = list(sent), set(served)
+        given = set(sent)
+        within: dict[str, list[str]] = defaultdict(list)  # module → sent names anywhere in it
+        siblings: dict[str, list[str]] = defaultdict(list)  # module and leaf → sent parameters of direct submodules
+        for name in sent:
+            if name in own:
+                continue
+            *modules, leaf = name.split(".")
+            for length in range(1, len(modules) + 1):
+                within[".".join(modules[:length])].append(name)
+            siblings[".".join([*modules[:-1], leaf])].append(name)
+        self.of: dict[str, list[str]] = {}
+        for name in served:
+            module, _, leaf = name.rpartition(".")
+            nearby = ".".join([*module.split(".")[:-1], leaf])
+            self.of[name] = [name] if name in given else within.get(module) or siblings.get(nearby) or []
+        used = {source for sources in self.of.values() for source in sources}
+        self.unknown = [name for name in sent if name not in used]
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
 class SentWeights:
     """Digests of the tensors of one update, by name. A name that is sent again replaces the first."""
 
@@ -164,10 +205,10 @@ class SentWeights:
         served = read_tensors(info)
         if not served:
             return Comparison(len(self._found), 0, notes=["the server could not take fingerprints: see its log."])
-        sources = _sources({name: dimensions for name, (_, _, dimensions) in self._found.items()}, served)
+        sources = Sources(self._found, served)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in served:
-            groups.setdefault(tuple(sources.of(name)), []).append(name)
+            groups.setdefault(tuple(sources.of[name]), []).append(name)
         nameless = groups.pop((), [])
         found = Comparison(len(self._found), 0)
         compared: list[str] = []
@@ -228,13 +269,9 @@ def _renamed(parts: Sequence[str], names: Sequence[str]) -> bool:
 def served_dtypes(named: Iterable[tuple[str, Tensor]], info: Mapping[str, Any]) -> dict[str, torch.dtype]:
     """Sent name → the floating-point dtype that the server rounds it to. What it quantises to 8 bits is left out."""
     served = read_tensors(info)
-    sources = _sources({name: tensor.dim() for name, tensor in named}, served)
-    found = {part: torch_dtype(kind) for name, (_, kind, _) in served.items() for part in sources.of(name)}
+    sources = Sources([name for name, _ in named], served)
+    found = {part: getattr(torch, kind, None) for name, (_, kind, _) in served.items() for part in sources.of[name]}
     # What goes by no name there (a head that shares the embedding) is held in the model's dtype.
-    found |= {name: torch_dtype(str(info.get("dtype"))) for name in sources.unknown}
-    return {name: dtype for name, dtype in found.items() if dtype and dtype.is_floating_point and dtype.itemsize > 1}
-
-
-def _sources(dimensions: Mapping[str, int], served: Mapping[str, Digest]) -> Sources:
-    """Which sent tensors each of the server's is made of. dimensions: of each sent name, how many."""
-    return Sources({name: Sent(count > 1, None) for name, count in dimensions.items()}, [dict.fromkeys(served, "")])
+    found |= {name: getattr(torch, str(info.get("dtype")), None) for name in sources.unknown}
+    wide = {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
+    return {name: dtype for name, dtype in wide.items() if dtype.is_floating_point}

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from mismatch_plugin import __version__
-from mismatch_plugin.rollout.checksums import some
-from mismatch_plugin.rollout.fingerprints import Digest, combined, digests, fingerprint, read_tensors, written
+from mismatch_plugin.sglang.fingerprints import Digest, combined, digests, fingerprint, read_tensors, some, written
 
 logger = logging.getLogger("mismatch_plugin")
 _REQUIRED = "MISMATCH_REQUIRE_CHANGE"

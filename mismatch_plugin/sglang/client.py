@@ -10,24 +10,16 @@ import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_args
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, get_args
 
 from mismatch_plugin.config.settings import InvalidPolicy
-from mismatch_plugin.rollout.control import PauseMode, ServerControl
-from mismatch_plugin.rollout.outcomes import (
-    Failure,
-    GenerateError,
-    Outcome,
-    Progress,
-    RequestError,
-    WeightUpdateError,
-)
-from mismatch_plugin.rollout.prompts import check_ids, check_vocabulary
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.replies import ReplyError, parse_generate, parse_prompt_log_probs
 from mismatch_plugin.rollout.sampling import SamplingParameters
-from mismatch_plugin.rollout.server_info import ServerInfo
-from mismatch_plugin.rollout.transport import MAX_REPLY_BYTES, Answer, Retries, Transport
+from mismatch_plugin.sglang.control import PauseMode, ServerControl, ServerInfo
+from mismatch_plugin.sglang.fingerprints import WeightUpdateError
+from mismatch_plugin.sglang.http import MAX_REPLY_BYTES, Answer, FailureKind, RequestError, Retries, Server
+from mismatch_plugin.sglang.replies import ReplyError, parse_generate, parse_prompt_log_probs
 
 __all__ = [
     "Failure",
@@ -45,6 +37,51 @@ __all__ = [
 T = TypeVar("T")
 
 
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no record of a sample. attempts: how often it was sent; status: of the last answer, if any."""
+
+    sample: int
+    kind: FailureKind
+    message: str
+    attempts: int
+    status: int | None = None
+
+    def __str__(self) -> str:
+        return f"sample {self.sample}: {self.message} (kind {self.kind}, attempts {self.attempts})"
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[T]):
+    """A sample's value or its failure; exactly one of the two is None."""
+
+    sample: int
+    value: T | None
+    failure: Failure | None
+    attempts: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a batch is: `done` of `total` (failed ones included), and attempts beyond the first so far."""
+
+    done: int
+    failed: int
+    total: int
+    retries: int
+
+
+class GenerateError(RuntimeError):
+    """Some samples of a batch failed. `failures` says which and why, `outcomes` also holds what did come."""
+
+    def __init__(self, outcomes: Sequence[Outcome[Any]]) -> None:
+        self.outcomes = list(outcomes)
+        self.failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
+        shown = "; ".join(str(failure) for failure in self.failures[:3])
+        more = f"; and {len(self.failures) - 3} more" if len(self.failures) > 3 else ""
+        super().__init__(f"{len(self.failures)} of {len(self.outcomes)} requests failed: {shown}{more}")
+
+
 class SGLangClient(ServerControl):
     """Talks to the server at `url` and to nothing else. Use as an async context manager.
 
@@ -53,14 +90,15 @@ class SGLangClient(ServerControl):
             sent as basic authorisation and shown nowhere: `self.url`, records, messages and logs are without it.
         concurrency: requests under way at once, over all calls of this client.
         timeout: seconds for one attempt at one request, from sending to the last byte of the answer.
-        verify_updates_every: verify the first weight update and every n-th by the server's checksums; 0: none.
+        verify_updates: compare the weights that an update sent with those that serve then, where the server has our
+            plugin; one pass over what is sent.
         retries: attempts and waits after connection errors, timeouts, cut-off JSON and status 5xx; never after 4xx. A
             number means so many attempts more than the first.
         connect_timeout: seconds to reach the server.
         rollout_log_prob_policy: with `error` an invalid log-prob fails its sample; otherwise it stays in the record,
             for `to_packed` and the correction to handle.
         headers: sent with every request, such as {"Authorization": "Bearer …"}. No message shows their values.
-        max_reply_bytes: a reply that is larger after decompression fails its sample. Default: 256 MiB.
+        max_reply_bytes: a larger reply fails its sample. Default: 256 MiB.
         vocab_size: rows of the model's embedding. Token ids from there on are refused before anything is sent: such an
             id brings a server down. None: what the server tells of itself, if anything; else ids are sent unchecked.
 
@@ -77,7 +115,7 @@ class SGLangClient(ServerControl):
         *,
         concurrency: int = 64,
         timeout: float = 600.0,
-        verify_updates_every: int = 1,
+        verify_updates: bool = True,
         retries: Retries | int = 4,
         connect_timeout: float = 10.0,
         rollout_log_prob_policy: InvalidPolicy = "error",
@@ -95,17 +133,17 @@ class SGLangClient(ServerControl):
             )
         if vocab_size is not None and vocab_size < 1:
             raise ValueError(f"vocab_size={vocab_size} must be at least 1: it counts the model's token ids.")
-        transport = Transport(
+        server = Server(
             url,
             concurrency=concurrency,
             timeout=timeout,
             connect_timeout=connect_timeout,
-            headers=headers or {},
+            headers=headers,
             max_reply_bytes=max_reply_bytes,
         )
         attempts = Retries(attempts=1 + retries) if isinstance(retries, int) else retries
-        super().__init__(transport, attempts, verify_updates_every)
-        self.url, self.concurrency, self.policy = transport.url, concurrency, rollout_log_prob_policy
+        super().__init__(server, attempts, verify_updates)
+        self.url, self.concurrency, self.policy = server.url, concurrency, rollout_log_prob_policy
         self._vocab_size, self._asked = vocab_size, False
 
     async def __aenter__(self) -> SGLangClient:
@@ -116,7 +154,7 @@ class SGLangClient(ServerControl):
 
     async def close(self) -> None:
         """Close all connections; requests under way fail, and the server aborts them."""
-        await self._transport.close()
+        await self._server.close()
 
     async def generate(
         self,
@@ -237,11 +275,11 @@ class SGLangClient(ServerControl):
 
     async def _check_prompts(self, prompts: Sequence[Sequence[int]], until: float | None) -> None:
         """Risks and vocabulary of the server are asked once; one that does not tell is taken as it is."""
-        check_ids(prompts)
+        _check_ids(prompts)
         if len(prompts) == 0:
             return
         if not self._asked:
-            wait = min(self._transport.connect_timeout, self._transport.timeout)
+            wait = min(self._server.connect_timeout, self._server.timeout)
             try:
                 await self._ask_server(retries=Retries(attempts=1), timeout=wait, deadline=until)
                 self._asked = True
@@ -250,13 +288,13 @@ class SGLangClient(ServerControl):
             except _MALFORMED:
                 self._asked = True
         if self._vocabulary is not None:
-            check_vocabulary(prompts, self._vocabulary)
+            _check_vocabulary(prompts, self._vocabulary)
 
     async def _ask(
         self, body: dict[str, Any], read: Callable[[Answer], T], until: float | None, name: str | None = None
     ) -> tuple[T, int]:
         """What `read` finds in the answer to a `/generate`, and after how many attempts it came."""
-        answer = await self._transport.call(
+        answer = await self._server.call(
             "POST", "/generate", body, request_id=name, retries=self._retries, deadline=until
         )
         try:
@@ -264,7 +302,7 @@ class SGLangClient(ServerControl):
         except _MALFORMED as error:
             told = isinstance(error, ReplyError)
             message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
-            raise RequestError("reply", self._transport.redacted(message), answer.attempts) from None
+            raise RequestError("reply", self._server.redacted(message), answer.attempts) from None
 
     async def _run(
         self,
@@ -282,12 +320,17 @@ class SGLangClient(ServerControl):
             nonlocal failed, retries
             for index in waiting:
                 try:
-                    async with self._transport.slot(until):
+                    async with self._server.slot(until):
                         value, attempts = await job(index)
                     outcomes[index] = Outcome(index, value, None, attempts)
                 except RequestError as error:
                     failed += 1
-                    outcomes[index] = Outcome(index, None, error.failure(index), error.attempts)
+                    outcomes[index] = Outcome(
+                        index,
+                        None,
+                        Failure(index, error.kind, error.message, error.attempts, error.status),
+                        error.attempts,
+                    )
                 retries += max(0, outcomes[index].attempts - 1)
                 if progress is not None:
                     progress(Progress(len(outcomes), failed, total, retries))
@@ -304,6 +347,26 @@ class SGLangClient(ServerControl):
 
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
 """What a field of a type that SGLang never sends raises while it is read: that sample's failure, not the batch's."""
+
+
+def _check_ids(prompts: Sequence[Sequence[int]]) -> None:
+    for number, prompt in enumerate(prompts):
+        if isinstance(prompt, (str, int)) or len(prompt) == 0:
+            raise ValueError(f"prompt {number} is {prompt!r}: give a list of at least one token id.")
+        for position, token in enumerate(prompt):
+            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+                raise ValueError(f"prompt {number}, position {position}: {token!r} is not a token id.")
+
+
+def _check_vocabulary(prompts: Sequence[Sequence[int]], size: int) -> None:
+    for number, prompt in enumerate(prompts):
+        if max(prompt) >= size:
+            position = next(at for at, token in enumerate(prompt) if token >= size)
+            raise ValueError(
+                f"prompt {number}, position {position}: id {prompt[position]} is outside the model's vocabulary of "
+                f"{size} ids and would bring the server down. Check that tokenizer and model belong together, or, if "
+                f"{size} is wrong, give the right vocab_size to SGLangClient."
+            )
 
 
 def _check(record: RolloutRecord, request_id: str, prompt_log_probs: bool, top_log_probs: bool, index: int) -> None:

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mismatch_plugin.rollout.checksums import some
-from mismatch_plugin.rollout.fingerprints import written
-from mismatch_plugin.sglang_plugin.weights import LoadedWeights
+from mismatch_plugin.sglang.fingerprints import some, written
+from mismatch_plugin.sglang.plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
 _TOP_K_OFF = 1 << 30

@@ -5,6 +5,6 @@ package is installed; `pip install --no-deps` is enough. It never changes a toke
 docs/sglang_plugin.md has more.
 """
 
-from mismatch_plugin.sglang_plugin.register import register
+from mismatch_plugin.sglang.plugin.register import register
 
 __all__ = ["register"]
