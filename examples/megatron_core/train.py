@@ -241,8 +241,7 @@ class Server:
     def update(self, weights: Mapping[str, Tensor], version: str) -> None:
         """New weights; an error if others serve then, where the server has our plugin."""
         if self.client is not None:
-            update = self.client.update_weights_from_tensors(weights, version)
-            self.loop.run_until_complete(update)
+            self.loop.run_until_complete(self.client.update_weights_from_tensors(weights, version))
 
     def sample(self, prompts: list[list[int]], samples: int) -> list[RolloutRecord]:
         """`samples` responses to each prompt, with the log-probs of their tokens as the server returned them."""
@@ -321,6 +320,8 @@ def main() -> None:
             kl = statistics.fmean(step.get("rollout_corr/kl", math.nan) for step in history)
             norm = max(step["grad_norm"] for step in history)
             table.append(f"{name:27}  {exact:11.3f}  {kl:20.4f}  {norm:21.2f}")
+        if server.client is not None:
+            server.loop.run_until_complete(server.client.close())
     if dist.get_rank() == 0:
         print(f"{'':27}  exact match  KL(rollout || train)  largest gradient norm", *table, sep="\n")
     dist.destroy_process_group()
