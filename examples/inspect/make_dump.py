@@ -39,7 +39,7 @@ from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks.megatron_core import Sample
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 

@@ -42,7 +42,7 @@ from mismatch_plugin.hooks.megatron_core import MegatronBatch, MegatronLoss, Sam
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 

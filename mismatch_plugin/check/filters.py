@@ -11,7 +11,7 @@ from mismatch_plugin.check.distribution import drawn, few_tokens
 from mismatch_plugin.check.findings import Finding, Item
 from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Support, fit, support
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 
 DEVIATIONS, ONE_SIDED, NEGATIVE, MISSING = 6.0, 0.4, 0.65, 0.003
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""

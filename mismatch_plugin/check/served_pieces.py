@@ -10,7 +10,7 @@ import numpy as np
 from mismatch_plugin.check.batch import Batch, Sample
 from mismatch_plugin.check.findings import FaultName, Finding, Place, Severity
 from mismatch_plugin.check.populations import called
-from mismatch_plugin.rollout.served import LastUpdate, Served, ServedWeights
+from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 
 MOST_NAMES = 4
 

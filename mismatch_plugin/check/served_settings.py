@@ -13,8 +13,8 @@ from mismatch_plugin.check.filters import FIXES
 from mismatch_plugin.check.findings import FaultName, Finding, Item
 from mismatch_plugin.check.populations import called
 from mismatch_plugin.check.served_pieces import few
-from mismatch_plugin.rollout.sampling import GREEDY_BELOW
-from mismatch_plugin.rollout.served import Served
+from mismatch_plugin.data.sampling import GREEDY_BELOW
+from mismatch_plugin.data.served import Served
 
 GREEDY_FIX = (
     "Sample with top_k ≠ 1: SGLang computes the log-probs of a batch of greedy requests at temperature 1, those of a "

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.check.batch import Batch, Floats, Ints, Sample
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 
 MAX_BYTES = 256 * 2**20
 MAX_SAMPLES, MAX_TOKENS = 256, 4000

@@ -17,7 +17,7 @@ from mismatch_plugin.config.fields import plain_error
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Dump, Response
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.http import shown
 
 PROMPTS = (

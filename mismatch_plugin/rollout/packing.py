@@ -18,7 +18,7 @@ from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_G
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
 from mismatch_plugin.rollout.records import Fault, RolloutRecord, WeightSpan, as_numbers
-from mismatch_plugin.rollout.sampling import filter_bias, remaining_bias
+from mismatch_plugin.data.sampling import filter_bias, remaining_bias
 
 Which = Literal["auto", "full", "behaviour"]
 

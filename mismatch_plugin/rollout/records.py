@@ -14,8 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
 from mismatch_plugin.files import encodable
-from mismatch_plugin.rollout.sampling import SamplingParameters, remaining_bias
-from mismatch_plugin.rollout.served import Served, ServedWeights
+from mismatch_plugin.data.sampling import SamplingParameters, remaining_bias
+from mismatch_plugin.data.served import Served, ServedWeights
 
 __all__ = [
     "Fault",

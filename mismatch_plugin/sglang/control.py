@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchWarning
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, served_dtypes, settled
 from mismatch_plugin.sglang.http import Answer, RequestError, Retries, Server
 

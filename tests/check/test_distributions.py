@@ -16,7 +16,7 @@ from mismatch_plugin.check.precision import find_precision, fits_bf16, fits_deci
 from mismatch_plugin.check.versions import find_versions, version_number
 from mismatch_plugin.check.vocabulary import penalise
 from mismatch_plugin.rollout.records import WeightSpan
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
 # Distributions. Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected.

@@ -19,7 +19,7 @@ from mismatch_plugin.cli import app
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from mismatch_plugin.rollout.responses import Response
-from mismatch_plugin.rollout.served import LastUpdate, Served, ServedWeights
+from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 
 N = 8
 Span = tuple[str | None, int, int]

@@ -16,7 +16,7 @@ from mismatch_plugin.inspect import packing
 from mismatch_plugin.inspect.measure import measure, packed_of, separate
 from mismatch_plugin.inspect.result import Size
 from mismatch_plugin.rollout.records import WeightSpan
-from mismatch_plugin.rollout.served import Served
+from mismatch_plugin.data.served import Served
 from tests.inspect.dumps import batch_of, drawn
 
 CONFIG = mp.preset("token_is")

@@ -19,7 +19,7 @@ from mismatch_plugin.rollout.records import (
     check_record,
     check_records,
 )
-from mismatch_plugin.rollout.sampling import SGLANG_TOP_K_OFF, remaining_bias
+from mismatch_plugin.data.sampling import SGLANG_TOP_K_OFF, remaining_bias
 
 
 def record(log_probs: list[float | None], **fields: Any) -> RolloutRecord:

@@ -16,7 +16,7 @@ from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.files import read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.replies import ReplyError, parse_generate
 
 SERVED: dict[str, Any] = {

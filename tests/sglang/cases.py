@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.sampling import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from tests.sglang import stories
 from tests.sglang.world import PROMPTS, SIZES, STEPS, Records, Size, State, Training, World, make_world, training_sample
 

@@ -24,8 +24,8 @@ from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.cli import app
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.sampling import SamplingParameters
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.rollout.server import CpuServer, ServerError, find_python, start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.control import serialised

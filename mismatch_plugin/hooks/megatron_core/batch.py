@@ -28,7 +28,7 @@ from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
 from mismatch_plugin.rollout.packing import numbered_versions
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.sampling import remaining_bias
+from mismatch_plugin.data.sampling import remaining_bias
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from importlib import import_module
 from types import NoneType
 from typing import Any
 
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.served import META_KEY
 
 _WATCHED = "mismatch_plugin_keeps_served"
 _METHODS = ("append_response_tokens", "update_from_meta_info")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mismatch_plugin.rollout.sampling import filter_bias
+from mismatch_plugin.data.sampling import filter_bias
 
 FILTERS = {"rollout_top_p": 1.0, "rollout_top_k": -1.0}
 """The host's arguments, and what leaves them off."""

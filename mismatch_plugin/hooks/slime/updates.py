@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled
 
 logger = logging.getLogger("mismatch_plugin")

@@ -22,8 +22,8 @@ from mismatch_plugin.rollout.dumps.source import Row
 from mismatch_plugin.rollout.dumps.tensors import plain
 from mismatch_plugin.rollout.records import FinishReason, LogProbsOf, WeightSpan
 from mismatch_plugin.rollout.responses import Bools, Floats, Response, Scored
-from mismatch_plugin.rollout.sampling import SamplingParameters
-from mismatch_plugin.rollout.served import META_KEY, Served
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.served import META_KEY, Served
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats, as_ids
-from mismatch_plugin.rollout.served import Text
+from mismatch_plugin.data.served import Text
 
 
 class TrainingSample(BaseModel):

@@ -10,7 +10,7 @@ import logging
 import os
 from typing import Any
 
-from mismatch_plugin.rollout.served import META_KEY
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.plugin.state import ServerState
 from mismatch_plugin.sglang.plugin.weights import all_ready
 

@@ -1,0 +1,104 @@
+"""Values of a file, reply or trainer as numpy arrays: token ids, log-probs, masks. Errors name position and value."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Ids = NDArray[np.integer[Any]]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+_NULL_BITS = 0x7FF80000000007A2
+NULL = float(np.array(_NULL_BITS, dtype=np.int64).view(np.float64))
+"""A log-prob that was not returned (null in JSON): a NaN of its own bits, as R has one. Slices and copies keep it."""
+_MAX_ID = 1 << 62
+
+
+def is_null(values: Floats) -> Bools:
+    """[n] where there was no value, as opposed to NaN."""
+    return values.view(np.int64) == _NULL_BITS
+
+
+def with_nulls(values: Floats) -> list[float | None]:
+    """As JSON has them: null where there was none."""
+    found: list[float | None] = values.tolist()
+    for at in np.flatnonzero(is_null(values)):
+        found[at] = None
+    return found
+
+
+def vector(value: Any, integers: bool = False) -> np.ndarray[Any, Any]:
+    """[n] numbers of a list, tensor or array. Raises ValueError for another shape and for what is no number."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is not torch.strided or value.is_complex() or value.is_quantized:
+            raise ValueError(f"is a {value.layout} tensor of {value.dtype}: save a plain one of numbers")
+        value = value.detach().cpu()
+        value = (value.double() if value.dtype.is_floating_point else value).numpy()
+    if isinstance(value, np.ndarray):
+        if value.ndim != 1:
+            raise ValueError(f"has the shape {list(value.shape)}, not one row of numbers")
+        if value.dtype.kind not in "biuf" or (integers and value.dtype.kind == "f"):
+            raise ValueError(f"holds {value.dtype}, not {'integers' if integers else 'numbers'}")
+        return value
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"is {shown(value)}, not a list of numbers")
+    try:
+        return np.frombuffer(array("q" if integers else "d", value), dtype=np.int64 if integers else np.float64)
+    except (TypeError, OverflowError, ValueError):
+        fits = (int,) if integers else (int, float)
+        wrong = (at for at, item in enumerate(value) if not isinstance(item, fits) or abs(item) > _MAX_ID * integers)
+        at = next(wrong, 0)
+        says = "an integer" if integers else "a number"
+        raise ValueError(f"position {at} is {shown(value[at])}, not {says}") from None
+
+
+def as_ids(value: Any) -> Ids:
+    """[n] token ids, none below 0: int32 where all fit, else int64."""
+    found = vector(value, integers=True)
+    if len(found) and (found.min() < 0 or found.max() > _MAX_ID):
+        at = int(np.flatnonzero((found < 0) | (found > _MAX_ID))[0])
+        raise ValueError(f"position {at} is {found[at]}, no token id: is it padding inside the response?")
+    return found.astype(np.int64 if len(found) and found.max() >= 2**31 else np.int32, copy=False)
+
+
+def as_floats(value: Any) -> Floats:
+    """[n] log-probs: NULL for null, and NaN and infinities also as the strings that JSON has for them."""
+    if isinstance(value, (list, tuple)):
+        try:
+            return np.frombuffer(array("d", value), dtype=np.float64)
+        except TypeError:
+            value = [_WORDS.get(item, item) if item is None or isinstance(item, str) else item for item in value]
+    return vector(value).astype(np.float64, copy=False)
+
+
+_WORDS: dict[Any, float] = {None: NULL, "NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
+
+
+def as_mask(value: Any) -> Bools:
+    """[n] booleans of numbers that are 0 or 1."""
+    found = vector(value)
+    if found.dtype.kind != "b" and not ((found == 0) | (found == 1)).all():
+        at = int(np.flatnonzero((found != 0) & (found != 1))[0])
+        raise ValueError(f"holds {found[at]:g} at position {at}: 1 where a token trains, else 0")
+    return found.astype(bool, copy=False)
+
+
+def scalar(value: Any) -> Any:
+    """The Python value of a tensor or array of one element; else what it is."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.reshape(()).item()
+    if isinstance(value, (np.ndarray, np.generic)) and value.size == 1:
+        return value.reshape(()).item()
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value in an error."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return f"a {type(value).__name__} of shape {list(value.shape)}"
+    return f"a {type(value).__name__}" if isinstance(value, (list, tuple, dict)) else repr(value)[:60]

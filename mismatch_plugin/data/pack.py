@@ -1,0 +1,250 @@
+"""From samples to packed tensors: what the correction computes on, and the kept ids for replay on the training side."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig, MismatchWarning
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.validity import InvalidLogProbError, find_invalid, invalid_error
+from mismatch_plugin.data.arrays import NULL, Floats
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sampling import filter_bias, remaining_bias
+from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
+from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
+from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
+
+Which = Literal["auto", "full", "behaviour"]
+_SHOWN = 3
+"""Misfits that an error names; the others are counted."""
+
+
+def pack(
+    samples: Sequence[Sample],
+    config: MismatchConfig | None = None,
+    *,
+    version_numbers: Mapping[str, int] | None = None,
+    trainer_version: int | str | None = None,
+    which: Which = "auto",
+    dtype: torch.dtype = torch.float32,
+    checked: bool = True,
+) -> PackedSequences:
+    """The samples as `PackedSequences`, one sequence each: log-probs of both sides, and what else all of them have.
+
+    A sample is as long as the trainer sees it: `trained_ids` may be longer or shorter than what was sampled (an end
+    token appended by the trainer, which then trains).
+
+    Args:
+        config: its `rollout_log_prob_policy` says what happens to invalid log-probs. With `error`, the default, they
+            are raised here. Otherwise the values go on as they are, and `correct` counts and handles them by kind;
+            where lengths or ids disagree, everything from the first disagreement on is "not returned".
+        version_numbers: weight version → number; see `number_versions`.
+        trainer_version: of the weights that are about to train, by number or name; `rs.max_staleness` counts back from
+            it.
+        which: "behaviour": log-probs renormalised over the kept ids, for training log-probs computed over them too;
+            "full": over the full vocabulary; "auto": behaviour where every sample has them.
+        dtype: of log-probs and advantages.
+        checked: False leaves invalid log-probs to the step, whatever the config.
+
+    Raises:
+        InvalidLogProbError: under the policy `error`, naming sample, position, kind and value.
+        ValueError: if entries do not fit; where `rs.max_staleness` is set and a token that trains has no version, or
+            trainer_version is missing, naming sample and position.
+    Warns:
+        MismatchWarning: naming the bias that the sampling leaves (`sampling.remaining_bias`).
+    """
+    names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
+    stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
+    behaviour = _use_behaviour(samples, names, which)
+    lengths, masks, rollout, misfits = [], [], [], []
+    for sample, name in zip(samples, names, strict=True):
+        values = sample.behaviour_log_probs if behaviour and sample.behaviour_log_probs is not None else None
+        values = sample.rollout_log_probs if values is None else values
+        length = len(sample if sample.trained_ids is None else sample.trained_ids)
+        known, misfit = _fit(sample, name, values)
+        misfits += misfit
+        lengths.append(length)
+        masks.append(torch.from_numpy(_resized(sample.mask, len(sample), length, True)))
+        rollout.append(torch.from_numpy(_resized(values, known, length, NULL)).to(dtype))
+    if stops and misfits:
+        more = f"; and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
+        raise InvalidLogProbError(
+            f"{'; '.join(misfits[:_SHOWN])}{more}. Check that the rollout engine returns a log-prob for every sampled "
+            f"token and that the trainer sees the same ids, or choose --rollout-log-prob-policy neutral, drop-token or "
+            f"drop-sequence."
+        )
+    for note in {_note(sample, behaviour) for sample in samples} - {""}:
+        warnings.warn(note, MismatchWarning, stacklevel=2)
+    versions, trained_at = _versions(samples, names, masks, config, version_numbers, trainer_version)
+    rewards = [sample.reward for sample in samples]
+    packed = PackedSequences.from_lists(
+        loss_masks=masks,
+        rollout_log_probs=rollout if any(len(sample.rollout_log_probs) for sample in samples) else None,
+        train_log_probs=_column("train_log_probs", samples, names, dtype),
+        ref_log_probs=_column("ref_log_probs", samples, names, dtype),
+        advantages=_column("advantages", samples, names, dtype),
+        entropy=_column("entropy", samples, names, dtype),
+        weight_versions=versions,
+        trainer_version=trained_at,
+        rewards=rewards if rewards and None not in rewards else None,
+        sequence_ids=names,
+    )
+    if stops and packed.rollout_log_probs is not None:
+        ours = packed.rollout_log_probs
+        train = torch.zeros_like(ours) if packed.old_log_probs is None else packed.old_log_probs
+        found, counts = find_invalid(train, ours, packed.loss_mask, packed.lengths, names)
+        if found:
+            raise invalid_error(found, sum(counts.values()))
+    return packed
+
+
+def sampling_mask(
+    samples: Sequence[Sample], *, trained_only: bool = False, device: torch.device | str = "cpu"
+) -> RaggedSamplingMask | None:
+    """The kept ids of all response tokens, sample after sample, as `vocab_parallel_log_probs` takes them.
+
+    trained_only: rows of tokens with loss_mask 1 only. A sample without kept ids, or a token without, is unfiltered;
+    None where no sample has any. Raises ValueError where a filtered sample lacks what others have, and for a mask
+    without the sampled id of a token that trains, naming sample and position.
+    """
+    if all(sample.kept_ids is None for sample in samples):
+        return None
+    chosen: list[Sequence[int]] = []
+    for index, sample in enumerate(samples):
+        name = index if sample.sample_id is None else sample.sample_id
+        if sample.kept_ids is None and sample.sampling.filtered:
+            raise ValueError(
+                f"sample {name} was sampled with filters, and its kept ids are missing while other samples have "
+                f"theirs: request return_sampling_mask for all."
+            )
+        kept, mask = sample.kept_ids or [[]] * len(sample), sample.loss_mask.tolist()
+        check_kept_ids(kept, sample.response_ids.tolist(), mask, name)
+        chosen += [row for row, trains in zip(kept, mask, strict=True) if trains or not trained_only]
+    return ragged_mask(chosen, device)
+
+
+def _use_behaviour(samples: Sequence[Sample], names: Sequence[object], which: Which) -> bool:
+    if which not in ("auto", "full", "behaviour"):
+        raise ValueError(f"which={which!r} is unknown: choose auto, full or behaviour.")
+    with_them = [sample.behaviour_log_probs is not None for sample in samples]
+    if which == "behaviour" and not all(with_them):
+        raise ValueError(f"sample {names[with_them.index(False)]} has no behaviour_log_probs: choose which='full'.")
+    if which == "auto" and any(with_them) and not all(with_them):
+        raise ValueError(
+            "some samples have behaviour_log_probs and others not: choose which='full', or which='behaviour' after "
+            "requesting the sampling mask for all."
+        )
+    return which != "full" and bool(samples) and all(with_them)
+
+
+def _fit(sample: Sample, name: object, values: Floats) -> tuple[int, list[str]]:
+    """(tokens from the first on whose log-prob is known to be theirs, what does not fit)."""
+    length = len(sample)
+    if len(values) != length:
+        # In a list of another length nobody knows which token lacks its log-prob.
+        what = f"{len(values)} for {length} response tokens (kind length)"
+        return 0, [f"rollout log-probs of sample {name}: {what}"] if length else []
+    if sample.trained_ids is None:
+        return length, []
+    shared = min(length, len(sample.trained_ids))
+    other = np.flatnonzero(sample.response_ids[:shared] != sample.trained_ids[:shared])
+    if len(other):
+        at = int(other[0])
+        says = f"position {at}: {sample.response_ids[at]} was sampled, {sample.trained_ids[at]} is trained on"
+        return at, [f"token id of sample {name}, {says} (kind token_ids)"]
+    if length != len(sample.trained_ids):
+        says = f"{length} tokens were sampled, {len(sample.trained_ids)} are trained on (kind length)"
+        return shared, [f"response of sample {name}: {says}"]
+    return length, []
+
+
+def _resized(values: Any, known: int, length: int, fill: Any) -> Any:
+    """The first `known` values, filled up to `length`."""
+    if known == length == len(values):
+        return values
+    found = np.full(length, fill, dtype=values.dtype)
+    known = min(known, length)
+    found[:known] = values[:known]
+    return found
+
+
+def _column(name: str, samples: Sequence[Sample], names: Sequence[object], dtype: torch.dtype) -> list[Tensor] | None:
+    """A field of every sample; None where none has it."""
+    rows: list[Floats | None] = [getattr(sample, name) for sample in samples]
+    has = [row is not None and (len(row) > 0 or not len(sample)) for row, sample in zip(rows, samples, strict=True)]
+    if not any(has) or all(row is None or not len(row) for row in rows):
+        return None
+    if not all(has):
+        raise ValueError(
+            f"{name} is missing in sample {names[has.index(False)]} and present in others: give it in all or none."
+        )
+    return [torch.from_numpy(row).to(dtype) for row in rows if row is not None]
+
+
+def _versions(
+    samples: Sequence[Sample],
+    names: Sequence[object],
+    masks: Sequence[Tensor],
+    config: MismatchConfig | None,
+    numbers: Mapping[str, int] | None,
+    trainer: int | str | None,
+) -> tuple[list[Tensor] | None, int | None]:
+    """(number of each token's weight version, of the trainer's)."""
+    needed = config is not None and config.rs.max_staleness is not None
+    if needed and trainer is None:
+        raise ValueError(
+            "--rs-max-staleness counts weight versions back from trainer_version, which is missing: pass the version "
+            "of the weights that are about to train."
+        )
+    lengths = [len(mask) for mask in masks]
+    # Tokens behind the trained ones are not packed.
+    spans = [
+        [span for span in sample.weight_versions if span.start < min(span.end, length)]
+        for sample, length in zip(samples, lengths, strict=True)
+    ]
+    missing = [first_without_version(row, mask.numpy()) for row, mask in zip(spans, masks, strict=True)]
+    if needed and any(at is not None for at in missing):
+        name, at = next((name, at) for name, at in zip(names, missing, strict=True) if at is not None)
+        raise ValueError(
+            f"sample {name}, position {at} has no weight version: let the server name its weights (weight_version of "
+            f"its update requests) and keep weight_versions of its replies, or leave --rs-max-staleness out."
+        )
+    told = [span.version for row in spans for span in row]
+    if numbers is None and (isinstance(trainer, str) or (told and all(at is None for at in missing))):
+        numbers = number_versions([*told, trainer] if isinstance(trainer, str) else told)
+    if isinstance(trainer, str):
+        if numbers is None or trainer not in numbers:
+            raise ValueError(f"version_numbers lacks trainer_version {trainer!r}.")
+        trainer = numbers[trainer]
+    if not told:
+        return None, trainer
+    if any(at is not None for at in missing):
+        warnings.warn(
+            "some training tokens have no weight version and others do: no metric by version for this batch.",
+            MismatchWarning,
+            stacklevel=3,
+        )
+        return None, trainer
+    assert numbers is not None
+    if unknown := sorted({*told} - {*numbers}):
+        raise ValueError(f"version_numbers lacks weight versions {unknown[:3]}.")
+    # Tokens under the mask (tool results) were sampled from no weights; any number of the batch will do.
+    other = numbers[told[0]]
+    rows = [version_of_tokens(row, numbers, length, other) for row, length in zip(spans, lengths, strict=True)]
+    return [torch.from_numpy(row) for row in rows], trainer
+
+
+def _note(sample: Sample, behaviour: bool) -> str:
+    """The bias that the sampling leaves in the log-probs that are used."""
+    sampling = sample.sampling
+    note = remaining_bias(sampling, has_kept_ids=behaviour)
+    if not behaviour or sample.kept_ids is not None or sampling.greedy:
+        return note
+    bias = filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True)
+    return f"{bias}. {note}" if bias and note else bias or note

@@ -1,0 +1,221 @@
+"""One response with everything that is known of it, from the server's side and the trainer's."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+
+from mismatch_plugin.data import arrays
+from mismatch_plugin.data.sampling import SamplingParameters, remaining_bias
+from mismatch_plugin.data.served import Served, ServedWeights
+from mismatch_plugin.data.versions import WeightSpan
+from mismatch_plugin.files import encodable
+
+FinishReason = Literal["stop", "length", "abort"]
+LogProbsOf = Literal["raw", "tempered", "filtered"]
+"""What `rollout_log_probs` are of: the logits as they are, after temperature and penalties (SGLang), or after filters
+too, renormalised (vLLM's processed log-probs)."""
+Side = Literal["rollout", "training"]
+
+Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids)]
+Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats)]
+Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask)]
+PerToken = Annotated[arrays.Floats, PlainValidator(lambda value: _one_or_many(value))]
+Text = Annotated[str, AfterValidator(encodable)]
+TokenId = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+def _one_or_many(value: Any) -> Any:
+    """A number for the response, or one a token."""
+    found = arrays.scalar(value)
+    return np.array([float(found)]) if isinstance(found, (int, float)) else arrays.as_floats(value)
+
+
+def _nothing(kind: type) -> Any:
+    empty = np.zeros(0, dtype=kind)
+    return Field(default_factory=lambda: empty)
+
+
+class Sample(BaseModel):
+    """One sampled response. n = its tokens. Log-probs are in nats, [n] float64, `arrays.NULL` where none was returned.
+
+    What is not known is empty (lists) or None. Log-probs may hold anything an engine returns, and be of another number
+    than the response: `pack` refuses what is invalid, `inspect` names it. All else is checked here, once.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    # What the rollout engine sampled.
+    response_ids: Ids = _nothing(np.int32)
+    prompt_ids: Ids = _nothing(np.int32)
+    loss_mask: Bools = _nothing(np.bool_)
+    """1 where a token trains; 0 for tool and environment tokens. Default: all 1."""
+    rollout_log_probs: Floats = _nothing(np.float64)
+    """Of `response_ids`, as SGLang returns them: full vocabulary after temperature and penalties, no filter."""
+    sampling: SamplingParameters = SamplingParameters()
+    """What was asked for. Left out where nothing tells it."""
+    log_probs_of: LogProbsOf = "tempered"
+    """What the rollout log-probs are of; vLLM's are `raw` by default and `filtered` with logprobs_mode processed."""
+    weight_versions: tuple[WeightSpan, ...] = ()
+    """In order, without overlap. Empty where the server told none."""
+    kept_ids: list[list[TokenId]] | None = None
+    """The ids that the filters left to choose from (SGLang's sampling mask). An empty list: unfiltered."""
+    behaviour_log_probs: Floats | None = None
+    """Renormalised over `kept_ids`: what the token was really drawn from."""
+    prompt_log_probs: Floats | None = None
+    """Of `prompt_ids`, always at temperature 1; the first is null."""
+    top_log_probs: list[list[tuple[float, TokenId]]] | None = None
+    """The most likely (log-prob, id) pairs at each response token."""
+    finish_reason: FinishReason | None = None
+    text: Text | None = None
+    request_id: Text | None = None
+    sample_id: Text | None = None
+    server: Text | None = None
+    """Address of the server that sampled it, without credentials."""
+    dp_rank: int | None = None
+    """Which data-parallel worker of the server sampled it. None: not told, or there is one only."""
+    served: Served | None = None
+    """What our SGLang plugin told: the weights that really made the tokens, and what the log-probs are of."""
+    group: str | int | None = None
+    """Responses of one group share a baseline (GRPO)."""
+    reward: float | None = None
+    step: int | None = None
+    """The training step or rollout id."""
+
+    # What the trainer says of it.
+    train_log_probs: Floats = _nothing(np.float64)
+    """log π_train, as long as the trainer's list. Empty: there is no training side."""
+    ref_log_probs: Floats | None = None
+    """Under the reference policy: the weights that the run began with."""
+    advantages: PerToken | None = None
+    """[n]; one number is of every token."""
+    entropy: PerToken | None = None
+    trained_ids: Ids | None = None
+    """The response ids that the trainer sees. None: not told."""
+    trained_prompt_ids: Ids | None = None
+    trained_mask: Bools | None = None
+    trainer_version: Annotated[Text, BeforeValidator(lambda v: str(v) if isinstance(v, int) else v)] | None = None
+    """Of the weights that computed `train_log_probs`."""
+    trainer_fingerprint: Text | None = None
+    """Of the weights of that version that it sent to the servers (`sglang.fingerprints`)."""
+    trainer_temperature: float | None = Field(default=None, gt=0)
+    """What it divided its logits by."""
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # arrays have no one truth value
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Sample:
+        n = len(self)
+        if "loss_mask" not in self.model_fields_set:
+            object.__setattr__(self, "loss_mask", np.ones(n, dtype=bool))
+        for name in ("advantages", "entropy"):
+            value = getattr(self, name)
+            if value is not None and len(value) == 1 != n:
+                object.__setattr__(self, name, np.full(n, value[0]))
+        for name in ("loss_mask", "kept_ids", "top_log_probs", "advantages", "entropy", "prompt_log_probs"):
+            of_prompt = name == "prompt_log_probs"
+            value, count = getattr(self, name), len(self.prompt_ids) if of_prompt else n
+            if value is not None and len(value) != count:
+                of, advice = ("prompt_ids", "null for the first") if of_prompt else ("response_ids", "in its order")
+                raise ValueError(f"{name} has {len(value)} entries, {of} {count}: give one for each, {advice}")
+        self._check_spans([(f"weight version {span.version!r}", span) for span in self.weight_versions])
+        if self.served is not None:
+            self._check_spans([(f"served.weights: {span.fingerprint!r}", span) for span in self.served.weights])
+        return self
+
+    def _check_spans(self, named: list[tuple[str, WeightSpan | ServedWeights]]) -> None:
+        end = 0
+        for name, span in named:
+            if not end <= span.start <= span.end <= len(self):
+                raise ValueError(
+                    f"{name} spans [{span.start}, {span.end}) after token {end} of {len(self)}: spans are half-open, "
+                    f"in order and inside the response"
+                )
+            end = span.end
+
+    def __len__(self) -> int:
+        return len(self.response_ids)
+
+    def with_fields(self, **fields: Any) -> Sample:
+        """The same with some fields replaced, unchecked: for arrays that are already of this form."""
+        copied = self.model_copy(update=fields)
+        for name in vars(copied).keys() - type(self).model_fields.keys():  # properties that were worked out before
+            del vars(copied)[name]
+        return copied
+
+    @property
+    def asked(self) -> bool:
+        """`sampling` is what was asked for; else nothing tells that."""
+        return "sampling" in self.model_fields_set
+
+    @property
+    def worker(self) -> tuple[str | None, int | None]:
+        """(server, data-parallel rank) that sampled it, as the server itself tells: the address may be a router's."""
+        return (self.server, self.dp_rank) if self.served is None else self.served.worker
+
+    @property
+    def temperature(self) -> float:
+        """That the sampler was asked for; where nothing tells, what the server says it divided by."""
+        told = None if self.asked or self.served is None else self.served.temperature
+        return self.sampling.temperature if told is None else told
+
+    @property
+    def log_prob_temperature(self) -> float:
+        """Of the log-probs: what the server tells, else `SamplingParameters.log_prob_temperature`."""
+        told = None if self.served is None else self.served.temperature
+        return self.sampling.log_prob_temperature if told is None else told
+
+    @property
+    def note(self) -> str:
+        """What bias the sampling leaves in the log-probs (`sampling.remaining_bias`); empty if none."""
+        return remaining_bias(self.sampling, has_kept_ids=self.kept_ids is not None)
+
+    @cached_property
+    def mask(self) -> arrays.Bools:
+        """[n] tokens that train: of both sides' masks where they are of one length."""
+        if self.trained_mask is None or len(self.trained_mask) != len(self):
+            return self.loss_mask
+        return self.loss_mask & self.trained_mask
+
+    def values(self, side: Side) -> arrays.Floats:
+        """The log-probs of one side."""
+        return self.rollout_log_probs if side == "rollout" else self.train_log_probs
+
+    @property
+    def comparable(self) -> bool:
+        """Both lists are as long as the response."""
+        return len(self.train_log_probs) == len(self.rollout_log_probs) == len(self)
+
+    @cached_property
+    def usable(self) -> arrays.Bools:
+        """[n] tokens that train and have a number on both sides; all False where lengths differ."""
+        if not self.comparable:
+            return np.zeros(len(self), dtype=bool)
+        return self.mask & np.isfinite(self.rollout_log_probs) & np.isfinite(self.train_log_probs)
+
+
+def plain_fault(error: ValidationError) -> str:
+    """What is wrong first, with its field and value."""
+    fault = error.errors()[0]
+    field = ".".join(map(str, fault["loc"]))
+    message = fault["msg"].removeprefix("Value error, ")
+    given = fault.get("input")
+    is_plain = isinstance(given, (str, int, float)) and "loc" in fault and bool(field)
+    value = f" (value {str(given)[:60]!r})" if is_plain else ""
+    return f"{field}: {message}{value}" if field else message
