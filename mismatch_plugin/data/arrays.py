@@ -81,7 +81,10 @@ _WORDS: dict[Any, float] = {None: NULL, "NaN": np.nan, "Infinity": np.inf, "-Inf
 
 def as_mask(value: Any) -> Bools:
     """[n] booleans of numbers that are 0 or 1."""
-    found = vector(value)
+    try:
+        found = np.frombuffer(bytes(value), dtype=np.uint8) if isinstance(value, list) else vector(value)
+    except (TypeError, ValueError):  # no small whole numbers: said below, or by `vector`
+        found = vector(value)
     if found.dtype.kind != "b" and not ((found == 0) | (found == 1)).all():
         at = int(np.flatnonzero((found != 0) & (found != 1))[0])
         raise ValueError(f"holds {found[at]:g} at position {at}: 1 where a token trains, else 0")
