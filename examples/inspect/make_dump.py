@@ -34,13 +34,13 @@ from examples.megatron_core.train import (
     warm_up,
     write_checkpoint,
 )
+from examples.sglang_server import start_cpu_server
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks.megatron_core import Sample
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 
 PROMPTS, SAMPLES, PART = 16, 8, 16
