@@ -25,8 +25,6 @@ from typing import Literal, get_args
 
 ServerDtype = Literal["float32", "bfloat16", "float16"]
 
-PYTHON_VARIABLE = "MISMATCH_SGLANG_PYTHON"  # names the Python of the server's environment
-
 _ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "SGLANG_CPU_OMP_THREADS_BIND": "0",
@@ -137,11 +135,11 @@ def find_python(python: str | os.PathLike[str] | None = None) -> Path:
     """The Python of an environment made by `ci/sglang_cpu.sh`: the one given, else what MISMATCH_SGLANG_PYTHON names,
     else `.venv-sglang/bin/python`. Raises FileNotFoundError."""
     # Not resolved: a virtual environment is found by its own link to Python.
-    chosen = Path(python or os.environ.get(PYTHON_VARIABLE) or ".venv-sglang/bin/python").absolute()
+    chosen = Path(python or os.environ.get("MISMATCH_SGLANG_PYTHON") or ".venv-sglang/bin/python").absolute()
     if not os.access(chosen, os.X_OK):
         raise FileNotFoundError(
             f"there is no SGLang environment at {chosen}: make one with ci/sglang_cpu.sh (in a checkout, "
-            f"`make sglang`), and name its Python in {PYTHON_VARIABLE} if it is elsewhere."
+            "`make sglang`), and name its Python in MISMATCH_SGLANG_PYTHON if it is elsewhere."
         )
     return chosen
 

@@ -53,7 +53,6 @@ LARGEST_SHARE = 0.2
 # Modules whose dependency is called otherwise, or that come with it.
 DEPENDENCY = {
     "megatron": "megatron-core",
-    "transformer_engine": "transformer-engine",
     "yaml": "pyyaml",
     "yarl": "aiohttp",
     "PIL": "matplotlib",
@@ -90,7 +89,7 @@ def test_every_module_imported_is_of_a_dependency():
         f"{path.relative_to(ROOT)} imports {name}"
         for path in FILES
         for name in _imports(ast.parse(path.read_text()))
-        if (top := name.split(".")[0]) not in known and DEPENDENCY.get(top, top) not in declared
+        if (top := name.split(".")[0]) not in known and DEPENDENCY.get(top, top.replace("_", "-")) not in declared
     ]
     assert unknown == []
 
