@@ -34,10 +34,10 @@ from examples.megatron_core.train import (
     warm_up,
     write_checkpoint,
 )
+from examples.sglang_server import start_cpu_server
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 
 PROMPTS, SAMPLES, PART = 16, 8, 16
