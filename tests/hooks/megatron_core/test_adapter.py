@@ -80,11 +80,11 @@ def samples() -> tuple[Sample, ...]:
         mask = (torch.rand(response, generator=generator) < 0.8).int().tolist()
         mask = [1] if response == 1 else [0] * response if i == 5 else mask
         sample = Sample(
+            advantages=float(torch.randn((), generator=generator)),
+            weight_versions=spans_of(torch.randint(3, 6, (response,), generator=generator).tolist()),
             prompt_ids=ids(prompt),
             response_ids=ids(response),
             loss_mask=mask,
-            advantages=float(torch.randn((), generator=generator)),
-            weight_versions=spans_of(torch.randint(3, 6, (response,), generator=generator).tolist()),
             sample_id=f"s{i}",
         )
         made.append(sample.replace(kept_ids=kept_ids(sample.response_ids.tolist(), filtered=i % 2 == 1)))
