@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch_plugin.check.training import InputError
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.inspect.packing import groups_of, packed_of, pieces
-from mismatch_plugin.rollout.records import WeightSpan
 from tests.inspect.dumps import batch_of, drawn
 
 NAN = math.nan
@@ -55,12 +55,6 @@ def test_nothing_to_compare_is_an_error(rollout: list[float], training: list[flo
         packed_of(batch_of([rollout], [training]))
 
 
-def test_advantages_of_the_training_side_come_before_the_record_s():
-    both = np.array([3.0, 4.0])
-    assert advantages_of([{"advantages": both}], [{"advantages": -both}]) == ([-3.0], "")
-    assert advantages_of([{"advantages": both, "reward": 1.0}]) == ([3.0], "")
-
-
 def test_rewards_are_normalised_within_their_group():
     rewards = [(0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0)]
     values, note = advantages_of([{"group": group, "reward": reward} for group, reward in rewards])
@@ -91,7 +85,6 @@ def test_where_no_group_has_two_responses_the_batch_is_the_group():
         ([{"advantages": np.zeros(2)}], "all advantages are 0, which trains nothing: predictions take 1"),
         ([{"advantages": np.ones(2)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
         ([{"advantages": np.array([1.0, NAN])}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
-        ([{"advantages": np.ones(3)}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
     ],
 )
 def test_where_advantages_say_nothing_there_are_none(responses: list[dict[str, Any]], note: str):
@@ -132,7 +125,7 @@ def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
 
 @pytest.mark.parametrize(("versions", "found"), [(("7", "7"), 7), (("7", "8"), None), (("7", None), None)])
 def test_the_trainer_s_version_is_one_for_all_or_none(versions: tuple[str | None, ...], found: int | None):
-    told = [{"weight_version": version} for version in versions]
+    told = [{"trainer_version": version} for version in versions]
     packed, _ = packed_of(batch_of([[-1.0], [-1.0]], [[-1.1], [-1.2]], scored=told))
     assert packed.trainer_version == found
     assert [piece.trainer_version for _, piece in pieces(packed, tokens=1)] == [found, found]
