@@ -119,7 +119,7 @@ def read_inputs(
     if model is not None:
         own = source == "--checkpoint"
         batch = replace(
-            batch, logits=lambda sample: model.logits(sample, sample.index or 0), from_checkpoint=own, between=mix
+            batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=own, between=mix
         )
     return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format)
 

@@ -121,11 +121,9 @@ _GAPS: WeakKeyDictionary[Sample, float | None] = WeakKeyDictionary()
 
 
 def _gap_of_nearer_half(sample: Sample) -> float | None:
-    gap = (
-        np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs))
-        if sample.comparable
-        else np.zeros(0)
-    )
+    if not sample.comparable:
+        return None
+    gap = np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs))
     gap = gap[np.isfinite(gap)]
     if len(gap) < MIN_TOKENS:
         return None

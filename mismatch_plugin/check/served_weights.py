@@ -110,7 +110,7 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
     explained: set[Key] = set()
     evidence = ""
     for by in of.values():
-        workers = {fingerprint: {piece.served.worker for piece in group} for fingerprint, group in by.items()}
+        workers = {name: dict.fromkeys(piece.served.worker for piece in group) for name, group in by.items()}
         if len(by) < 2 or max(Counter(name for names in workers.values() for name in names).values()) > 1:
             continue  # of a worker with several weights under this label nothing tells which are the label's
         why = "Behind"

@@ -192,8 +192,10 @@ def test_a_filled_last_token_is_an_appended_eos(fill: float | None):
 
 def test_negated_log_probs_and_probabilities():
     true = [wave(10, phase) for phase in range(3)]
-    negated = [[-value for value in values] for values in true]
+    negated: list[list[float | None]] = [[-value for value in values] for values in true]
+    negated[0][1] = None
     findings, fixed = find_scale(batch_of(negated, true))
+    assert [item.fault for item in found(find_numbers(fixed)[0])] == ["missing"]  # a null stays one
     assert [(item.fault, item.side) for item in found(findings)] == [("sign", "rollout")]
     assert np.all(fixed.tokens.gap == 0)
     findings, fixed = find_scale(batch_of(true, [np.exp(values).tolist() for values in true]))

@@ -17,20 +17,18 @@ def batch_of(
     rollout: Rows,
     training: Rows,
     responses: Sequence[dict[str, Any]] | None = None,
-    scored: Sequence[dict[str, Any]] | None = None,
 ) -> Batch:
-    """One sample a row. responses, scored: further fields of each."""
+    """One sample a row. responses: further fields of each."""
     none: list[dict[str, Any]] = [{} for _ in rollout]
-    given = zip(rollout, training, responses or none, scored or none, strict=True)
+    given = zip(rollout, training, responses or none, strict=True)
     made = [
         Sample(
             response_ids=np.arange(len(values), dtype=np.int32),
             rollout_log_probs=np.array(values, dtype=float),
             train_log_probs=np.array(train, dtype=float),
-            **of_response,
-            **of_scored,
+            **fields,
         )
-        for values, train, of_response, of_scored in given
+        for values, train, fields in given
     ]
     return make_batch(made)
 

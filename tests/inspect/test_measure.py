@@ -71,13 +71,10 @@ def test_every_breakdown_by_hand():
     mask = np.array([False, True, True, False, True])
     span = WeightSpan(version="v6", start=0, end=3)
     first = {"loss_mask": mask, "weight_versions": (span,), "server": "a", "dp_rank": 1, "advantages": np.arange(5.0)}
-    last = {"advantages": np.full(3, -1.0), "server": "b"}
-    told = [
-        {"entropy": np.array([9.0, 0.0, 0.3, 9.0, 5.0]), "trainer_version": "v7"},
-        {"entropy": np.full(3, 0.6), "trainer_version": "v7"},
-    ]
+    first |= {"entropy": np.array([9.0, 0.0, 0.3, 9.0, 5.0]), "trainer_version": "v7"}
+    last = {"advantages": np.full(3, -1.0), "server": "b", "entropy": np.full(3, 0.6), "trainer_version": "v7"}
     rollout = [[-0.1, -0.001, -0.1, -1.0, -1.0], [-9.0, -3.0, -0.2]]
-    size = measure(batch_of(rollout, rollout, [first, last], told), CONFIG)[1]
+    size = measure(batch_of(rollout, rollout, [first, last]), CONFIG)[1]
     assert names(size, "position") == {"0": 1, "1 to 3": 4, "4 to 15": 1}
     assert names(size, "length") == {"0 to 63": 6}
     assert names(size, "probability") == {
@@ -187,8 +184,10 @@ def of_versions(gaps: dict[str, float], tokens: int, trainer: str | None = "v5")
         batch_of(
             [[-2.0] * tokens] * len(gaps),
             [[-2.0 + gap] * tokens for gap in gaps.values()],
-            [{"weight_versions": (WeightSpan(version=version, start=0, end=tokens),)} for version in gaps],
-            [{"trainer_version": trainer}] * len(gaps),
+            [
+                {"weight_versions": (WeightSpan(version=version, start=0, end=tokens),), "trainer_version": trainer}
+                for version in gaps
+            ],
         )
     )
 
