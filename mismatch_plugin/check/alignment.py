@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.distance import CLIP, CLIPPED_GAP, Comparison, Distances, between, compare, distances, pooled
 from mismatch_plugin.check.findings import too_few
 from mismatch_plugin.check.pairing import LAGS, incomparable, lag_findings, shifted, swap_finding
+from mismatch_plugin.data.sample import Sample
 
 FACTOR = 0.5
 STANDARD_ERRORS = 4.0
@@ -30,7 +31,7 @@ MOST = 0.5
 
 def moved(sample: Sample, lag: int) -> Distances:
     """Of the rollout log-probs to the training ones so many positions on."""
-    return distances(sample, shifted(sample.training, lag, sample.tokens))
+    return distances(sample, shifted(sample.train_log_probs, lag, len(sample)))
 
 
 def _clear(comparison: Comparison) -> bool:
@@ -41,7 +42,7 @@ def find_swapped(batch: Batch) -> Outcome:
     """Samples whose rollout log-probs fit another sample's training log-probs of the right length."""
     by_length: dict[int, list[Sample]] = defaultdict(list)
     for sample in batch:
-        by_length[len(sample.training)].append(sample)
+        by_length[len(sample.train_log_probs)].append(sample)
     judged = [sample for sample in batch if distances(sample).tokens >= MIN_TOKENS][:MAX_SWAP_SAMPLES]
     if not judged:
         few = f"no sample has {MIN_TOKENS} with a log-prob other than 0 on both sides"
@@ -50,7 +51,7 @@ def find_swapped(batch: Batch) -> Outcome:
     for sample in judged:
         if distances(sample).mean < MINIMUM_GAIN:
             continue
-        best = _closest(sample, [other for other in by_length[sample.tokens] if other is not sample])
+        best = _closest(sample, [other for other in by_length[len(sample)] if other is not sample])
         if best is None or not _clear(best[1]):
             continue
         lagged = _own_lag(sample)  # its own list, some positions off, is the simpler reason
@@ -58,32 +59,30 @@ def find_swapped(batch: Batch) -> Outcome:
             swapped.append((sample, best[0]))
     if not swapped:
         return [], batch
-    changed = {
-        sample.index: {"training": other.training, "null_training": other.null_training} for sample, other in swapped
-    }
+    changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other in swapped}
     if len(swapped) > MOST * len(judged):  # then what is too short to be found again is not at its place either
         changed = {sample.index: incomparable(sample) for sample in batch if not _fits(sample)} | changed
     before = np.mean([distances(sample).mean for sample, _ in swapped])
-    after = np.mean([distances(sample, other.training).mean for sample, other in swapped])
+    after = np.mean([distances(sample, other.train_log_probs).mean for sample, other in swapped])
     why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
     return [swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
 
 
 def _fits(sample: Sample) -> bool:
     own = distances(sample)
-    return len(sample.training) == sample.tokens and own.tokens >= MIN_TOKENS and own.mean < MINIMUM_GAIN
+    return len(sample.train_log_probs) == len(sample) and own.tokens >= MIN_TOKENS and own.mean < MINIMUM_GAIN
 
 
 def _closest(sample: Sample, others: list[Sample]) -> tuple[Sample, Comparison] | None:
     """The one of `others`, all with lists of the right length, whose training log-probs fit best."""
-    if not others or len(sample.rollout) != sample.tokens:
+    if not others or len(sample.rollout_log_probs) != len(sample):
         return None
-    table = np.stack([other.training[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
-    ours = np.broadcast_to(sample.rollout[:MAX_SWAP_TOKENS], table.shape)
+    table = np.stack([other.train_log_probs[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
+    ours = np.broadcast_to(sample.rollout_log_probs[:MAX_SWAP_TOKENS], table.shape)
     values, valid = between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
     means = values.sum(-1) / np.maximum(valid.sum(-1), 1) + np.where(valid.sum(-1) < MIN_TOKENS, CLIP, 0.0)
     found = others[int(np.argmin(means))]
-    return found, compare(distances(sample), distances(sample, found.training))
+    return found, compare(distances(sample), distances(sample, found.train_log_probs))
 
 
 class _Lagged(NamedTuple):
@@ -124,7 +123,10 @@ def find_shift(batch: Batch) -> Outcome:
         }
         for lag, items in by_lag.items()
     }
-    changed = {sample.index: {"training": shifted(sample.training, lag, sample.tokens)} for sample, lag, _ in lagged}
+    changed = {
+        sample.index: {"train_log_probs": shifted(sample.train_log_probs, lag, len(sample))}
+        for sample, lag, _ in lagged
+    }
     pairs = [(sample, lag) for sample, lag, _ in lagged]
     return lag_findings(batch, pairs, len(candidates), why, statistics), batch.with_values(changed)
 

@@ -11,85 +11,22 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from mismatch_plugin.check.findings import SIDES, Confidence, FaultName, Finding, Item, LogProbSide, Place, Side
-from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.responses import Bools, Floats, Ints, Response, Scored
+from mismatch_plugin.check.findings import Confidence, FaultName, Finding, Item, LogProbSide, Place, Side, first_place
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.sample import Sample
 
 DEFAULT_MAX_STALENESS = 1
 
 
-@dataclass(frozen=True, eq=False)
-class Sample:
-    """One response. n = response tokens; all arrays of log-probs are float64 in nats, NaN where there is none.
-
-    mask: [n], tokens that train. rollout: as long as the server's list. training: as long as the trainer's list, empty
-    if there is no training side. null_rollout, null_training: where the list held null, as opposed to NaN.
-    told: what the training side tells; its weight_version is the batch's where it tells none.
-    reference: [n] log-probs under the weights that the run began with, None without them.
-    """
-
-    index: int
-    record: Response
-    mask: Bools
-    rollout: Floats
-    null_rollout: Bools
-    training: Floats
-    null_training: Bools
-    told: Scored
-    reference: Floats | None = None
-
-    @property
-    def tokens(self) -> int:
-        """n, the number of response tokens."""
-        return len(self.record.response_ids)
-
-    def values(self, side: LogProbSide) -> Floats:
-        """The log-probs of one side."""
-        return self.rollout if side == "rollout" else self.training
-
-    def nulls(self, side: LogProbSide) -> Bools:
-        """Where the list of one side held null."""
-        return self.null_rollout if side == "rollout" else self.null_training
-
-    @property
-    def comparable(self) -> bool:
-        """Both lists are as long as the response."""
-        return len(self.training) == len(self.rollout) == self.tokens
-
-    @cached_property
-    def usable(self) -> Bools:
-        """[n] tokens that train and have a number on both sides; all False where lengths differ."""
-        if not self.comparable:
-            return np.zeros(self.tokens, dtype=bool)
-        return self.mask & np.isfinite(self.rollout) & np.isfinite(self.training)
-
-    @cached_property
-    def occurred(self) -> Bools:
-        """[n] tokens whose id was earlier in the response: those that SGLang's penalties act on."""
-        flags = np.ones(self.tokens, dtype=bool)
-        ids = self.record.response_ids
-        order = stable_order(ids)
-        flags[order[_first_of_equals(ids[order])]] = False
-        return flags
-
-    def place(self, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
-        """This sample as the place of a fault, with both values at the position where they exist."""
-        told = {"rollout": rollout, "training": training}
-        for side in SIDES:
-            if told[side] is None and position is not None and position < len(self.values(side)):
-                told[side] = float(self.values(side)[position])
-        return Place(sample=self.index, sample_id=self.record.sample_id, position=position, **told)
-
-    def first(self, chosen: Bools) -> Place:
-        """The first chosen token, or the sample as a whole where there is none."""
-        found = np.flatnonzero(chosen)
-        return self.place(int(found[0])) if len(found) else self.place()
+FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """Usable tokens of many samples, flat, [T]: log-probs of both sides, and where each token is."""
+    """Usable tokens of many samples, flat, [T]: log-probs of both sides, and where each token is.
+
+    occurred: its id was earlier in the response: those that SGLang's penalties act on.
+    """
 
     rollout: Floats
     training: Floats
@@ -139,7 +76,7 @@ class Between(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """N samples in the order of the records file, and what else the detectors may know.
+    """N samples in the order of the records file, `index` being their place, and what else the detectors may know.
 
     eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
     float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
@@ -176,11 +113,12 @@ class Batch:
         return self.tokens if len(samples) == len(self) else flat(samples)
 
     def with_values(self, changed: Mapping[int, Mapping[str, Any]]) -> Batch:
-        """The same batch with fields of some samples replaced, by index."""
+        """The same batch with fields of some samples replaced, by index. A mask can only lose tokens."""
         if not any(changed.values()):
             return self
-        fields = (changed.get(sample.index) for sample in self.samples)  # what stays keeps what it has worked out
-        samples = (replace(sample, **new) if new else sample for sample, new in zip(self.samples, fields, strict=True))
+        samples = list(self.samples)  # what stays keeps what it has worked out
+        for index, fields in changed.items():
+            samples[index] = samples[index].with_fields(**fields)
         return replace(self, samples=tuple(samples))
 
     def finding(
@@ -210,7 +148,7 @@ class Batch:
             of_samples=len(self) if of_samples is None else of_samples,
             tokens=trained(samples) if tokens is None else tokens,
             of_tokens=self.token_count,
-            first=first or samples[0].first(np.ones(samples[0].tokens, dtype=bool)),
+            first=first or first_place(samples[0], np.ones(len(samples[0]), dtype=bool)),
             fix=fix,
             confidence=confidence,
         )
@@ -263,44 +201,19 @@ def flat(samples: Sequence[Sample]) -> Tokens:
     occurred = np.empty(ends[-1], dtype=bool)
     for sample, (start, end) in zip(samples, pairwise(ends), strict=True):  # no parts to be joined: half the memory
         at, here = np.flatnonzero(sample.usable), slice(start, end)
-        rollout[here], training[here] = sample.rollout[at], sample.training[at]
-        index[here], position[here], occurred[here] = sample.index, at, sample.occurred[at]
+        rollout[here], training[here] = sample.rollout_log_probs[at], sample.train_log_probs[at]
+        index[here], position[here] = sample.index, at
+        order = stable_order(sample.response_ids)
+        again = np.empty(len(sample), dtype=bool)
+        again[order] = ~_first_of_equals(sample.response_ids[order])
+        occurred[here] = again[at]
     return Tokens(rollout, training, index, position, occurred)
 
 
-def make_batch(
-    records: Sequence[RolloutRecord | Response],
-    training: Sequence[TrainingSample | Scored] | None = None,
-    *,
-    eos_ids: Sequence[int] = (),
-    trainer_version: str | None = None,
-    reference: Sequence[Floats] | None = None,
-) -> Batch:
-    """Put responses next to the training side's samples, already in the same order (`training.match`).
-
-    trainer_version: weights of the training side, where its samples do not tell. reference: `Sample.reference` of each.
-    """
-    if training is not None and len(training) != len(records):
-        raise ValueError(f"{len(training)} training samples for {len(records)} records: give one a record.")
-    samples = []
-    for index, record in enumerate(records):
-        response = Response.of(record) if isinstance(record, RolloutRecord) else record
-        told = _NOTHING_TOLD if training is None else training[index]
-        told = told.scored() if isinstance(told, TrainingSample) else told
-        if told.weight_version is None and trainer_version is not None:
-            told = replace(told, weight_version=trainer_version)
-        mask = response.loss_mask
-        if told.loss_mask is not None and len(told.loss_mask) == len(mask):
-            mask = mask & told.loss_mask
-        rollout, training_side = response.rollout_log_probs, told.log_probs
-        nulls = [
-            np.zeros(len(values), dtype=bool) if where is None else where
-            for values, where in ((rollout, response.nulls), (training_side, told.nulls))
-        ]
-        own = None if reference is None else reference[index]
-        samples.append(Sample(index, response, mask, rollout, nulls[0], training_side, nulls[1], told, own))
-    known = frozenset((*eos_ids, *(token for record in records for token in record.sampling.stop_token_ids)))
-    return Batch(tuple(samples), known, training is not None)
-
-
-_NOTHING_TOLD = Scored(log_probs=np.zeros(0))
+def make_batch(samples: Sequence[Sample], *, eos_ids: Sequence[int] = (), has_training: bool | None = None) -> Batch:
+    """eos_ids: those that the requests name are added. has_training: whether a sample has any, unless given."""
+    stop = (token for sample in samples for token in sample.sampling.stop_token_ids)
+    if has_training is None:
+        has_training = any(len(sample.train_log_probs) for sample in samples)
+    numbered = tuple(sample.with_fields(index=index) for index, sample in enumerate(samples))
+    return Batch(numbered, frozenset((*eos_ids, *stop)), has_training)

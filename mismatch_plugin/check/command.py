@@ -107,7 +107,7 @@ def check(
     before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.check.inputs import check_files
-    from mismatch_plugin.check.training import InputError
+    from mismatch_plugin.data.read import InputError
     from mismatch_plugin.report.table import printable
 
     try:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Bools, Floats, Sample
+from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.sample import Sample
 
 CLIP = 3.0
 """A single token counts for at most so much, in nats."""
@@ -44,9 +45,9 @@ def distances(sample: Sample, training: Floats | None = None) -> Distances:
 
     Exact zeros are left out: certain tokens fit everywhere, and fills nowhere.
     """
-    theirs = sample.training if training is None else training
-    shared = min(len(sample.rollout), len(theirs), sample.tokens)
-    ours, theirs = sample.rollout[:shared], theirs[:shared]
+    theirs = sample.train_log_probs if training is None else training
+    shared = min(len(sample.rollout_log_probs), len(theirs), len(sample))
+    ours, theirs = sample.rollout_log_probs[:shared], theirs[:shared]
     return between(ours, theirs, sample.mask[:shared] & (ours != 0.0) & (theirs != 0.0))
 
 
@@ -91,7 +92,7 @@ def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
     To first order a change of the logits moves log p by (1 − p) of it over T, so that this measures the change itself:
     the tokens of sure and of unsure responses are then equally far apart.
     """
-    temperature = sample.record.log_prob_temperature
+    temperature = sample.log_prob_temperature
     with np.errstate(invalid="ignore", over="ignore"):
         left = -np.expm1(np.minimum(ours, theirs))
         chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)

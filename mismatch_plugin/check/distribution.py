@@ -10,10 +10,11 @@ from collections import defaultdict
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
-from mismatch_plugin.check.findings import FaultName, Finding, Item, Side, Undecided, too_few
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import FaultName, Finding, Item, Side, Undecided, first_place, place_of, too_few
 from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Effect, Fit, fit, rank_correlation
+from mismatch_plugin.data.sample import Sample
 
 MIN_REPEATED = 20
 SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.01, 8.0
@@ -60,7 +61,7 @@ def find_unrelated(batch: Batch) -> Outcome:
         "logits one position before each token (not those of the token itself).",
         [batch.samples[index] for index in np.unique(tokens.sample)],
         tokens=len(tokens),
-        first=batch.samples[int(tokens.sample[worst])].place(int(tokens.position[worst])),
+        first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
         statistics={"rank_correlation": correlation, "abs_mean": gap},
     )
     return [finding], batch
@@ -70,7 +71,7 @@ def find_temperature(batch: Batch) -> Outcome:
     """The regression slope of centred log-probs, by recorded temperature; each group of samples is judged alone."""
     groups: dict[float, list[Sample]] = defaultdict(list)
     for sample in drawn(batch):
-        groups[sample.record.sampling.temperature].append(sample)
+        groups[sample.temperature].append(sample)
     found = [*_raw(batch), *_declared(batch)][:1]
     if found:
         return found, batch
@@ -89,7 +90,7 @@ def find_temperature(batch: Batch) -> Outcome:
 
 def drawn(batch: Batch) -> list[Sample]:
     """Samples that were not greedy: of the others nothing about sampling can be told from the tokens."""
-    return [sample for sample in batch if not sample.record.sampling.greedy]
+    return [sample for sample in batch if not sample.sampling.greedy]
 
 
 def few_tokens(count: int, fault: FaultName) -> Undecided:
@@ -100,15 +101,11 @@ def few_tokens(count: int, fault: FaultName) -> Undecided:
 def _raw(batch: Batch) -> list[Item]:
     """Log-probs from before the temperature, by what the record tells (vLLM's raw ones): not of what tokens were drawn
     from, whatever the trainer does."""
-    chosen = [
-        sample
-        for sample in drawn(batch)
-        if sample.record.log_probs_of == "raw" and sample.record.sampling.temperature != 1.0
-    ]
+    chosen = [sample for sample in drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
     if not chosen:
         return []
-    recorded = chosen[0].record.sampling.temperature
-    told = chosen[0].told.temperature
+    recorded = chosen[0].temperature
+    told = chosen[0].trainer_temperature
     tokens = batch.tokens_of(chosen)
     same = told == 1.0 if told is not None else False
     if told is None and len(tokens) >= ENOUGH_TOKENS:
@@ -137,7 +134,7 @@ def _raw(batch: Batch) -> list[Item]:
 
 def _declared(batch: Batch) -> list[Item]:
     """Temperatures that the training side itself tells."""
-    pairs = [(sample, sample.record.sampling.temperature, sample.told.temperature) for sample in drawn(batch)]
+    pairs = [(sample, sample.temperature, sample.trainer_temperature) for sample in drawn(batch)]
     chosen = [
         (sample, ours, theirs)
         for sample, ours, theirs in pairs
@@ -206,7 +203,7 @@ def _temperature_finding(batch: Batch, samples: list[Sample], result: Fit, recor
         TEMPERATURE_FIXES[kind],
         samples,
         tokens=tokens,
-        first=samples[0].first(samples[0].usable),
+        first=first_place(samples[0], samples[0].usable),
         statistics={
             "slope": 1 + slope.size,
             "standard_errors": slope.deviations,
@@ -221,7 +218,7 @@ def find_penalty(batch: Batch) -> Outcome:
     """An offset on tokens that occurred before, beyond what their log-prob explains."""
     found: list[Item] = []
     for penalised in (True, False):
-        group = [sample for sample in drawn(batch) if sample.record.sampling.penalised == penalised]
+        group = [sample for sample in drawn(batch) if sample.sampling.penalised == penalised]
         tokens = batch.tokens_of(group)
         repeated = int(tokens.occurred.sum())
         if not group:
@@ -236,7 +233,7 @@ def find_penalty(batch: Batch) -> Outcome:
         result = fit(tokens)
         effect = result.repeated
         share = REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
-        temperature = _is_temperature(result, group[0].record.sampling.temperature)
+        temperature = _is_temperature(result, group[0].temperature)
         if temperature:
             share = max(share, 0.1)  # a wrong temperature is not linear in the log-prob, and repeats are likelier
         if abs(effect.deviations) < REPEATED_DEVIATIONS or effect.share < share:
@@ -247,7 +244,7 @@ def find_penalty(batch: Batch) -> Outcome:
 
 
 def _penalty_finding(batch: Batch, group: list[Sample], effect: Effect) -> Finding:
-    tokens, sampling = batch.tokens_of(group), group[0].record.sampling
+    tokens, sampling = batch.tokens_of(group), group[0].sampling
     off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     set_to = [f"{name} {value:g}" for name in off if (value := getattr(sampling, name)) != off[name]]
     recorded = f"the request had {', '.join(set_to)}" if set_to else "although the record has no penalty"
@@ -263,7 +260,7 @@ def _penalty_finding(batch: Batch, group: list[Sample], effect: Effect) -> Findi
         PENALTY_FIX,
         group,
         tokens=repeated,
-        first=batch.samples[index].place(position),
+        first=place_of(batch.samples[index], position),
         statistics={
             "offset": effect.size,
             "standard_errors": effect.deviations,

@@ -6,11 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, Tokens
+from mismatch_plugin.check.batch import Batch, Outcome, Tokens
 from mismatch_plugin.check.distribution import drawn, few_tokens
-from mismatch_plugin.check.findings import Finding, Item
+from mismatch_plugin.check.findings import Finding, Item, first_place
 from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.regression import Support, fit, support
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 
 DEVIATIONS, ONE_SIDED, NEGATIVE, MISSING = 6.0, 0.4, 0.65, 0.003
@@ -34,14 +36,12 @@ def find_truncation(batch: Batch) -> Outcome:
 
     Where the training side replays the sampling mask, comparisons go on with the behaviour log-probs.
     """
-    recorded = {sample.index: sample.record.behaviour_log_probs for sample in batch}
-    behaviour = {s.index: found for s in batch if (found := recorded[s.index]) is not None and len(found) == s.tokens}
+    recorded = {sample.index: sample.behaviour_log_probs for sample in batch}
+    behaviour = {s.index: found for s in batch if (found := recorded[s.index]) is not None and len(found) == len(s)}
     found, replayed = _with_behaviour(batch, behaviour)
     rest = [sample for sample in drawn(batch) if sample.index not in behaviour]
     for filtered, told in ((True, False), (True, True), (False, False)):
-        group = [
-            sample for sample in rest if (sample.record.sampling.filtered, after_filters(sample)) == (filtered, told)
-        ]
+        group = [sample for sample in rest if (sample.sampling.filtered, after_filters(sample)) == (filtered, told)]
         tokens = batch.tokens_of(group)
         # Log-probs after the filters are the behaviour policy's; whether the trainer replays the filters must be seen.
         kind: Kind | None = "recorded" if filtered and not told else None
@@ -60,7 +60,7 @@ def find_truncation(batch: Batch) -> Outcome:
 
 def after_filters(sample: Sample) -> bool:
     """Its log-probs are renormalised over what its filters kept, by what the record tells (vLLM's processed ones)."""
-    return sample.record.sampling.filtered and sample.record.log_probs_of == "filtered"
+    return sample.sampling.filtered and sample.log_probs_of == "filtered"
 
 
 def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[Item], dict[int, dict[str, Any]]]:
@@ -73,11 +73,11 @@ def _with_behaviour(batch: Batch, behaviour: dict[int, Floats]) -> tuple[list[It
         both = sample.usable & np.isfinite(values)
         if not both.any():
             continue
-        to_full = float(np.abs(sample.training[both] - sample.rollout[both]).mean())
-        to_cut = float(np.abs(sample.training[both] - values[both]).mean())
-        bias = float((values[both] - sample.rollout[both]).mean())
+        to_full = float(np.abs(sample.train_log_probs[both] - sample.rollout_log_probs[both]).mean())
+        to_cut = float(np.abs(sample.train_log_probs[both] - values[both]).mean())
+        bias = float((values[both] - sample.rollout_log_probs[both]).mean())
         if to_cut < to_full:
-            replayed[index] = {"rollout": values}
+            replayed[index] = {"rollout_log_probs": values}
         elif bias > NO_BIAS:
             plain.append(sample)
             biases.append(bias)
@@ -109,7 +109,7 @@ def filter_text(sampling: SamplingParameters) -> str:
 
 
 def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | None) -> Finding:
-    told = filter_text(group[0].record.sampling)
+    told = filter_text(group[0].sampling)
     if kind == "recorded" or numbers is None:
         evidence = (
             f"{len(group)} of {len(batch)} samples were drawn with {told}, but their log-probs are over the whole "
@@ -141,7 +141,7 @@ def _finding(batch: Batch, group: list[Sample], kind: Kind, numbers: Support | N
         evidence,
         FIXES[kind],
         group,
-        first=group[0].first(group[0].usable),
+        first=first_place(group[0], group[0].usable),
         confidence="certain" if kind == "recorded" or after_filters(group[0]) else "likely",
         statistics={} if numbers is None else {"missing_mass": numbers.missing, "one_sided": numbers.one_sided},
     )

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+from mismatch_plugin.data.arrays import Bools
+from mismatch_plugin.data.sample import Sample
 
 FaultName = Literal[
     "missing", "nan", "infinite", "positive", "floor", "zero_fill",
@@ -51,6 +55,21 @@ class Place(_Model):
         shown = [(side, f"{value:.6g}" if isinstance(value, float) else value) for side, value in sides]
         values = ", ".join(f"{side} {value}" for side, value in shown if value is not None)
         return f"{name}{where}" + (f": {values}" if values else "")
+
+
+def place_of(sample: Sample, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
+    """A sample of a batch as the place of a fault, with both values at the position where they exist."""
+    told = {"rollout": rollout, "training": training}
+    for side in SIDES:
+        if told[side] is None and position is not None and position < len(sample.values(side)):
+            told[side] = float(sample.values(side)[position])
+    return Place(sample=sample.index, sample_id=sample.sample_id, position=position, **told)
+
+
+def first_place(sample: Sample, chosen: Bools) -> Place:
+    """The first chosen token, or the sample as a whole where there is none."""
+    found = np.flatnonzero(chosen)
+    return place_of(sample, int(found[0])) if len(found) else place_of(sample)
 
 
 class Finding(_Model):

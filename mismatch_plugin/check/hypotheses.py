@@ -9,14 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.batch import Batch, Floats, Outcome
+from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.distance import CLIP, Comparison, between, compare
 from mismatch_plugin.check.distribution import PENALTY_FIX, TEMPERATURE_FIXES
 from mismatch_plugin.check.filters import FIXES, after_filters, filter_text
-from mismatch_plugin.check.findings import SIDES, FaultName, Finding, LogProbSide, too_few
+from mismatch_plugin.check.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
 from mismatch_plugin.check.level import ENOUGH_TOKENS
 from mismatch_plugin.check.pairing import SHIFT_FIX
 from mismatch_plugin.check.vocabulary import Rows, gather_rows
+from mismatch_plugin.data.arrays import Floats
 
 FACTOR, STANDARD_ERRORS, MINIMUM_GAIN = 0.6, 6.0, 0.002
 TEMPERATURE_TOLERANCE = 0.02
@@ -114,7 +115,7 @@ def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
 
 def _penalty(batch: Batch, rows: Rows) -> Finding | None:
     """A repetition penalty in the rollout log-probs that no record tells; recorded ones show next to the trainer's."""
-    if any(sample.record.sampling.penalised for sample, _ in rows.tokens):
+    if any(sample.sampling.penalised for sample, _ in rows.tokens):
         return None
     fits = [(penalty, rows.log_probs(logits=rows.penalised(penalty))) for penalty in PENALTIES]
     penalty, best = min(fits, key=lambda item: between(rows.rollout, item[1]).mean)
@@ -149,9 +150,9 @@ def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
         part = [
             at
             for at, (sample, _) in enumerate(rows.tokens)
-            if sample.record.behaviour_log_probs is None
-            and not sample.record.sampling.greedy
-            and sample.record.sampling.filtered == filtered
+            if sample.behaviour_log_probs is None
+            and not sample.sampling.greedy
+            and sample.sampling.filtered == filtered
             and not after_filters(sample)
         ]
         if not part:
@@ -212,5 +213,5 @@ def _finding(
 ) -> Finding:
     samples = [*{sample.index: sample for sample, _ in rows.tokens}.values()]
     first, position = rows.tokens[0]
-    place = first.place(position)
+    place = place_of(first, position)
     return batch.finding(fault, side, evidence, fix, samples, tokens=len(rows), first=place, statistics=statistics)

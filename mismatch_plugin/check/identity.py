@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Ints, Outcome, Sample
-from mismatch_plugin.check.findings import Item
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import Item, place_of
 from mismatch_plugin.check.pairing import LAGS, MAX_LAG, incomparable, lag_findings, shifted, swap_finding
+from mismatch_plugin.data.arrays import Ints
+from mismatch_plugin.data.sample import Sample
 
 PROMPT_FIX = (
     "Send the server token ids (input_ids), made once with one tokenizer and chat template, and train on those ids; "
@@ -33,7 +35,7 @@ def find_ids(batch: Batch) -> Outcome:
     owners: dict[bytes, Sample] = {}
     compared = 0
     for sample in batch:
-        ours, theirs = sample.record.response_ids, sample.told.token_ids
+        ours, theirs = sample.response_ids, sample.trained_ids
         if theirs is None:
             continue
         compared += 1
@@ -42,23 +44,23 @@ def find_ids(batch: Batch) -> Outcome:
         if not len(positions):
             continue  # what is left is a question of length
         if not owners:
-            owners = {_key(one.record.response_ids): one for one in reversed(batch.samples) if one.tokens > 1}
+            owners = {_key(one.response_ids): one for one in reversed(batch.samples) if len(one) > 1}
         owner = owners.get(_key(theirs))
         lag = _lag(ours, theirs)
-        if owner is not None and len(theirs) == len(sample.training):
+        if owner is not None and len(theirs) == len(sample.train_log_probs):
             swapped.append((sample, owner))
         elif lag is not None:
             lagged.append((sample, lag))
-            moved = shifted(sample.training, lag, sample.tokens)
-            changed[sample.index] = {"training": moved, "mask": sample.mask & ~np.isnan(moved)}
+            moved = shifted(sample.train_log_probs, lag, len(sample))
+            changed[sample.index] = {"train_log_probs": moved, "loss_mask": sample.mask & ~np.isnan(moved)}
         else:
             differing.append((sample, positions))
             mask = sample.mask.copy()
             mask[positions] = False
-            changed[sample.index] = {"mask": mask}
+            changed[sample.index] = {"loss_mask": mask}
     if swapped:
         changed |= {sample.index: incomparable(sample) for sample, _ in swapped}  # unless its own is found
-        changed |= {owner.index: {"training": sample.training} for sample, owner in swapped}
+        changed |= {owner.index: {"train_log_probs": sample.train_log_probs} for sample, owner in swapped}
         found.append(swap_finding(batch, swapped, compared, "their token ids are those of another sample"))
     found += lag_findings(batch, lagged, compared, "the training side's token ids are the response's, ")
     if differing:
@@ -66,7 +68,7 @@ def find_ids(batch: Batch) -> Outcome:
         count = sum(len(at) for _, at in differing)
         values = {
             side: int(ids[positions[0]])
-            for side, ids in (("rollout", sample.record.response_ids), ("training", sample.told.token_ids))
+            for side, ids in (("rollout", sample.response_ids), ("training", sample.trained_ids))
             if ids is not None
         }
         finding = batch.finding(
@@ -77,7 +79,7 @@ def find_ids(batch: Batch) -> Outcome:
             [sample for sample, _ in differing],
             tokens=count,
             of_samples=compared,
-            first=sample.place(int(positions[0]), **values),
+            first=place_of(sample, int(positions[0]), **values),
             statistics={"fraction": count / max(batch.token_count, 1)},
         )
         found.append(finding)
@@ -99,7 +101,7 @@ def _lag(ours: Ints, theirs: Ints) -> int | None:
 
 
 def _prompts(batch: Batch) -> list[Item]:
-    pairs = [(sample, sample.record.prompt_ids, sample.told.prompt_ids) for sample in batch]
+    pairs = [(sample, sample.prompt_ids, sample.trained_prompt_ids) for sample in batch]
     compared = [(sample, ours, theirs) for sample, ours, theirs in pairs if theirs is not None]
     differing = [pair for pair in compared if not np.array_equal(pair[1], pair[2])]
     if not differing:
@@ -118,7 +120,7 @@ def _prompts(batch: Batch) -> list[Item]:
         [sample for sample, _, _ in differing],
         tokens=0,
         of_samples=len(compared),
-        first=sample.place(),
+        first=place_of(sample),
         statistics={"fraction": len(differing) / len(compared)},
     )
     return [finding]

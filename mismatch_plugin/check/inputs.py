@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from mismatch_plugin.check.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult, Finding
 from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.servers import compare_servers, workers_of
-from mismatch_plugin.check.sources import ADAPTERS, Checkpoint, TrainingSide
-from mismatch_plugin.check.training import InputError
+from mismatch_plugin.check.sources import Checkpoint, from_checkpoint, from_server, with_reference, with_training
+from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.files import encodable
-from mismatch_plugin.rollout.dumps.registry import read_dump
-from mismatch_plugin.rollout.responses import Dump
 
 _NO_TRAINING = "there is no training side: give TRAINING, --checkpoint or --url, or --records-only to check without."
 
@@ -71,7 +71,7 @@ def read_inputs(
     records: a file, a folder, or a dump that was read. checkpoint: its folder, or what was loaded of it.
     reference_checkpoint: the weights that the run began with. urls: servers or routers. records_only: no training side,
     and that is meant. needs_training: an error without one, but for records that tell what served them
-    (`check.served`). format: of the records, a name of `rollout.dumps.registry.FORMATS`.
+    (`check.served`). format: of the records, a name of docs/inspect.md.
 
     Raises InputError where something cannot be read, does not fit, or cannot be compared.
     """
@@ -83,48 +83,54 @@ def read_inputs(
         raise InputError("--records-only compares nothing: leave it out, or TRAINING, --checkpoint and --url.")
     named = "the running servers" if isinstance(records, Dump) else encodable(str(records))
     dump = records if isinstance(records, Dump) else _dump(records, format, training_path)
-    responses = dump.responses
-    one_sided = source is None and dump.scored is None and needs_training and not records_only
-    if one_sided and all(response.served is None for response in responses):
+    samples, has_training = dump.samples, not records_only and (source is not None or dump.has_training)
+    needs_training &= not records_only and not has_training
+    if needs_training and all(sample.served is None for sample in samples):
         raise InputError(_NO_TRAINING)
     workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
     model = Checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
-    given |= {"--checkpoint": model, "--url": next(iter(workers), None)}
-    side = None
-    if source is not None and source != "TRAINING":
-        side = ADAPTERS[source](given[source], responses)
-    elif dump.scored is not None and not records_only:
-        side = TrainingSide(list(dump.scored), [f"training side: {training_path or named}"])
-    notes = [f"{len(responses)} records of {named}", *dump.notes, *(side.notes if side else [])]
+    notes = [f"{len(samples)} records of {named}", *dump.notes]
+    if source == "--checkpoint" and model is not None:
+        samples, what = from_checkpoint(model, samples)
+        notes.append(what)
+    elif source == "--url":
+        samples, said = from_server(workers[0], samples)
+        notes += said
+    elif has_training:
+        notes.append(f"training side: {training_path or named}")
+    elif dump.has_training:
+        samples = [with_training(sample, np.zeros(0)) for sample in samples]
     start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
     mix = None if model is None or start is None else Mix(model, start)
-    first = None if start is None else [sample.log_probs for sample in start.scored(responses)]
     if start is not None:
+        samples = with_reference(samples, start)
         notes.append(f"weights that the run began with: {reference_checkpoint}")
     findings: list[Finding] = []
     if workers and (model is not None or len(workers) > 1):
-        more, findings = compare_servers(workers, responses, model, start)
+        more, findings = compare_servers(workers, samples, model, start)
         notes += more
     known = [*eos_ids, *(model.eos_ids if model else [])]
-    batch = make_batch(responses, side and side.samples, eos_ids=known, trainer_version=weight_version, reference=first)
+    if weight_version is not None:
+        samples = [s if s.trainer_version else s.with_fields(trainer_version=weight_version) for s in samples]
+    batch = make_batch(samples, eos_ids=known, has_training=has_training)
     if not any(sample.mask.any() for sample in batch):
         raise InputError("every loss mask is 0: there is no trained token to check.")
     batch = replace(batch, max_staleness=max_staleness)
     if model is not None:
         own = source == "--checkpoint"
         batch = replace(
-            batch, logits=lambda sample: model.logits(sample.record, sample.index), from_checkpoint=own, between=mix
+            batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=own, between=mix
         )
     return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format)
 
 
 def _dump(path: Path, format: str | None, training: Path | None) -> Dump:
     try:
-        dump = read_dump(path, format, training)
+        dump = read(path, training, format=format)
     except InputError:
         raise
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot read the records: {error}") from None
-    if not any(len(record.response_ids) for record in dump.responses):
+    if not any(map(len, dump.samples)):
         raise InputError(f"{path} holds no response: there is nothing to check.")
     return dump

@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mismatch_plugin.check.batch import Batch, Sample
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.distance import logit_gap
 from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.sources import Checkpoint
-from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.responses import Floats
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
 
 BUDGET = 2000
 """Response tokens that each mix scores."""
@@ -67,7 +68,7 @@ class Mix:
     def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
         """[n]. from_start: names of parameters."""
         with self._mixed(from_start):
-            return self._now.scored([sample.record])[0].log_probs
+            return self._now.scored([sample])[0]
 
     @contextmanager
     def _mixed(self, names: Collection[str]) -> Iterator[None]:
@@ -113,11 +114,11 @@ def find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], s
     """
     mixes = batch.between
     assert mixes is not None
-    step = max(1, math.ceil(sum(sample.tokens for sample in samples) / BUDGET))
+    step = max(1, math.ceil(sum(len(sample) for sample in samples) / BUDGET))
     chosen = range(0, len(samples), step)  # evenly over the batch, up to the budget of tokens; at least one
     few, own = [samples[at] for at in chosen], [now[at] for at in chosen]
-    rollout = [sample.rollout for sample in few]
-    starts = [sample.reference for sample in few if sample.reference is not None]
+    rollout = [sample.rollout_log_probs for sample in few]
+    starts = [sample.ref_log_probs for sample in few if sample.ref_log_probs is not None]
     from_start = share > 0.5
     end = starts if from_start else own
     best: tuple[float, list[str], int, list[Floats]] | None = None
@@ -191,7 +192,7 @@ def _flipped(parts: list[str], effects: list[Floats], target: Floats) -> list[st
 def _better(samples: Sequence[Sample], mixed: Sequence[Floats], rival: Sequence[Floats]) -> Fit:
     gains, total, tokens = [], 0.0, 0
     for sample, mix, other in zip(samples, mixed, rival, strict=True):
-        ours, theirs = (np.abs(logit_gap(sample, sample.rollout, values)) for values in (mix, other))
+        ours, theirs = (np.abs(logit_gap(sample, sample.rollout_log_probs, values)) for values in (mix, other))
         both = np.isfinite(ours) & np.isfinite(theirs)
         gains.append(float((theirs - ours)[both].sum()))
         total, tokens = total + float(theirs[both].sum()), tokens + int(both.sum())

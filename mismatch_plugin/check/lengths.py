@@ -6,22 +6,23 @@ from collections import defaultdict
 from typing import Any
 
 from mismatch_plugin.check.alignment import FACTOR, MIN_TOKENS, MINIMUM_GAIN, MOST, STANDARD_ERRORS, moved
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.distance import compare, distances
 from mismatch_plugin.check.eos import appended_finding
-from mismatch_plugin.check.findings import Finding, Item, LogProbSide
+from mismatch_plugin.check.findings import Finding, Item, LogProbSide, place_of
 from mismatch_plugin.check.pairing import MAX_LAG, lag_findings, shifted
+from mismatch_plugin.data.sample import Sample
 
 
 def find_lengths(batch: Batch) -> Outcome:
     """Name them; afterwards both lists of each sample are as long as its response."""
     found: list[Item] = []
     changed: dict[int, dict[str, Any]] = defaultdict(dict)
-    short = [sample for sample in batch if len(sample.rollout) != sample.tokens]
-    appended = [sample for sample in short if len(sample.rollout) == sample.tokens - 1]
-    other = [sample for sample in short if len(sample.rollout) != sample.tokens - 1]
+    short = [sample for sample in batch if len(sample.rollout_log_probs) != len(sample)]
+    appended = [sample for sample in short if len(sample.rollout_log_probs) == len(sample) - 1]
+    other = [sample for sample in short if len(sample.rollout_log_probs) != len(sample) - 1]
     for sample in short:
-        changed[sample.index]["rollout"] = shifted(sample.rollout, 0, sample.tokens)
+        changed[sample.index]["rollout_log_probs"] = shifted(sample.rollout_log_probs, 0, len(sample))
     if appended:
         found.append(appended_finding(batch, appended, "rollout", "one token more than the server has log-probs for"))
     if other:
@@ -29,7 +30,7 @@ def find_lengths(batch: Batch) -> Outcome:
     uneven = [sample for sample in batch if _surplus(sample)]
     offsets = _offsets(uneven)
     for sample in uneven:
-        changed[sample.index]["training"] = shifted(sample.training, offsets[sample.index], sample.tokens)
+        changed[sample.index]["train_log_probs"] = shifted(sample.train_log_probs, offsets[sample.index], len(sample))
     longer = [(sample, lag) for sample in uneven if (lag := offsets[sample.index])]
     unmoved = [sample for sample in uneven if not offsets[sample.index]]
     extra = [sample for sample in unmoved if _surplus(sample) == 1]
@@ -38,7 +39,7 @@ def find_lengths(batch: Batch) -> Outcome:
         found.append(appended_finding(batch, extra, "training", "one token more than was sampled"))
     if longer:
         first = longer[0][0]
-        prompt = len(first.record.prompt_ids)
+        prompt = len(first.prompt_ids)
         included = f" (its prompt has {prompt} tokens)" if abs(_surplus(first) - prompt) <= 1 else ""
         why = f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index}{included}; lists "
         found += lag_findings(batch, longer, len(batch), why, boundary=True)
@@ -48,7 +49,7 @@ def find_lengths(batch: Batch) -> Outcome:
 
 
 def _surplus(sample: Sample) -> int:
-    return len(sample.training) - sample.tokens
+    return len(sample.train_log_probs) - len(sample)
 
 
 def _offsets(samples: list[Sample]) -> dict[int, int]:
@@ -80,16 +81,16 @@ def _best_offset(sample: Sample) -> int:
 def _length_finding(batch: Batch, samples: list[Sample], side: LogProbSide) -> Finding:
     first = samples[0]
     count = len(first.values(side))
-    dropped = " (the last token, perhaps EOS, was dropped)" if count == first.tokens - 1 else ""
+    dropped = " (the last token, perhaps EOS, was dropped)" if count == len(first) - 1 else ""
     return batch.finding(
         "length",
         side,
         f"The {side} side's log-probs of {len(samples)} of {len(batch)} samples are not as many as the response "
-        f"tokens: {count} for {first.tokens} in sample {first.index}{dropped}.",
+        f"tokens: {count} for {len(first)} in sample {first.index}{dropped}.",
         "Give exactly one log-prob a response token: keep the lists together when responses are cut, continued or "
         "padded.",
         samples,
-        tokens=sum(sample.tokens for sample in samples),
-        first=first.place(min(count, first.tokens)),
+        tokens=sum(len(sample) for sample in samples),
+        first=place_of(first, min(count, len(first))),
         statistics={"fraction": len(samples) / len(batch)},
     )

@@ -7,8 +7,9 @@ from typing import Literal
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import Mismatch
+from mismatch_plugin.data.arrays import Floats
 
 CLAMP = 20.0
 ENOUGH_TOKENS = 100

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome, Sample
-from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide
+from mismatch_plugin.check.batch import FIELD, Batch, Outcome
+from mismatch_plugin.check.findings import SIDES, FaultName, Finding, Item, LogProbSide, place_of
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
+from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
+from mismatch_plugin.data.sample import Sample
 
 FILL_GAP = 0.5
 """Several exact 0.0 where the other side is below −0.5: certain tokens do not differ by that much."""
@@ -69,20 +71,21 @@ def find_numbers(batch: Batch) -> Outcome:
             if not len(values) or (values.min() > FLOOR and values.max() <= POSITIVE_TOLERANCE):
                 continue  # all sound, and no NaN among them
             trains = np.ones(len(values), dtype=bool)  # over what the list has too much, too
-            trains[: sample.tokens] = sample.mask[: len(values)]
+            trains[: len(sample)] = sample.mask[: len(values)]
             sound = np.isfinite(values)  # what a masked token carries is ignored, but must not enter a statistic
-            for name, bad in _kinds(values, sample.nulls(side)):
+            for name, bad in _kinds(values):
                 bad = bad & trains
                 sound &= ~bad
                 if bad.any():
                     hits[name].append(_Hit(sample, np.flatnonzero(bad)))
-            changed[sample.index][side] = np.where(sound, values, np.nan)
+            changed[sample.index][FIELD[side]] = np.where(sound, values, np.nan)
         found += [_finding(batch, name, side, chosen) for name, chosen in hits.items()]
     return found, batch.with_values(changed)
 
 
-def _kinds(values: Floats, nulls: Bools) -> Iterator[tuple[FaultName, Bools]]:
+def _kinds(values: Floats) -> Iterator[tuple[FaultName, Bools]]:
     """The same bounds as `core.validity.classify`."""
+    nulls = is_null(values)
     yield "missing", nulls
     yield "nan", np.isnan(values) & ~nulls
     yield "infinite", np.isposinf(values)
@@ -108,7 +111,7 @@ def find_fills(batch: Batch) -> Outcome:
                 values[positions] = np.nan
                 if name == "zero_fill":  # where one 0.0 is a fill, the others are not to be trusted either
                     values[values == 0.0] = np.nan
-                changed[sample.index] = {side: values}
+                changed[sample.index] = {FIELD[side]: values}
             batch = batch.with_values(changed)
     return found, batch
 
@@ -140,7 +143,7 @@ def _clamped(own: Floats, other: Floats) -> Bools:
 def _finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Sequence[_Hit]) -> Finding:
     sample, position = hits[0].sample, int(hits[0].positions[0])
     value = float(sample.values(side)[position])
-    shown: dict[str, Any] = {side: "null" if sample.nulls(side)[position] else value}
+    shown: dict[str, Any] = {side: "null" if is_null(sample.values(side))[position] else value}
     tokens = sum(len(hit.positions) for hit in hits)
     what = _WHAT[name].format(value=value)
     return batch.finding(
@@ -151,6 +154,6 @@ def _finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Sequence[_H
         _FIXES[name, side],
         [hit.sample for hit in hits],
         tokens=tokens,
-        first=sample.place(position, **shown),
+        first=place_of(sample, position, **shown),
         statistics={"fraction": tokens / max(batch.token_count, 1)},
     )

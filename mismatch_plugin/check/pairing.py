@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Sample
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import Finding, Item
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.sample import Sample
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""
@@ -38,7 +40,7 @@ def shifted(values: Floats, lag: int, length: int) -> Floats:
 
 def incomparable(sample: Sample) -> dict[str, Any]:
     """Fields that take the sample out of every comparison that follows."""
-    return {"training": np.full(sample.tokens, np.nan), "mask": np.zeros(sample.tokens, dtype=bool)}
+    return {"train_log_probs": np.full(len(sample), np.nan), "loss_mask": np.zeros(len(sample), dtype=bool)}
 
 
 def swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samples: int, why: str) -> Finding:
@@ -53,7 +55,7 @@ def swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samp
         f"({pairs}{more}): {why}.",
         SWAP_FIX,
         samples,
-        tokens=sum(sample.tokens for sample in samples),
+        tokens=sum(len(sample) for sample in samples),
         of_samples=of_samples,
         statistics={"fraction": len(swapped) / max(of_samples, 1)},
     )
@@ -89,7 +91,7 @@ def lag_findings(
             f"{why}{'one position' if single else 'some positions'} off.",
             SHIFT_FIX if single else BOUNDARY_FIX,
             [sample for sample, _ in chosen],
-            tokens=sum(sample.tokens for sample, _ in chosen),
+            tokens=sum(len(sample) for sample, _ in chosen),
             of_samples=of_samples,
             statistics={"lag": main, **(statistics or {}).get(main, {})},
         )

@@ -10,10 +10,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample, median
+from mismatch_plugin.check.batch import Batch, Outcome, median
 from mismatch_plugin.check.distance import logit_gap
 from mismatch_plugin.check.findings import Confidence, Finding
-from mismatch_plugin.rollout.responses import Floats
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.sample import Sample
 
 MIN_TOKENS, HALVED = 6, 16
 """Of one sample, to judge it; and to judge both of its halves."""
@@ -120,7 +121,9 @@ _GAPS: WeakKeyDictionary[Sample, float | None] = WeakKeyDictionary()
 
 
 def _gap_of_nearer_half(sample: Sample) -> float | None:
-    gap = np.abs(logit_gap(sample, sample.rollout, sample.training)) if sample.comparable else np.zeros(0)
+    if not sample.comparable:
+        return None
+    gap = np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs))
     gap = gap[np.isfinite(gap)]
     if len(gap) < MIN_TOKENS:
         return None
@@ -129,16 +132,16 @@ def _gap_of_nearer_half(sample: Sample) -> float | None:
 
 
 def _like(sample: Sample) -> Hashable:
-    versions = frozenset(span.version for span in sample.record.weight_versions)
-    return sample.record.sampling.temperature, versions, sample.told.weight_version
+    versions = frozenset(span.version for span in sample.weight_versions)
+    return sample.temperature, versions, sample.trainer_version
 
 
 def _server(sample: Sample) -> Hashable:
-    return sample.record.worker[0]
+    return sample.worker[0]
 
 
 def _worker(sample: Sample) -> Hashable:
-    worker = sample.record.worker
+    worker = sample.worker
     return None if worker == (None, None) else worker
 
 

@@ -8,8 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Outcome, Sample
-from mismatch_plugin.check.findings import SIDES, FaultName, Item, too_few
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import SIDES, FaultName, Item, first_place, too_few
+from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.sample import Sample
 
 SMALLEST = 0.05
 """Log-probs nearer to 0 are left out: there float32 itself leaves few digits."""
@@ -43,7 +45,7 @@ def find_precision(batch: Batch) -> Outcome:
                 KINDS[name].fix,
                 samples,
                 of_samples=judged,
-                first=samples[0].first(_told(samples[0].values(side))),
+                first=first_place(samples[0], _told(samples[0].values(side))),
                 statistics={"fraction": len(samples) / judged},
             )
             found.append(finding)

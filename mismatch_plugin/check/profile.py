@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Tokens
+from mismatch_plugin.check.batch import Batch, Tokens
 from mismatch_plugin.check.distance import CLIP
+from mismatch_plugin.data.arrays import Bools, Floats
 
 CERTAIN = 0.05
 """Tokens that the rollout side gives a log-prob above −this say nothing: any two policies agree on them."""

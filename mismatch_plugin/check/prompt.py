@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Ints, Outcome, Sample
-from mismatch_plugin.check.findings import Finding
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import Finding, first_place
 from mismatch_plugin.check.identity import PROMPT_FIX
 from mismatch_plugin.check.profile import Scaled, scaled
+from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.sample import Sample
 
 EARLY = 16
 """Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""
@@ -57,7 +59,7 @@ def _relative(measured: Scaled, samples: tuple[Sample, ...]) -> tuple[Floats, Fl
     the mean gap in nats."""
     told = measured.informative
     tokens, size, ordinary = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
-    length = np.array([sample.tokens for sample in samples])[tokens.sample]
+    length = np.array([len(sample) for sample in samples])[tokens.sample]
     end = np.minimum(EARLY, length // 3)
     early, late = tokens.position < end, tokens.position >= np.maximum(2 * end, length // 2)
 
@@ -89,7 +91,7 @@ def _decay(chosen: Ints, relative: Floats, level: Floats) -> _Decay | None:
 
 def _finding(batch: Batch, found: _Decay) -> Finding:
     samples = [batch.samples[index] for index in found.samples]
-    told = [sample.told.prompt_ids is not None for sample in samples]  # differing ones are `prompt_ids`
+    told = [sample.trained_prompt_ids is not None for sample in samples]  # differing ones are `prompt_ids`
     cause, fix, sure = "the two sides were given different prompts", PROMPT_FIX, found.ratio > CLEAR_DECAY
     if all(told):
         cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
@@ -111,7 +113,7 @@ def _finding(batch: Batch, found: _Decay) -> Finding:
         fix,
         samples,
         of_samples=len(batch),
-        first=samples[0].first(samples[0].usable),
+        first=first_place(samples[0], samples[0].usable),
         statistics={
             "decay": found.ratio,
             "standard_errors": found.deviations,

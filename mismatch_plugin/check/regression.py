@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Floats, Tokens
+from mismatch_plugin.check.batch import Tokens
+from mismatch_plugin.data.arrays import Floats
 
 TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""

@@ -7,8 +7,10 @@ from itertools import product
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Floats, Outcome, Sample, median
-from mismatch_plugin.check.findings import SIDES, FaultName, Item, LogProbSide, too_few
+from mismatch_plugin.check.batch import FIELD, Batch, Outcome, median
+from mismatch_plugin.check.findings import SIDES, FaultName, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.data.arrays import Floats, is_null
+from mismatch_plugin.data.sample import Sample
 
 POSITIVE_SHARE = 0.9
 MIN_VALUES = 4
@@ -54,7 +56,7 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     chosen: list[Sample] = []
     short: list[Sample] = []
     for sample in batch:
-        shared = sample.values(side)[: sample.tokens]
+        shared = sample.values(side)[: len(sample)]
         if not len(shared) or shared.max() <= 0:
             continue
         numbers = shared[sample.mask[: len(shared)]]
@@ -70,9 +72,10 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
     largest = float(max(values[np.isfinite(values)].max() for values in lists))
     name = _which(batch, chosen, side)
     what = "lie between 0 and 1: probabilities" if name == "probabilities" else "are positive: −log p"
+    undo = np.log if name == "probabilities" else np.negative
     with np.errstate(divide="ignore", invalid="ignore"):
         changed = {
-            sample.index: {side: np.log(values) if name == "probabilities" else -values}
+            sample.index: {FIELD[side]: np.where(is_null(values), values, undo(values))}
             for sample, values in zip(chosen, lists, strict=True)
         }
     finding = batch.finding(
@@ -142,10 +145,10 @@ def _base(batch: Batch) -> Outcome:
             _FIXES["log_base"].format(factor=factor),
             [batch.samples[index] for index in np.unique(tokens.sample)],
             tokens=len(tokens),
-            first=batch.samples[int(tokens.sample[0])].place(int(tokens.position[0])),
+            first=place_of(batch.samples[int(tokens.sample[0])], int(tokens.position[0])),
             statistics={"factor": math.exp(thirds[1]), "base": base},
         )
-        changed = {sample.index: {side: sample.values(side) * factor} for sample in batch}
+        changed = {sample.index: {FIELD[side]: sample.values(side) * factor} for sample in batch}
         return [finding], batch.with_values(changed)
     return [], batch
 

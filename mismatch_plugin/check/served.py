@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.served_pieces import MOST_NAMES, Piece, few, pieces_of
 from mismatch_plugin.check.served_settings import find_settings
 from mismatch_plugin.check.served_weights import find_weights
+from mismatch_plugin.data.sample import Sample
 
 
 def find_served(batch: Batch) -> Outcome:
     """Of tokens that train. Faults of weights first, each worker's by the one that says most of it."""
-    if all(sample.record.served is None for sample in batch):
+    if all(sample.served is None for sample in batch):
         return [], batch
     pieces = [piece for sample in batch for piece in pieces_of(sample)]
     return [*find_weights(batch, pieces), *find_settings(batch)], batch
@@ -20,7 +21,7 @@ def find_served(batch: Batch) -> Outcome:
 
 def note(batch: Batch) -> str | None:
     """One sentence on who told what; None without the plugin."""
-    told = [sample.record.served for sample in batch if sample.record.served is not None]
+    told = [sample.served for sample in batch if sample.served is not None]
     if not told:
         return None
     found = {weights.fingerprint: None for served in told for weights in served.weights if weights.fingerprint}
@@ -39,6 +40,6 @@ def weights_agree(batch: Batch) -> bool:
 
 
 def _agrees(sample: Sample, pieces: Sequence[Piece]) -> bool:
-    sent = sample.told.weight_fingerprint
+    sent = sample.trainer_fingerprint
     whole = sum(piece.tokens for piece in pieces) == int(sample.mask.sum())
     return sent is not None and whole and all(piece.weights.fingerprint == sent for piece in pieces)

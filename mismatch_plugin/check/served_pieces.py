@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Sample
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.findings import FaultName, Finding, Place, Severity
 from mismatch_plugin.check.populations import called
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
 
 MOST_NAMES = 4
@@ -51,10 +52,10 @@ class Piece(NamedTuple):
 
 def pieces_of(sample: Sample) -> Iterator[Piece]:
     """The tokens of a response that train, in order."""
-    served, versions = sample.record.served, sample.record.weight_versions
+    served, versions = sample.served, sample.weight_versions
     if served is None:
         return
-    labels = [(span.version, span.start, span.end) for span in versions] or [(None, 0, sample.tokens)]
+    labels = [(span.version, span.start, span.end) for span in versions] or [(None, 0, len(sample))]
     for weights in served.weights:
         for label, begin, stop in labels:
             start = max(begin, weights.start)
@@ -77,9 +78,7 @@ def finding(
     """A certain one about these tokens."""
     first = min(pieces, key=lambda piece: (piece.sample.index, piece.first))
     version = None if first.label is None else f"version {first.label}"
-    place = Place(
-        sample=first.sample.index, sample_id=first.sample.record.sample_id, position=first.first, rollout=version
-    )
+    place = Place(sample=first.sample.index, sample_id=first.sample.sample_id, position=first.first, rollout=version)
     samples = [*{piece.sample.index: piece.sample for piece in pieces}.values()]
     tokens = sum(piece.tokens for piece in pieces)
     given = {"tokens": tokens, "first": place, "statistics": statistics or {}}

@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from mismatch_plugin.check.batch import Batch, Sample
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.distribution import PENALTY_FIX, TEMPERATURE_FIXES
 from mismatch_plugin.check.filters import FIXES
-from mismatch_plugin.check.findings import FaultName, Finding, Item
+from mismatch_plugin.check.findings import FaultName, Finding, Item, first_place
 from mismatch_plugin.check.populations import called
 from mismatch_plugin.check.served_pieces import few
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import GREEDY_BELOW
 from mismatch_plugin.data.served import Served
 
@@ -35,7 +36,7 @@ FIELDS = (
 
 def find_settings(batch: Batch) -> list[Item]:
     """Of samples with a token that trains."""
-    told = [(sample, served) for sample in batch if (served := sample.record.served) is not None and sample.mask.any()]
+    told = [(sample, served) for sample in batch if (served := sample.served) is not None and sample.mask.any()]
     rules = (_temperature, _filters, _shifts, _differ)
     return [item for rule in rules if (item := rule(batch, told)) is not None]
 
@@ -48,11 +49,11 @@ def _temperature(batch: Batch, told: _Told) -> Finding | None:
     wrong: list[Sample] = []
     reasons: dict[tuple[str, str], str] = {}
     for sample, served in told:
-        asked, top_k = sample.record.sampling.temperature, sample.record.sampling.top_k
+        asked, top_k = sample.temperature, sample.sampling.top_k
         raw = served.log_probs_of == "raw"
         got = 1.0 if raw else served.temperature
         same = asked == 1.0 if got is None else math.isclose(got, asked, rel_tol=1e-6)
-        if not sample.record.asked or asked < GREEDY_BELOW or same:
+        if not sample.asked or asked < GREEDY_BELOW or same:
             continue
         wrong.append(sample)
         at = "at more than one temperature" if got is None else f"at {got:g}"
@@ -78,8 +79,8 @@ def _filters(batch: Batch, told: _Told) -> Finding | None:
     chosen = [
         (sample, served)
         for sample, served in told
-        if served.filters and not (sample.record.sampling.greedy or sample.record.sampling.filtered)
-        if sample.record.behaviour_log_probs is None
+        if served.filters and not (sample.sampling.greedy or sample.sampling.filtered)
+        if sample.behaviour_log_probs is None
     ]
     return _unrecorded(batch, "truncation", "filters", chosen, FIXES["recorded"])
 
@@ -89,7 +90,7 @@ def _shifts(batch: Batch, told: _Told) -> Finding | None:
     chosen = [
         (sample, served)
         for sample, served in told
-        if served.shifts and not (sample.record.sampling.penalised or sample.record.sampling.min_new_tokens)
+        if served.shifts and not (sample.sampling.penalised or sample.sampling.min_new_tokens)
     ]
     return _unrecorded(batch, "penalty", "shifts", chosen, PENALTY_FIX)
 
@@ -105,7 +106,7 @@ def _unrecorded(
     evidence = (
         f"{names} applied {values} to {len(chosen)} of {len(batch)} samples whose records tell nothing of it: {effect}."
     )
-    first = DEFAULTS_FIX if any(sample.record.asked for sample, _ in chosen) else RECORD_FIX
+    first = DEFAULTS_FIX if any(sample.asked for sample, _ in chosen) else RECORD_FIX
     return _finding(batch, fault, evidence, f"{first} {fix}", [sample for sample, _ in chosen])
 
 
@@ -131,5 +132,5 @@ def _differ(batch: Batch, told: _Told) -> Finding | None:
 
 
 def _finding(batch: Batch, fault: FaultName, evidence: str, fix: str, samples: Sequence[Sample]) -> Finding:
-    first = samples[0].first(samples[0].mask)
+    first = first_place(samples[0], samples[0].mask)
     return batch.finding(fault, "rollout", evidence, fix, samples, first=first, confidence="certain")

@@ -10,9 +10,8 @@ from mismatch_plugin.check.findings import FaultName, Item, Severity, Undecided
 from mismatch_plugin.check.populations import FIX as BEHIND_FIX
 from mismatch_plugin.check.populations import called
 from mismatch_plugin.check.served_pieces import MOST_NAMES, Key, Piece, counted, few, finding, names_of
-from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.data.served import LastUpdate
-from mismatch_plugin.data.versions import INITIAL_VERSION
+from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 
 _OLD_FIX = (
     "The servers still compute with old weights: read what the update returned on every rank and the server's log, "
@@ -106,12 +105,12 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
             told = piece.served
             # Servers that shard otherwise may repeat or split tensors; a resumed run counts versions anew.
             form = told.dtype, told.quantization, told.sglang, told.tp_size, told.pp_size, told.ep_size
-            of[piece.label, piece.sample.record.step, form][piece.weights.fingerprint].append(piece)
+            of[piece.label, piece.sample.step, form][piece.weights.fingerprint].append(piece)
     odd: list[Piece] = []
     explained: set[Key] = set()
     evidence = ""
     for by in of.values():
-        workers = {fingerprint: {piece.served.worker for piece in group} for fingerprint, group in by.items()}
+        workers = {name: dict.fromkeys(piece.served.worker for piece in group) for name, group in by.items()}
         if len(by) < 2 or max(Counter(name for names in workers.values() for name in names).values()) > 1:
             continue  # of a worker with several weights under this label nothing tells which are the label's
         why = "Behind"
@@ -160,12 +159,12 @@ def _moved(piece: Piece, since: str | None = None) -> bool:
 
 def _not_as_sent(piece: Piece) -> bool:
     """The trainer sent other weights as this version. What a server quantises is not what was sent."""
-    told, fingerprint = piece.sample.told, piece.weights.fingerprint
-    if None in (told.weight_fingerprint, fingerprint):
+    sent, fingerprint = piece.sample.trainer_fingerprint, piece.weights.fingerprint
+    if None in (sent, fingerprint):
         return False
     if piece.served.quantization is not None or piece.served.kv_heads_repeated:
         return False
-    return _same_version(told.weight_version, piece.label) and told.weight_fingerprint != fingerprint
+    return _same_version(piece.sample.trainer_version, piece.label) and sent != fingerprint
 
 
 def _same_version(trainer: str | None, label: str | None) -> bool:
@@ -266,7 +265,7 @@ def _others(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
     wrong = [piece for piece in last.values() if _not_as_sent(piece)]
     if not wrong:
         return []
-    sent = wrong[0].sample.told.weight_fingerprint
+    sent = wrong[0].sample.trainer_fingerprint
     evidence = (
         f"{names_of(wrong)} sampled from weights {wrong[0].weights.fingerprint}"
         + ("" if wrong[0].label is None else f" under {wrong[0].label!r}")

@@ -7,20 +7,21 @@ import math
 import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Sample, make_batch
+from mismatch_plugin.check.batch import Batch, make_batch
 from mismatch_plugin.check.distance import logit_gap
-from mismatch_plugin.check.findings import Finding, Place
+from mismatch_plugin.check.findings import Finding, Place, place_of
 from mismatch_plugin.check.level import mismatch
-from mismatch_plugin.check.sources import Checkpoint, rescore
-from mismatch_plugin.check.training import InputError
+from mismatch_plugin.check.sources import Checkpoint, rescore, with_reference, with_training
 from mismatch_plugin.check.weights import SHARE, way_back
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.responses import Floats, Response, Scored
+from mismatch_plugin.rollout.responses import Floats
 from mismatch_plugin.sglang.http import shown
 
 BARS = {"float32": 0.003, "quantised": 0.2, "16 bits": 0.07}
@@ -42,7 +43,7 @@ class Rescored(NamedTuple):
     """What one server says of the responses at temperature 1. bar: what its precision explains, and its name."""
 
     url: str
-    samples: list[Scored]
+    values: list[Floats]
     risks: list[str]
     precision: str
 
@@ -83,7 +84,7 @@ def _urls(told: Any) -> list[str]:
 
 
 def compare_servers(
-    urls: Sequence[str], records: Sequence[Response], model: Checkpoint | None, start: Checkpoint | None = None
+    urls: Sequence[str], records: Sequence[Sample], model: Checkpoint | None, start: Checkpoint | None = None
 ) -> tuple[list[str], list[Finding]]:
     """Notes and findings. At least a checkpoint and one server, or two servers.
 
@@ -93,22 +94,23 @@ def compare_servers(
     Raises InputError where a server does not answer.
     """
     servers = [_rescored(url, records, model.vocab if model else None) for url in urls]
-    neutral = [replace(record, sampling=SamplingParameters(), behaviour_log_probs=None) for record in records]
+    neutral = [one.with_fields(sampling=SamplingParameters(), behaviour_log_probs=None) for one in records]
     sides = model.scored(neutral) if model else _consensus(servers)
-    first = None if start is None or model is None else [sample.log_probs for sample in start.scored(neutral)]
+    neutral = [with_training(*pair) for pair in zip(neutral, sides, strict=True)]
+    if start is not None and model is not None:
+        neutral = with_reference(neutral, start)
     against = "the checkpoint" if model else "the median of all servers" if len(servers) > 2 else shown(urls[0])
     notes: list[str] = []
     batches: list[tuple[Rescored, Batch, list[Floats], bool]] = []
     for server in servers if model or len(servers) > 2 else servers[1:]:
-        both = zip(neutral, server.samples, strict=True)
-        held = [replace(record, rollout_log_probs=own.log_probs, nulls=own.nulls) for record, own in both]
-        batch = make_batch(held, sides, reference=first)
+        both = zip(neutral, server.values, strict=True)
+        batch = make_batch([one.with_fields(rollout_log_probs=values) for one, values in both], has_training=True)
         level = mismatch(batch)
         what = f"the server at {shown(server.url)}, rescoring at temperature 1, against {against}: "
         notes += [*server.risks, what + ("no token can be compared" if level is None else str(level))]
         if level is None:
             continue
-        way = None if first is None else way_back(batch.samples, [sample.training for sample in batch])
+        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
         fits = way is not None and way.share > SHARE and way.to_start < way.to_now and way.nearer > STANDARD_ERRORS
         batches.append((server, batch, _by_sample(batch.samples), fits))
     if not batches:
@@ -141,9 +143,8 @@ def compare_servers(
     return notes, findings
 
 
-def _rescored(url: str, records: Sequence[Response], vocab: int | None) -> Rescored:
-    samples, risks = rescore(url, records, vocab)
-    return Rescored(url, samples, risks, _precision(url))
+def _rescored(url: str, records: Sequence[Sample], vocab: int | None) -> Rescored:
+    return Rescored(url, *rescore(url, records, vocab), _precision(url))
 
 
 def _precision(url: str) -> str:
@@ -167,17 +168,16 @@ def _precision(url: str) -> str:
     return "float32" if info.dtype in ("float32", "float") else "16 bits"
 
 
-def _consensus(servers: Sequence[Rescored]) -> list[Scored]:
+def _consensus(servers: Sequence[Rescored]) -> list[Floats]:
     """Token by token the median of three or more servers, or the first of two."""
     if len(servers) < 3:
-        return servers[0].samples
-    together = zip(*(server.samples for server in servers), strict=True)
-    return [Scored(log_probs=np.median([one.log_probs for one in each], axis=0)) for each in together]
+        return servers[0].values
+    return [np.median(each, axis=0) for each in zip(*(server.values for server in servers), strict=True)]
 
 
 def _by_sample(samples: Sequence[Sample]) -> list[Floats]:
     """|logit gap| of each sample's tokens, NaN where it tells nothing."""
-    return [np.abs(logit_gap(sample, sample.rollout, sample.training)) for sample in samples]
+    return [np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs)) for sample in samples]
 
 
 def _level(table: Sequence[Floats]) -> float:
@@ -194,6 +194,9 @@ def _further(table: Sequence[Floats], nearest: Sequence[Floats]) -> float:
 
 def _worst(samples: Sequence[Sample]) -> Place | None:
     """The token with the largest gap."""
-    gaps = [np.where(s.usable, np.abs(s.training - s.rollout), -1.0) if s.comparable else np.zeros(0) for s in samples]
+    gaps = [
+        np.where(s.usable, np.abs(s.train_log_probs - s.rollout_log_probs), -1.0) if s.comparable else np.zeros(0)
+        for s in samples
+    ]
     at = max(range(len(gaps)), key=lambda index: float(gaps[index].max(initial=-1.0)))
-    return samples[at].place(int(gaps[at].argmax())) if len(gaps[at]) else None
+    return place_of(samples[at], int(gaps[at].argmax())) if len(gaps[at]) else None

@@ -9,10 +9,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome
-from mismatch_plugin.check.findings import FaultName, Finding
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import FaultName, Finding, place_of
 from mismatch_plugin.check.level import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3, k3
 from mismatch_plugin.check.profile import scaled
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
 
 SURE = 2.0
 """Standard errors above its bar from which a size is called far."""
@@ -152,11 +153,11 @@ def _few(gaps: Gaps, far: bool) -> Finding | None:
 def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
     """What these tokens have in common beyond chance, or None."""
     count, samples = int(chosen.sum()), len(gaps.batch)
-    lengths = np.array([sample.tokens for sample in gaps.batch])[gaps.sample]
+    lengths = np.array([len(sample) for sample in gaps.batch])[gaps.sample]
     place = (gaps.position + 0.5) / lengths
     deviations = (place[chosen].mean() - place.mean()) / max(float(place.std()), 1e-9) * math.sqrt(count)
     ids = [
-        int(gaps.batch.samples[at].record.response_ids[position])
+        int(gaps.batch.samples[at].response_ids[position])
         for at, position in zip(gaps.sample[chosen], gaps.position[chosen], strict=True)
     ]
     names, often = np.unique(ids, return_counts=True)
@@ -240,9 +241,9 @@ def _logit_noise(gaps: Gaps) -> list[float] | None:
 def _other_weights(batch: Batch) -> bool:
     """Some tokens were sampled by other weights than the trainer's, by what both sides tell: that explains noise."""
     return any(
-        sample.told.weight_version is not None and span.version != sample.told.weight_version
+        sample.trainer_version is not None and span.version != sample.trainer_version
         for sample in batch
-        for span in sample.record.weight_versions
+        for span in sample.weight_versions
     )
 
 
@@ -288,7 +289,7 @@ def _finding(
         fix,
         samples,
         tokens=int(chosen.sum()),
-        first=gaps.batch.samples[int(gaps.sample[at])].place(int(gaps.position[at])) if chosen.any() else None,
+        first=place_of(gaps.batch.samples[int(gaps.sample[at])], int(gaps.position[at])) if chosen.any() else None,
         statistics=numbers,
         confidence="likely" if sure else "possible",
     )

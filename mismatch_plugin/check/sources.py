@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.responses import Response, Scored, as_floats
+from mismatch_plugin.data.arrays import Floats, as_floats
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.http import shown
 
 
@@ -69,17 +70,17 @@ class Checkpoint:
         told = getattr(self.model.generation_config, "eos_token_id", None)
         return [] if told is None else list(told) if isinstance(told, list) else [told]
 
-    def scored(self, records: Sequence[Response]) -> list[Scored]:
-        """The training side: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
-        samples = []
+    def scored(self, records: Sequence[Sample]) -> list[Floats]:
+        """[n] of each: log-softmax(logits / temperature), at 1 where the record is greedy, without penalties."""
+        found = []
         for index, record in enumerate(records):
             log_probs = (self.logits(record, index) / record.log_prob_temperature).log_softmax(-1)
             ids = torch.as_tensor(record.response_ids, dtype=torch.long)
-            samples.append(Scored(log_probs=log_probs.gather(-1, ids[:, None])[:, 0].double().numpy()))
-        return samples
+            found.append(log_probs.gather(-1, ids[:, None])[:, 0].double().numpy())
+        return found
 
     @torch.inference_mode()
-    def logits(self, record: Response, index: int) -> Tensor:
+    def logits(self, record: Sample, index: int) -> Tensor:
         """[n, V] float32 logits from which the response tokens are drawn, before temperature. index: of the record."""
         if not len(record.prompt_ids):
             raise InputError(f"sample {index} has no prompt ids: a checkpoint cannot score its first token.")
@@ -96,7 +97,7 @@ class Checkpoint:
         return self.model(torch.tensor([sequence]), logits_to_keep=kept, use_cache=False).logits[0, :-1].float()
 
 
-def rescore(url: str, records: Sequence[Response], vocab_size: int | None = None) -> tuple[list[Scored], list[str]]:
+def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) -> tuple[list[Floats], list[str]]:
     """The server's own log-probs of the responses, at temperature 1, as its current weights give them; and what of the
     server's settings is known to widen the mismatch.
 
@@ -117,42 +118,38 @@ def rescore(url: str, records: Sequence[Response], vocab_size: int | None = None
             scored = asyncio.run(ask())
         except (GenerateError, RequestError, ValueError) as error:
             raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
-    samples = [
-        Scored(log_probs=numbers, nulls=nulls, temperature=1.0)
-        for record, values in zip(records, scored, strict=True)
-        for numbers, nulls in [as_floats(values[len(record.prompt_ids) :])]
-    ]
-    return samples, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
+    found = [as_floats(values[len(record.prompt_ids) :]) for record, values in zip(records, scored, strict=True)]
+    return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
 
 
-class TrainingSide(NamedTuple):
-    """samples: one a record, in their order. notes: where they come from, and what a reader must know of it."""
-
-    samples: Sequence[Scored]
-    notes: list[str]
-
-
-def from_checkpoint(model: Checkpoint, records: Sequence[Response]) -> TrainingSide:
-    """--checkpoint."""
-    note = f"training side: {model.folder} in float32, at each record's temperature"
-    return TrainingSide(model.scored(records), [note])
+def with_training(sample: Sample, log_probs: Floats, temperature: float | None = None) -> Sample:
+    """The same with these log-probs for its training side, of which nothing is known but the temperature."""
+    told = (name for name in Sample.model_fields if name.startswith("train"))
+    fields = {**dict.fromkeys(told), "train_log_probs": log_probs, "trainer_temperature": temperature, "entropy": None}
+    return sample.with_fields(**fields)
 
 
-def from_server(url: str, records: Sequence[Response]) -> TrainingSide:
-    """--url. It rescores at temperature 1 only."""
+def with_reference(samples: Sequence[Sample], start: Checkpoint) -> list[Sample]:
+    """The same with log-probs under the weights that the run began with."""
+    pairs = zip(samples, start.scored(samples), strict=True)
+    return [sample.with_fields(ref_log_probs=values) for sample, values in pairs]
+
+
+def from_checkpoint(model: Checkpoint, records: Sequence[Sample]) -> tuple[list[Sample], str]:
+    """--checkpoint: the records with a training side, and what it is."""
+    samples = [with_training(*pair) for pair in zip(records, model.scored(records), strict=True)]
+    return samples, f"training side: {model.folder} in float32, at each record's temperature"
+
+
+def from_server(url: str, records: Sequence[Sample]) -> tuple[list[Sample], list[str]]:
+    """--url, with notes. It rescores at temperature 1 only."""
     for index, record in enumerate(records):
         if record.log_prob_temperature != 1.0:
             raise InputError(
-                f"sample {index} was drawn at temperature {record.sampling.temperature:g}, but a server rescores at "
+                f"sample {index} was drawn at temperature {record.temperature:g}, but a server rescores at "
                 f"temperature 1 only: give --checkpoint or TRAINING instead of --url."
             )
-    samples, risks = rescore(url, records)
+    scored, risks = rescore(url, records)
+    samples = [with_training(sample, values, 1.0) for sample, values in zip(records, scored, strict=True)]
     what = f"the server at {shown(url)}, which rescored with its present weights at temperature 1"
-    return TrainingSide(samples, [*risks, f"training side: {what}"])
-
-
-ADAPTERS: dict[str, Callable[[Any, Sequence[Response]], TrainingSide]] = {
-    "--checkpoint": from_checkpoint,
-    "--url": from_server,
-}
-"""By the argument that names the source. The first that is given is the training side, where there is no TRAINING."""
+    return samples, [*risks, f"training side: {what}"]

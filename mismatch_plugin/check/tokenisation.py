@@ -11,12 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from mismatch_plugin.check.alignment import moved
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Ints, Outcome, Sample, Tokens
+from mismatch_plugin.check.batch import Batch, Outcome, Tokens
 from mismatch_plugin.check.distance import compare, distances
-from mismatch_plugin.check.findings import Finding
+from mismatch_plugin.check.findings import Finding, place_of
 from mismatch_plugin.check.identity import IDS_FIX
 from mismatch_plugin.check.pairing import LAGS
 from mismatch_plugin.check.profile import scaled
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.sample import Sample
 
 FAR, TIMES, QUANTILE = 0.3, 16.0, 0.25
 """A token is far off by so many nats at least, and so many times the lower quartile of |gap| at its log-prob
@@ -54,7 +56,7 @@ class Stretch(NamedTuple):
     @property
     def to_the_end(self) -> bool:
         """Nothing that agrees follows."""
-        return self.sample.tokens - self.stop < 4
+        return len(self.sample) - self.stop < 4
 
 
 def find_retokenised(batch: Batch) -> Outcome:
@@ -77,13 +79,14 @@ def find_retokenised(batch: Batch) -> Outcome:
         if found or bar.whole_batch:
             found = _stretches(batch, tokens, size, far, scores, bar)
     changed = {
-        item.sample.index: {"mask": item.sample.mask & (np.arange(item.sample.tokens) < item.start)} for item in found
+        item.sample.index: {"loss_mask": item.sample.mask & (np.arange(len(item.sample)) < item.start)}
+        for item in found
     }
     return [_finding(batch, found)] if found else [], batch.with_values(changed)
 
 
 def _stretches(batch: Batch, tokens: Tokens, size: Floats, far: Bools, scores: Floats, bar: _Bar) -> list[Stretch]:
-    samples, longest = (len(batch), len(far)) if bar.whole_batch else (1, max(sample.tokens for sample in batch))
+    samples, longest = (len(batch), len(far)) if bar.whole_batch else (1, max(len(sample) for sample in batch))
     found: list[Stretch] = []
     for at, first, last in _best(scores, tokens.sample, math.log(longest / bar.chance)):
         begin = int(np.searchsorted(tokens.sample, at))
@@ -128,7 +131,7 @@ def _agreed(before: Floats, inside: Floats, odds: float) -> bool:
 def _otherwise(item: Stretch) -> bool:
     """The weights change there, or the whole list is some positions off."""
     sample = item.sample
-    if any(span.start > 0 and abs(span.start - item.start) <= NEAR_VERSION for span in sample.record.weight_versions):
+    if any(span.start > 0 and abs(span.start - item.start) <= NEAR_VERSION for span in sample.weight_versions):
         return True
     own = distances(sample)
     early = own._replace(valid=own.valid & (np.arange(len(own.valid)) < item.start))
@@ -156,11 +159,11 @@ def _finding(batch: Batch, found: list[Stretch]) -> Finding:
         "both",
         f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {_mean(found, 'before'):.3g}) "
         f"and are far apart from there on ({_mean(found, 'inside'):.3g}), {until}; in sample {first.sample.index} from "
-        f"position {first.start} of {first.sample.tokens}{why}: the training side scores other ids there.",
+        f"position {first.start} of {len(first.sample)}{why}: the training side scores other ids there.",
         IDS_FIX,
         [item.sample for item in found],
         tokens=sum(int(item.sample.mask[item.start :].sum()) for item in found),
-        first=first.sample.place(first.start),
+        first=place_of(first.sample, first.start),
         statistics={
             "fraction": len(found) / len(batch),
             "mean_before": _mean(found, "before"),

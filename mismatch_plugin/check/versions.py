@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Bools, Floats, Outcome, Sample
-from mismatch_plugin.check.findings import Item, Undecided
+from mismatch_plugin.check.batch import Batch, Outcome
+from mismatch_plugin.check.findings import Item, Undecided, place_of
+from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number, version_of_tokens
 
 INSIDE_FIX = (
     "Weights were updated while responses ran: pause with mode retract or wait for running requests, or correct token "
@@ -34,21 +36,10 @@ def find_versions(batch: Batch) -> Outcome:
     return [*_mixed(batch), *_stale(batch)], batch
 
 
-def version_number(version: str | int) -> int | None:
-    """The number at the end of a version's name ("v12", "step-12", 12); None if there is none.
-
-    More than 18 digits are a hash or a time, no count of steps, and do not fit 64 bits.
-    """
-    if isinstance(version, int) and abs(version) >= 10**18:
-        return None  # Python refuses to write numbers of 5000 digits
-    found = re.search(r"(?<![0-9])[0-9]{1,18}$", str(version))
-    return int(found[0]) if found else None
-
-
 def _by_version(sample: Sample) -> dict[str, Bools]:
     """version → [n] which of its tokens train."""
     found: dict[str, Bools] = {}
-    for span in sample.record.weight_versions:
+    for span in sample.weight_versions:
         inside = sample.mask.copy()
         inside[: span.start] = inside[span.end :] = False
         if inside.any():
@@ -71,12 +62,14 @@ def _mixed(batch: Batch) -> list[Item]:
     most = counts.most_common(5)
     inside = [sample for sample, versions in of_samples if len(versions) > 1]
     if inside:
-        versions = inside[0].record.version_of_token
-        position = next(at for at in range(1, len(versions)) if versions[at] != versions[at - 1])
-        place, fix = inside[0].place(position), INSIDE_FIX
+        spans = inside[0].weight_versions
+        codes = version_of_tokens(spans, {span.version: at for at, span in enumerate(spans)}, len(inside[0]))
+        position = int(np.flatnonzero(np.diff(codes))[0]) + 1
+        place, fix = place_of(inside[0], position), INSIDE_FIX
         where = f"{len(inside)} of {len(batch)} responses change version inside, the first at position {position}"
     else:
-        place, fix = next(sample for sample, versions in of_samples if {*versions} - {most[0][0]}).place(0), BETWEEN_FIX
+        odd = next(sample for sample, versions in of_samples if {*versions} - {most[0][0]})
+        place, fix = place_of(odd, 0), BETWEEN_FIX
         where = "no response changes version inside, but samples differ"
     shown = ", ".join(f"{version!r} {count}" for version, count in most)
     gaps = ", ".join(f"{name!r} {gap:.3g}" for name, gap in _gaps(of_samples, [version for version, _ in most]))
@@ -97,7 +90,7 @@ def _mixed(batch: Batch) -> list[Item]:
 
 def _step(sample: Sample) -> tuple[int | None, str | None]:
     """What the dump calls a step (a rollout), and the trainer's version, which is another one in each step."""
-    return sample.record.step, sample.told.weight_version
+    return sample.step, sample.trainer_version
 
 
 def _gaps(of_samples: Sequence[tuple[Sample, dict[str, Bools]]], versions: Sequence[str]) -> list[tuple[str, float]]:
@@ -107,33 +100,33 @@ def _gaps(of_samples: Sequence[tuple[Sample, dict[str, Bools]]], versions: Seque
         for version, where in named.items():
             at = where & sample.usable
             if version in versions and at.any():
-                gaps[version].append(np.abs(sample.training[at] - sample.rollout[at]))
+                gaps[version].append(np.abs(sample.train_log_probs[at] - sample.rollout_log_probs[at]))
     return [(version, float(np.concatenate(gaps[version]).mean())) for version in versions if version in gaps]
 
 
 def _stale(batch: Batch) -> list[Item]:
-    late: list[tuple[int, Sample, Bools]] = []  # steps behind, sample, which of its tokens
+    late: list[tuple[int, str, Sample, Bools]] = []  # steps behind, version, sample, which of its tokens
     unreadable = ""
     for sample in batch:
-        trainer = sample.told.weight_version
+        trainer = sample.trainer_version
         if trainer is None:
             continue
         ahead = version_number(trainer)
         for version, where in _by_version(sample).items():
             number = version_number(version)
-            if version == str(trainer):
+            if version == trainer:
                 continue
             if ahead is None or number is None:
-                unreadable = f"{version!r} and {str(trainer)!r}"
+                unreadable = f"{version!r} and {trainer!r}"
             elif not 0 <= ahead - number <= batch.max_staleness:
-                late.append((ahead - number, sample, where))
+                late.append((ahead - number, version, sample, where))
     if not late:
         reason = f"versions {unreadable} do not end in numbers, so steps cannot be counted"
         return [Undecided(faults=("staleness",), reason=reason)] if unreadable else []
-    steps, sample, where = max(late, key=lambda item: abs(item[0]))
-    position, count = int(np.argmax(where)), sum(int(where.sum()) for _, _, where in late)
-    samples = [batch.samples[index] for index in sorted({sample.index for _, sample, _ in late})]
-    trainer = str(sample.told.weight_version)
+    steps, version, sample, where = max(late, key=lambda item: abs(item[0]))
+    position, count = int(np.argmax(where)), sum(int(where.sum()) for *_, where in late)
+    samples = [batch.samples[index] for index in sorted({sample.index for _, _, sample, _ in late})]
+    trainer = sample.trainer_version
     distance = f"up to {steps} steps behind" if steps > 0 else f"{-steps} steps ahead of"
     return [
         batch.finding(
@@ -144,10 +137,10 @@ def _stale(batch: Batch) -> list[Item]:
             BEHIND_FIX if steps > 0 else AHEAD_FIX,
             samples,
             tokens=count,
-            first=sample.place(position, rollout=sample.record.version_of_token[position], training=trainer),
+            first=place_of(sample, position, rollout=version, training=trainer),
             statistics={
                 "largest": steps,
-                "mean": float(sum(behind * where.sum() for behind, _, where in late) / count),
+                "mean": float(sum(behind * where.sum() for behind, *_, where in late) / count),
                 "allowed": batch.max_staleness,
             },
         )

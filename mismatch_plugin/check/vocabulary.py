@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.batch import Batch, Floats, Ints, Sample
+from mismatch_plugin.check.batch import Batch
+from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 
 MAX_BYTES = 256 * 2**20
@@ -44,7 +46,7 @@ class Rows:
     @property
     def sampling(self) -> SamplingParameters:
         """Of the first token's sample."""
-        return self.tokens[0][0].record.sampling
+        return self.tokens[0][0].sampling
 
     def log_probs(self, scale: float = 1.0, logits: Tensor | None = None) -> Floats:
         """[T] of the sampled tokens at `scale` times the recorded temperature."""
@@ -101,7 +103,7 @@ def gather_rows(batch: Batch) -> Rows | None:
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
         at = usable[index % step :: step]
-        seen = _picked(logits[1:] / sample.record.log_prob_temperature, _ids(sample)[:-1])
+        seen = _picked(logits[1:] / sample.log_prob_temperature, _ids(sample)[:-1])
         tokens += [(sample, int(position)) for position in at]
         rows.append(logits[at])
         late.append(np.append(seen, np.nan)[at])
@@ -112,27 +114,27 @@ def gather_rows(batch: Batch) -> Rows | None:
         tokens=tuple(tokens),
         logits=raw,
         drawn_from=_penalised(raw, tokens),
-        ids=torch.tensor([int(sample.record.response_ids[at]) for sample, at in tokens]),
-        temperature=torch.tensor([sample.record.log_prob_temperature for sample, _ in tokens]),
-        rollout=np.array([sample.rollout[at] for sample, at in tokens]),
-        training=np.array([sample.training[at] for sample, at in tokens]),
+        ids=torch.tensor([int(sample.response_ids[at]) for sample, at in tokens]),
+        temperature=torch.tensor([sample.log_prob_temperature for sample, _ in tokens]),
+        rollout=np.array([sample.rollout_log_probs[at] for sample, at in tokens]),
+        training=np.array([sample.train_log_probs[at] for sample, at in tokens]),
         late=np.concatenate(late),
     )
 
 
 def _penalised(logits: Tensor, tokens: Sequence[tuple[Sample, int]], by: SamplingParameters | None = None) -> Tensor:
     """[T, V]: each row penalised for what came before its token, as recorded or by other parameters."""
-    if by is None and not any(sample.record.sampling.penalised for sample, _ in tokens):
+    if by is None and not any(sample.sampling.penalised for sample, _ in tokens):
         return logits
     rows = [
-        penalise(row, sample.record.response_ids[:at], by or sample.record.sampling)
+        penalise(row, sample.response_ids[:at], by or sample.sampling)
         for row, (sample, at) in zip(logits, tokens, strict=True)
     ]
     return torch.stack(rows)
 
 
 def _ids(sample: Sample) -> Tensor:
-    return torch.as_tensor(sample.record.response_ids, dtype=torch.long)
+    return torch.as_tensor(sample.response_ids, dtype=torch.long)
 
 
 def _picked(logits: Tensor, ids: Tensor) -> Floats:

@@ -9,14 +9,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.check.batch import Batch, Outcome, Sample
+from mismatch_plugin.check.batch import Batch, Outcome
 from mismatch_plugin.check.distance import logit_gap
 from mismatch_plugin.check.findings import Confidence, Finding, Item
 from mismatch_plugin.check.layers import find_parts
 from mismatch_plugin.check.populations import PRECISION, sample_gap
 from mismatch_plugin.check.regression import rank_correlation
-from mismatch_plugin.check.versions import version_number
-from mismatch_plugin.rollout.responses import Floats
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number
 
 MIN_SAMPLES = 8
 STANDARD_ERRORS = 4.0
@@ -63,7 +64,7 @@ class Way(NamedTuple):
 
 def find_not_updated(batch: Batch) -> Outcome:
     """With the start's log-probs by them, else by how the gap grows with the version."""
-    if any(sample.reference is not None for sample in batch):
+    if any(sample.ref_log_probs is not None for sample in batch):
         found = _against_reference(batch)
         grows = any(isinstance(item, Finding) and item.confidence == "likely" for item in _growing(batch))
         sure = {"confidence": "likely"} if grows else {}
@@ -75,14 +76,14 @@ def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
     """now: [n] of each sample, log-probs under the present weights. None where there is too little to tell."""
     rows = []
     for sample, current in zip(samples, now, strict=True):
-        if sample.reference is None or not sample.comparable:
+        if sample.ref_log_probs is None or not sample.comparable:
             continue
         gaps = [
             logit_gap(sample, one, other)
             for one, other in (
-                (sample.rollout, current),
-                (sample.reference, current),
-                (sample.rollout, sample.reference),
+                (sample.rollout_log_probs, current),
+                (sample.ref_log_probs, current),
+                (sample.rollout_log_probs, sample.ref_log_probs),
             )
         ]
         chosen = np.isfinite(np.stack(gaps)).all(axis=0)
@@ -106,7 +107,7 @@ def _against_reference(batch: Batch) -> list[Finding]:
     mixes = batch.between
     samples = list(batch.samples) if mixes is None else _newest(batch)
     if mixes is None or batch.from_checkpoint:
-        now = [sample.training for sample in samples]
+        now = [sample.train_log_probs for sample in samples]
     else:
         now = [mixes.log_probs(sample, ()) for sample in samples]
     way = way_back(samples, now)
@@ -160,8 +161,8 @@ def _against_reference(batch: Batch) -> list[Finding]:
 
 def _numbers(sample: Sample) -> tuple[int | None, int | None]:
     """Versions that the sample and its training side claim, as numbers; the newest where a response has several."""
-    versions = [version_number(span.version) for span in sample.record.weight_versions]
-    told = sample.told.weight_version
+    versions = [version_number(span.version) for span in sample.weight_versions]
+    told = sample.trainer_version
     known = [version for version in versions if version is not None]
     return max(known, default=None), None if told is None else version_number(told)
 

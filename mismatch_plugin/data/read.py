@@ -11,6 +11,10 @@ from mismatch_plugin.data.arrays import NULL
 from mismatch_plugin.data.sample import LogProbsOf, Sample
 
 
+class InputError(ValueError):
+    """A file or source from which nothing can be checked."""
+
+
 @dataclass(frozen=True, eq=False)
 class Dump:
     """What a file or folder holds. has_training: the samples have the training side's log-probs. format: what read it.

@@ -11,10 +11,10 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import select_tokens
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.inspect.levels import GROWN, growing, growing_name, levels_of, units_in
 from mismatch_plugin.inspect.packing import pieces
 from mismatch_plugin.limits import SAFETY_BOUND
-from mismatch_plugin.rollout.responses import Floats
 
 SHARES = (0.99, 0.999)
 STATISTICS = (

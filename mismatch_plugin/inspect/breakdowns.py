@@ -9,15 +9,16 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from mismatch_plugin.check.batch import Batch, Sample
-from mismatch_plugin.check.versions import version_number
+from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.core.metrics.full import PROBABILITY_EDGES
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
 from mismatch_plugin.core.segments import bounded_exp
+from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.inspect.packing import numbered_versions, pieces
 from mismatch_plugin.inspect.result import Group
-from mismatch_plugin.rollout.responses import Floats, Ints
 
 POSITION_EDGES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
 LENGTH_EDGES = (64, 256, 1024, 4096, 16384, 65536)
@@ -69,13 +70,12 @@ def _group(name: str, tokens: float, absolute: float, kl: float, k3_kl: float, r
 
 
 def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
-    table = {sample.index: sample for sample in batch}
-    samples = [table[index] for index in packed.sequence_ids if isinstance(index, int)]
+    samples = [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)]
     lengths = np.array(packed.lengths)
     assert packed.positions is not None and packed.rollout_log_probs is not None
     positions = packed.positions.numpy()
     yield Breakdown("position", _counted(POSITION_EDGES), _bucket(positions, POSITION_EDGES))
-    of_sample = _bucket(np.array([sample.tokens for sample in samples]), LENGTH_EDGES)
+    of_sample = _bucket(np.array([len(sample) for sample in samples]), LENGTH_EDGES)
     yield Breakdown("length", _counted(LENGTH_EDGES), np.repeat(of_sample, lengths))
     log_edges = np.log(PROBABILITY_EDGES)
     probability = _bucket(packed.rollout_log_probs.numpy(), log_edges)
@@ -87,7 +87,7 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
     if turns.max(initial=0) > 0:
         labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
         yield Breakdown("turn", labels, np.minimum(turns, MAX_TURNS).astype(np.int8))
-    if any(sample.record.weight_versions for sample in samples):
+    if any(sample.weight_versions for sample in samples):
         yield _by_version(samples, places)
     steps = staleness(samples, places)
     if (steps != UNKNOWN).any():
@@ -95,7 +95,7 @@ def _breakdowns(batch: Batch, packed: PackedSequences) -> Iterator[Breakdown]:
         codes = np.where(steps == UNKNOWN, len(labels) - 1, np.clip(steps, -1, MAX_STALENESS + 1) + 1)
         yield Breakdown("staleness", labels, codes.astype(np.int8))
     for part, name in enumerate(("server", "dp_rank")):
-        values = [sample.record.worker[part] for sample in samples]
+        values = [sample.worker[part] for sample in samples]
         if any(value is not None for value in values):
             known = sorted({value for value in values if value is not None})[:MAX_NAMES]
             place = {value: index for index, value in enumerate(known)}
@@ -124,7 +124,7 @@ def _between(edges: Sequence[float]) -> tuple[str, ...]:
 
 
 def _by_version(samples: Sequence[Sample], places: Sequence[Ints]) -> Breakdown:
-    spans = {span.version for sample in samples for span in sample.record.weight_versions}
+    spans = {span.version for sample in samples for span in sample.weight_versions}
 
     def rank(version: str) -> tuple[int, str]:
         number = version_number(version)
@@ -134,8 +134,8 @@ def _by_version(samples: Sequence[Sample], places: Sequence[Ints]) -> Breakdown:
     place_of = {version: index for index, version in enumerate(known)}
     parts = []
     for sample, place in zip(samples, places, strict=True):
-        codes = np.full(sample.tokens, len(known) + 1, dtype=np.int8)
-        for span in sample.record.weight_versions:
+        codes = np.full(len(sample), len(known) + 1, dtype=np.int8)
+        for span in sample.weight_versions:
             codes[span.start : span.end] = place_of.get(span.version, len(known))
         parts.append(codes[place])
     return Breakdown("version", (*known, "older", "unknown"), np.concatenate(parts))
@@ -145,7 +145,7 @@ def staleness(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints:
     """[T] trainer's version − token's version, in steps of the numbers at their ends; UNKNOWN where one has none."""
     parts = []
     for sample, place in zip(samples, places, strict=True):
-        trainer = None if sample.told.weight_version is None else version_number(sample.told.weight_version)
+        trainer = version_number(sample.trainer_version)
         numbers = numbered_versions(sample)[place]
         steps = np.full(len(place), UNKNOWN, dtype=np.int32)
         if trainer is not None:

@@ -181,7 +181,7 @@ def inspect(
     100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
     training side to compare with; 4 stopped before the end (memory, stdout, an error of ours).
     """
-    from mismatch_plugin.check.training import InputError
+    from mismatch_plugin.data.read import InputError
     from mismatch_plugin.inspect.kinds import kind_of
     from mismatch_plugin.report.table import printable
 
@@ -281,7 +281,7 @@ def inspect(
 
 def _refuse(given: Mapping[str, Any], what: str) -> None:
     """Raise InputError, which names the options that were given and have no meaning there."""
-    from mismatch_plugin.check.training import InputError
+    from mismatch_plugin.data.read import InputError
 
     if named := [name for name, value in given.items() if value is not False and value not in (None, [])]:
         raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")

@@ -13,12 +13,12 @@ from mismatch_plugin.check.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.check.inputs import Inputs, read_inputs, refuse_unknown_faults
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.sources import Checkpoint
-from mismatch_plugin.check.training import InputError
-from mismatch_plugin.check.versions import version_number
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.data.read import Dump, InputError
+from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.inspect.bounds import bounds_for
 from mismatch_plugin.inspect.figures import figures_of
 from mismatch_plugin.inspect.flags import config_of
@@ -33,7 +33,6 @@ from mismatch_plugin.inspect.result import Cause, Diagnosis, Histograms, Predict
 from mismatch_plugin.inspect.tried import left_out, measurable
 from mismatch_plugin.inspect.words import controls_of
 from mismatch_plugin.report.table import figure
-from mismatch_plugin.rollout.responses import Dump
 
 
 class Live(NamedTuple):
@@ -157,8 +156,8 @@ def _stale(batch: Batch) -> float | None:
     behind = [
         trainer - min(own)
         for sample in batch
-        if (trainer := version_number(sample.told.weight_version or "")) is not None
-        and (own := [n for span in sample.record.weight_versions if (n := version_number(span.version)) is not None])
+        if (trainer := version_number(sample.trainer_version)) is not None
+        and (own := [n for span in sample.weight_versions if (n := version_number(span.version)) is not None])
     ]
     return float(max(0, *behind)) if behind else None
 

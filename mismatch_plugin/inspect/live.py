@@ -12,12 +12,11 @@ import numpy as np
 from pydantic import ValidationError
 
 from mismatch_plugin.check.sources import Checkpoint
-from mismatch_plugin.check.training import InputError
 from mismatch_plugin.config.fields import plain_error
-from mismatch_plugin.files import read_lines
-from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.responses import Dump, Response
+from mismatch_plugin.data.read import Dump, InputError
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.files import read_lines
 from mismatch_plugin.sglang.http import shown
 
 PROMPTS = (
@@ -55,7 +54,7 @@ def sample_live(
         raise InputError(f"--{plain_error(error, SamplingParameters)}") from None
     each = max(1, -(-samples // len(ids)))
     responses = [
-        Response.of(record.model_copy(update={"sample_id": f"live-{number}-{index}"}))
+        record.with_fields(sample_id=f"live-{number}-{index}")
         for number, url in enumerate(urls)
         for index, record in enumerate(_generate(url, ids, sampling, each, model))
     ]
@@ -65,17 +64,18 @@ def sample_live(
 
 def _generate(
     url: str, ids: list[list[int]], sampling: SamplingParameters, each: int, model: Checkpoint | None
-) -> list[RolloutRecord]:
+) -> list[Sample]:
     from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
-    async def ask() -> list[RolloutRecord]:
+    async def ask() -> list[Any]:
         async with SGLangClient(
             url, retries=1, vocab_size=model and model.vocab, rollout_log_prob_policy="neutral"
         ) as client:
             return await client.generate(ids, sampling, samples_per_prompt=each)
 
     try:
-        return asyncio.run(ask())
+        records = asyncio.run(ask())  # TEMPORARY: until the client gives samples
+        return [Sample.model_validate(record.model_dump(exclude_unset=True)) for record in records]
     except (GenerateError, RequestError, ValueError) as error:
         raise InputError(f"the server at {shown(url)} does not sample: {error}") from None
 

@@ -15,10 +15,10 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.inspect.breakdowns import UNKNOWN, breakdowns, staleness
 from mismatch_plugin.inspect.packing import packed_of, pieces
 from mismatch_plugin.inspect.result import Size
-from mismatch_plugin.rollout.responses import Floats
 
 QUANTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 """In percent."""
@@ -89,11 +89,10 @@ def separate(
     """
     if packed is None:
         packed, _ = packed_of(batch)
-    rows = {sample.index: row for row, sample in enumerate(batch)}
     by_steps: dict[int, np.ndarray] = {}
     one_pass = np.zeros((2, 3))
     for _, piece in pieces(packed):
-        gap, order = _gap(piece), [rows[index] for index in piece.sequence_ids if isinstance(index, int)]
+        gap, order = _gap(piece), [index for index in piece.sequence_ids if isinstance(index, int)]
         assert piece.positions is not None and piece.rollout_log_probs is not None
         places = np.split(piece.positions.numpy(), np.cumsum(piece.lengths)[:-1])
         steps = staleness([batch.samples[row] for row in order], places)

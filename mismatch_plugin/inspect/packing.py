@@ -10,13 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.check.batch import Batch, Sample, Tokens
-from mismatch_plugin.check.training import InputError
-from mismatch_plugin.check.versions import version_number
+from mismatch_plugin.check.batch import Batch, Tokens
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import KINDS, SOUND, classify
-from mismatch_plugin.rollout.responses import Bools, Floats, Ints
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number, version_of_tokens
 
 MAX_TOKENS = 1_500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
@@ -28,7 +29,7 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
 
     Float64. A sequence is a response, its tokens are those that train and that training could use: a number on both
     sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
-    advantages: those of the training side, else of the record, else the rewards, centred and divided by the sample
+    advantages: those of the samples, else the rewards, centred and divided by the sample
     deviation within their group (the same `group`, else the same prompt), as GRPO has it; None where there are neither.
     entropy, weight_versions: where every token has one. trainer_version: where all samples have the same one. turn_ids:
     of whole responses, so that what is left out splits no turn.
@@ -37,23 +38,22 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
     tokens, notes = _sound(batch)
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
     order, lengths = tokens.sample[starts], np.diff(starts, append=len(tokens))
-    table = {sample.index: sample for sample in batch}
-    samples = [table[int(index)] for index in order]
+    samples = [batch.samples[index] for index in order]
     places = np.split(tokens.position, starts[1:])
     advantages, said = _advantages(batch, samples, places)
-    trained_at = {version_number(sample.told.weight_version or "") for sample in samples}
+    trained_at = {version_number(sample.trainer_version) for sample in samples}
     packed = PackedSequences(
         loss_mask=torch.ones(len(tokens), dtype=torch.bool),
         lengths=tuple(lengths.tolist()),
         rollout_log_probs=torch.from_numpy(tokens.rollout),
         old_log_probs=torch.from_numpy(tokens.training),
         advantages=None if advantages is None else torch.from_numpy(advantages),
-        entropy=_tensor(_gathered([sample.told.entropy for sample in samples], samples, places)),
+        entropy=_tensor(_gathered([sample.entropy for sample in samples], samples, places)),
         positions=torch.from_numpy(tokens.position),
         weight_versions=_tensor(_versions(samples, places)),
         trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
         turn_ids=torch.from_numpy(np.concatenate([_turns(s)[at] for s, at in zip(samples, places, strict=True)])),
-        sequence_ids=tuple(sample.index for sample in samples),
+        sequence_ids=tuple(order.tolist()),
     )
     return packed, (*notes, *said)
 
@@ -85,7 +85,7 @@ def _gathered(given: Sequence[Floats | None], samples: Sequence[Sample], places:
     """[T], or None where a token has no finite value."""
     found, start = np.empty(sum(map(len, places))), 0
     for values, sample, place in zip(given, samples, places, strict=True):
-        if values is None or len(values) != sample.tokens or not np.isfinite(values[place]).all():
+        if values is None or len(values) != len(sample) or not np.isfinite(values[place]).all():
             return None
         found[start : (start := start + len(place))] = values[place]
     return found
@@ -109,24 +109,22 @@ def _turns(sample: Sample) -> Ints:
 
 def numbered_versions(sample: Sample) -> Ints:
     """[n] number at the end of each token's weight version; −1 where there is none."""
-    numbers = np.full(sample.tokens, -1, dtype=np.int64)
-    for span in sample.record.weight_versions:
-        number = version_number(span.version)
-        numbers[span.start : span.end] = -1 if number is None else number
-    return numbers
+    told = {span.version: version_number(span.version) for span in sample.weight_versions}
+    numbers = {version: -1 if number is None else number for version, number in told.items()}
+    return version_of_tokens(sample.weight_versions, numbers, len(sample))
 
 
 def _advantages(
     batch: Batch, samples: Sequence[Sample], places: Sequence[Ints]
 ) -> tuple[Floats | None, tuple[str, ...]]:
-    given = [s.record.advantages if s.told.advantages is None else s.told.advantages for s in samples]
+    given = [sample.advantages for sample in samples]
     found = _gathered(given, samples, places)
     if found is not None:
         if found.any():
             return found, ()
         return None, ("all advantages are 0, which trains nothing: predictions take 1",)
     partly = "some tokens have no advantage, so none is used; " if any(a is not None for a in given) else ""
-    if any(sample.record.reward is None or not np.isfinite(sample.record.reward) for sample in samples):
+    if any(sample.reward is None or not np.isfinite(sample.reward) for sample in samples):
         return None, (f"{partly}there are no advantages, and no reward of every response: predictions take 1",)
     values, how = _of_rewards(batch)
     if not values:
@@ -138,20 +136,20 @@ def _advantages(
 
 def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
     """(`group_advantages` by sample, {} where all are 0; within what)."""
-    rewarded = [s for s in batch if s.record.reward is not None and np.isfinite(s.record.reward)]
+    rewarded = [s for s in batch if s.reward is not None and np.isfinite(s.reward)]
     groups, how = _group_names(rewarded)
     if len(set(groups)) == len(groups):
         groups, how = [0] * len(groups), "over the batch, for no two responses share a group or prompt"
-    rewards = torch.tensor([sample.record.reward for sample in rewarded], dtype=torch.float64)
+    rewards = torch.tensor([sample.reward for sample in rewarded], dtype=torch.float64)
     values = group_advantages(rewards, groups).tolist()
     return ({s.index: value for s, value in zip(rewarded, values, strict=True)} if any(values) else {}), how
 
 
 def _group_names(samples: Sequence[Sample]) -> tuple[Sequence[Hashable], str]:
     """(the group of each, else its prompt; within what)."""
-    if all(sample.record.group is not None for sample in samples):
-        return [sample.record.group for sample in samples], "within each group"
-    return [sample.record.prompt_ids.tobytes() for sample in samples], "within each prompt"
+    if all(sample.group is not None for sample in samples):
+        return [sample.group for sample in samples], "within each group"
+    return [sample.prompt_ids.tobytes() for sample in samples], "within each prompt"
 
 
 class Groups(NamedTuple):
@@ -163,9 +161,8 @@ class Groups(NamedTuple):
 
 def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
     """Rewards and groups of the packed responses; None where one has no finite reward, or no two share a group."""
-    table = {sample.index: sample for sample in batch}
-    samples = [table[index] for index in packed.sequence_ids if isinstance(index, int)]
-    rewards = [sample.record.reward for sample in samples]
+    samples = [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)]
+    rewards = [sample.reward for sample in samples]
     ids, _ = _group_names(samples)
     if len(set(ids)) == len(ids) or any(reward is None or not np.isfinite(reward) for reward in rewards):
         return None

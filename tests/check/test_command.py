@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import typer
@@ -19,8 +20,8 @@ from mismatch_plugin.check.findings import FAULTS, CheckResult
 from mismatch_plugin.check.inputs import check_files
 from mismatch_plugin.check.report import show
 from mismatch_plugin.check.sources import Checkpoint
-from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.records import RolloutRecord
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.data.sample import Sample
 from tests.fixtures.sglang_check.policies import FOLDER, policy, recorded, score, training
 from tests.fixtures.sglang_check.serving import serving
 
@@ -35,7 +36,7 @@ def _run(*arguments: object) -> Result:
 
 def _training_file(folder: Path, name: str = CLEAN, **changes: Any) -> Path:
     """The float32 trainer's file; a change is a function of (index, line)."""
-    lines = [{"train_log_probs": sample.train_log_probs} for sample in training("float32", name)]
+    lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("float32", name)]
     for field, change in changes.items():
         for index, line in enumerate(lines):
             line[field] = change(index, line)
@@ -66,9 +67,11 @@ def test_help_tells_the_training_files_form():
 def test_help_shows_a_record_and_names_its_fields():
     text = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERM": "dumb"}).output
     (line,) = (line for line in text.splitlines() if line.strip().startswith('{"prompt_ids"'))
-    required = {name for name, field in RolloutRecord.model_fields.items() if field.is_required()}
-    assert RolloutRecord.model_validate_json(line).model_fields_set - {"loss_mask"} == required
-    assert [name for name in RolloutRecord.model_fields if f'"{name}"' not in text] == []
+    least = {"prompt_ids", "response_ids", "rollout_log_probs"}
+    assert Sample.model_validate(json.loads(line)).model_fields_set == least
+    fields = [*Sample.model_fields]
+    of_rollouts = {*fields[: fields.index("train_log_probs")]} - {"index", "group", "step"}
+    assert [name for name in of_rollouts if f'"{name}"' not in text] == []
 
 
 def test_clean_files_pass_with_one_line_as_verdict(tmp_path: Path):
@@ -175,11 +178,12 @@ def test_a_checkpoint_is_loaded_without_progress_bars(checkpoint: Path, capfd: p
 def test_a_checkpoint_tells_which_side_is_wrong(checkpoint: Path, tmp_path: Path):
     name = "float32_temperature_0.7"
     at_one = [
-        record.model_copy(update={"sampling": record.sampling.model_copy(update={"temperature": 1.0})})
+        record.with_fields(sampling=record.sampling.model_copy(update={"temperature": 1.0}))
         for record in recorded(name)
     ]
     path = tmp_path / "training.jsonl"
-    path.write_text("".join(sample.model_dump_json() + "\n" for sample in score("float32", at_one)))
+    lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in score("float32", at_one)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     result = _run(FOLDER / f"{name}.jsonl", path, "--checkpoint", checkpoint, "--json")
     (finding,) = CheckResult.model_validate_json(result.stdout).findings
     assert (finding.fault, finding.side) == ("temperature", "training")
@@ -203,9 +207,9 @@ def test_a_server_beside_a_checkpoint_is_compared_with_it(server: str, checkpoin
 
 def test_other_tokenizer_than_the_checkpoints(checkpoint: Path, tmp_path: Path):
     record = recorded(CLEAN)[0]
-    strange = record.model_copy(update={"response_ids": [*record.response_ids[:-1], 99_999]})
+    strange = record.with_fields(response_ids=np.append(record.response_ids[:-1], 99_999))
     path = tmp_path / "records.jsonl"
-    write_records(path, [strange])
+    write_samples(path, [strange])
     result = _run(path, "--checkpoint", checkpoint)
     assert result.exit_code == 2 and "99999" in result.output and "vocabulary ends at 159" in result.output
 
@@ -347,7 +351,7 @@ def test_a_checkpoint_that_lacks_weights_or_holds_code_is_refused(checkpoint: Pa
 
 def test_a_terminal_of_ascii_gets_ascii(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
-    write_records(records, recorded(CLEAN))
+    write_samples(records, recorded(CLEAN))
     path = _training_file(tmp_path, train_log_probs=lambda _, line: [v - 1.0 for v in line["train_log_probs"]])
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     show(check_files(records, path), Console(file=out, width=160, highlight=False, markup=False))

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from mismatch_plugin.check.alignment import find_shift, find_swapped
-from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.distribution import find_temperature, find_unrelated
 from mismatch_plugin.check.eos import find_null_eos, find_zero_eos
 from mismatch_plugin.check.findings import Finding, Undecided
@@ -18,9 +17,8 @@ from mismatch_plugin.check.numbers import find_fills, find_numbers
 from mismatch_plugin.check.precision import find_precision
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.scale import find_scale
-from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.check.versions import find_versions, version_number
-from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from mismatch_plugin.check.versions import find_versions
+from mismatch_plugin.data.versions import WeightSpan, version_number
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 from tests.inspect.dumps import batch_of as dump_of
 
@@ -80,7 +78,7 @@ def test_a_clamp_is_named_and_repeated_contexts_are_not():
 
 def test_ids_that_differ_are_named_with_the_first_place():
     ids = [[7, 8, 9, 10], [4, 5, 6, 7]]
-    training = [{"token_ids": [7, 8, 9, 10]}, {"token_ids": [4, 5, 99, 7]}]
+    training = [{"trained_ids": [7, 8, 9, 10]}, {"trained_ids": [4, 5, 99, 7]}]
     values = [[-1.0] * 4] * 2
     items, fixed = find_ids(batch_of(values, values, ids=ids, training=training))
     findings = found(items)
@@ -91,7 +89,7 @@ def test_ids_that_differ_are_named_with_the_first_place():
 
 
 def test_a_prompt_with_another_template_is_named():
-    training = [{"prompt_ids": [0, 1, 2, 3]}]
+    training = [{"trained_prompt_ids": [0, 1, 2, 3]}]
     items, _ = find_ids(batch_of([[-1.0]], [[-1.0]], training=training))
     findings = found(items)
     assert [item.fault for item in findings] == ["prompt_ids"]
@@ -101,12 +99,12 @@ def test_a_prompt_with_another_template_is_named():
 def test_ids_of_another_sample_and_shifted_ids_are_named_for_what_they_are():
     ids = [[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]]
     values = [[-1.0] * 6, [-2.0] * 6]
-    swapped = [{"token_ids": ids[1]}, {"token_ids": ids[0]}]
+    swapped = [{"trained_ids": ids[1]}, {"trained_ids": ids[0]}]
     items, fixed = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
     findings = found(items)
     assert [item.fault for item in findings] == ["swapped_samples"]
     assert np.all(fixed.tokens.gap == 0)
-    late = [{"token_ids": [0, 1, 2, 3, 4, 5]}, {"token_ids": ids[1]}]
+    late = [{"trained_ids": [0, 1, 2, 3, 4, 5]}, {"trained_ids": ids[1]}]
     items, _ = find_ids(batch_of(values, values, ids=ids, training=late))
     findings = found(items)
     assert [(item.fault, item.statistics["lag"]) for item in findings] == [("shift_by_one", 1.0)]
@@ -143,13 +141,8 @@ def test_few_tokens_tell_no_shift():
 
 def test_swapped_samples_are_found_even_if_their_lengths_differ():
     rollout = [wave(20, 0), wave(20, 1), wave(26, 2), wave(31, 3)]
-    order = [1, 0, 3, 2]
-    records = [
-        RolloutRecord(prompt_ids=[1], response_ids=list(range(len(values))), rollout_log_probs=list(values))
-        for values in rollout
-    ]
-    samples = [TrainingSample(train_log_probs=list(rollout[at])) for at in order]
-    findings, fixed = find_swapped(make_batch(records, samples))
+    ids = [list(range(len(values))) for values in rollout]
+    findings, fixed = find_swapped(batch_of(rollout, [rollout[at] for at in (1, 0, 3, 2)], ids=ids))
     assert [item.fault for item in found(findings)] == ["swapped_samples"]
     assert "0→1, 1→0, 2→3, 3→2" in found(findings)[0].evidence
     assert len(fixed.tokens) == 97 and np.all(fixed.tokens.gap == 0)
@@ -157,10 +150,9 @@ def test_swapped_samples_are_found_even_if_their_lengths_differ():
 
 def test_lengths():
     values = wave(20, 0)
-    record = RolloutRecord(prompt_ids=[1, 2, 3], response_ids=list(range(20)), rollout_log_probs=list(values))
 
     def names(train: list[float]) -> list[tuple[str, float | None]]:
-        batch = make_batch([record], [TrainingSample(train_log_probs=list(train))])
+        batch = batch_of([values], [train], ids=[list(range(20))])
         findings, fixed = find_lengths(batch)
         assert np.all(fixed.tokens.gap == 0) and len(fixed.tokens) >= 17
         return [(item.fault, item.statistics.get("lag")) for item in found(findings)]
@@ -173,8 +165,7 @@ def test_lengths():
 
 
 def test_a_response_with_one_token_more_than_the_server_scored():
-    record = RolloutRecord(prompt_ids=[1], response_ids=[5, 6, 2], rollout_log_probs=[-1.0, -2.0])
-    findings, _ = find_lengths(make_batch([record], [TrainingSample(train_log_probs=[-1.0, -2.0, -3.0])]))
+    findings, _ = find_lengths(batch_of([[-1.0, -2.0]], [[-1.0, -2.0, -3.0]], ids=[[5, 6, 2]]))
     assert [item.fault for item in found(findings)] == ["eos_appended"]
     assert "id 2" in found(findings)[0].evidence
 
@@ -201,8 +192,10 @@ def test_a_filled_last_token_is_an_appended_eos(fill: float | None):
 
 def test_negated_log_probs_and_probabilities():
     true = [wave(10, phase) for phase in range(3)]
-    negated = [[-value for value in values] for values in true]
+    negated: list[list[float | None]] = [[-value for value in values] for values in true]
+    negated[0][1] = None
     findings, fixed = find_scale(batch_of(negated, true))
+    assert [item.fault for item in found(find_numbers(fixed)[0])] == ["missing"]  # a null stays one
     assert [(item.fault, item.side) for item in found(findings)] == [("sign", "rollout")]
     assert np.all(fixed.tokens.gap == 0)
     findings, fixed = find_scale(batch_of(true, [np.exp(values).tolist() for values in true]))

@@ -13,10 +13,10 @@ from mismatch_plugin.check.filters import find_truncation
 from mismatch_plugin.check.findings import Undecided
 from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.precision import find_precision, fits_bf16, fits_decimals, fits_fp16
-from mismatch_plugin.check.versions import find_versions, version_number
+from mismatch_plugin.check.versions import find_versions
 from mismatch_plugin.check.vocabulary import penalise
-from mismatch_plugin.rollout.records import WeightSpan
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.versions import WeightSpan, version_number
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
 # Distributions. Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected.
@@ -44,7 +44,7 @@ def test_the_recorded_temperature_tells_the_side(recorded: float, side: str):
 
 
 def test_a_temperature_that_the_training_side_tells():
-    batch = batch_of([[-1.0]], [[-1.0]], training=[{"temperature": 0.7}])
+    batch = batch_of([[-1.0]], [[-1.0]], training=[{"trainer_temperature": 0.7}])
     assert [item.fault for item in found(find_temperature(batch)[0])] == ["temperature"]
 
 
@@ -56,7 +56,7 @@ def test_raw_log_probs_of_tokens_drawn_at_a_temperature(trainer_at: float, side:
     sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
     drawn = np.random.default_rng(0).choice(4, 400, p=np.exp(raw / 0.7) / np.exp(raw / 0.7).sum())
     records = {"sampling": SamplingParameters(temperature=0.7), "log_probs_of": "raw"}
-    training = [{"temperature": trainer_at}] if told else None
+    training = [{"trainer_temperature": trainer_at}] if told else None
     batch = batch_of([raw[drawn].tolist()], [sharp[drawn].tolist()], records=records, training=training)
     (finding,) = found(find_temperature(batch)[0])
     assert (finding.fault, finding.side, finding.confidence) == ("temperature", side, "certain")
@@ -175,7 +175,7 @@ def test_versions_mixed_inside_and_between_responses():
 @pytest.mark.parametrize(("trainer", "largest"), [("7", None), ("8", None), ("9", 2.0), ("23", 16.0), ("6", -1.0)])
 def test_staleness_in_steps(trainer: str, largest: float | None):
     spans = [WeightSpan(version="step-7", start=0, end=2)]
-    training = [{"weight_version": trainer}]
+    training = [{"trainer_version": trainer}]
     batch = batch_of([[-1.0, -1.0]], [[-1.0, -1.0]], records={"weight_versions": spans}, training=training)
     items = found(find_versions(batch)[0])
     assert [item.statistics["largest"] for item in items] == ([] if largest is None else [largest])
@@ -183,7 +183,7 @@ def test_staleness_in_steps(trainer: str, largest: float | None):
 
 def test_versions_without_numbers_cannot_be_counted():
     spans = [WeightSpan(version="default", start=0, end=1)]
-    training = [{"weight_version": "12"}]
+    training = [{"trainer_version": "12"}]
     items, _ = find_versions(batch_of([[-1.0]], [[-1.0]], records={"weight_versions": spans}, training=training))
     assert [item.faults for item in items if isinstance(item, Undecided)] == [("staleness",)]
     assert [version_number(name) for name in ("v12", 3, "a-1-20", "x")] == [12, 3, 20, None]

@@ -16,9 +16,9 @@ from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.findings import FAULTS, CheckResult
 from mismatch_plugin.check.layers import Mix
 from mismatch_plugin.check.run import check_batch
-from mismatch_plugin.check.training import TrainingSample
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.report.table import Table
-from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from tests.fixtures.sglang_check.plants import CASES, EOS
 from tests.fixtures.sglang_check.policies import (
     behaviour_of,
@@ -71,20 +71,21 @@ CLEAN_BATCHES = 200
 
 
 def _check(
-    records: Sequence[RolloutRecord],
-    samples: Sequence[TrainingSample],
+    samples: Sequence[Sample],
     checkpoint: str = "",
     start: str = "",
     now: str = "",
 ) -> CheckResult:
     """checkpoint: the form of the model whose whole distributions are looked at, and whose log-probs `samples` are.
     start, now: forms of the weights that the run began with, and of the present ones, without whole distributions."""
-    reference = [np.array(one.train_log_probs, float) for one in score(start, records)] if start else None
-    batch = make_batch(records, samples, eos_ids=[EOS], reference=reference)
+    if start:
+        first = score(start, samples)
+        samples = [one.with_fields(ref_log_probs=s.train_log_probs) for one, s in zip(samples, first, strict=True)]
+    batch = make_batch(samples, eos_ids=[EOS])
     if now:
         batch = replace(batch, between=Mix(checkpoint_of(now), checkpoint_of(start)), from_checkpoint=True)
     if checkpoint:
-        batch = replace(batch, logits=lambda s: logits_of(checkpoint, [s.record])[0], from_checkpoint=True)
+        batch = replace(batch, logits=lambda s: logits_of(checkpoint, [s])[0], from_checkpoint=True)
     return check_batch(batch)
 
 
@@ -107,9 +108,9 @@ def planted() -> dict[Run, Found]:
     for index, strength, base in RUNS:
         case, strong = CASES[index], strength == "strong"
         plant = case.strong if strong else case.mild
-        records, samples = plant(list(recorded(base.records)), list(training(base.trainer, base.records)))
+        samples = plant(list(training(base.trainer, base.records)))
         start, now = (form.format(case.sizes[strong]) for form in (case.start, case.now))
-        found[index, strength, base] = _found(_check(records, samples, start=start, now=now))
+        found[index, strength, base] = _found(_check(samples, start=start, now=now))
     return found
 
 
@@ -123,18 +124,20 @@ def clean() -> list[Found]:
         trainer = TRAINERS[seed % len(TRAINERS)]
         size = int(generator.integers(8, 65))
         origin = ("server", "here", "here again")[seed // (3 * len(TRAINERS)) % 3]
-        pool, other = _pool(origin, temperature, trainer)
+        pool = _pool(origin, temperature, trainer)
         chosen = generator.permutation(len(pool))[:size]
         version = str(1 + seed % 4 // 2)  # the weights are up to date, or one step old
-        samples = [other[at].model_copy(update={"weight_version": version}) for at in chosen]
         ranks = [{"server": f"http://{'ab'[seed % 2]}:1", "dp_rank": int(generator.integers(4))} for _ in chosen]
-        named = [pool[at].model_copy(update=rank if seed % 3 else {}) for at, rank in zip(chosen, ranks, strict=True)]
-        found.append(_found(_check(named, samples, start="drift-0.08-9" if seed % 5 == 0 else "")))
+        named = [
+            pool[at].with_fields(trainer_version=version, **(rank if seed % 3 else {}))
+            for at, rank in zip(chosen, ranks, strict=True)
+        ]
+        found.append(_found(_check(named, start="drift-0.08-9" if seed % 5 == 0 else "")))
     return found
 
 
 @cache
-def _pool(origin: str, temperature: float, trainer: str) -> tuple[list[RolloutRecord], list[TrainingSample]]:
+def _pool(origin: str, temperature: float, trainer: str) -> list[Sample]:
     """Responses of one temperature and version: both servers' or from an engine here, and their training side."""
     if origin == "server":
         names = [f"{dtype}_temperature_{temperature}" for dtype in ("float32", "bfloat16")]
@@ -143,9 +146,9 @@ def _pool(origin: str, temperature: float, trainer: str) -> tuple[list[RolloutRe
         records = sample_locally("float32", 100 + len(origin), 96, temperature)
     pool = []
     for record in records:
-        span = WeightSpan(version="1", start=0, end=len(record.response_ids))
-        pool.append(record.model_copy(update={"weight_versions": [span], "sample_id": None}))
-    return pool, score(trainer, pool)
+        span = WeightSpan(version="1", start=0, end=len(record))
+        pool.append(record.with_fields(weight_versions=(span,), sample_id=None))
+    return score(trainer, pool)
 
 
 @pytest.mark.parametrize("run", RUNS, ids=RUN_IDS)
@@ -159,13 +162,12 @@ def test_a_planted_fault_is_found_and_nothing_else(run: Run, planted: dict[Run, 
 @pytest.mark.parametrize("trainer", TRAINERS)
 @pytest.mark.parametrize("name", SERVED)
 def test_what_the_server_did_is_found(name: str, trainer: str):
-    assert _names(_check(recorded(name), training(trainer, name))) == [SERVED[name]]
+    assert _names(_check(training(trainer, name))) == [SERVED[name]]
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_whole_distributions_tell_the_same(name: str):
-    records = recorded(name)
-    result = _check(records, training("int8", name), "int8")
+    result = _check(training("int8", name), "int8")
     assert _names(result) == [SERVED[name]]
 
 
@@ -173,17 +175,17 @@ def test_whole_distributions_tell_the_same(name: str):
 @pytest.mark.parametrize("trainer", ["float32", "drift-0.02-3"])
 def test_whole_distributions_are_silent_on_clean_records(temperature: float, trainer: str):
     name = f"bfloat16_temperature_{temperature}"
-    assert _names(_check(recorded(name), training(trainer, name), trainer)) == []
+    assert _names(_check(training(trainer, name), trainer)) == []
 
 
 @pytest.mark.parametrize(("name", "cut"), [("float32_top_p_0.8", "top_p=0.8"), ("float32_top_k_5", "top_k=5")])
 def test_a_filter_that_no_record_tells_shows_in_where_tokens_fall(name: str, cut: str):
     secret = [
-        record.model_copy(update={"sampling": record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1})})
-        for record in recorded(name)
+        record.with_fields(sampling=record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1}))
+        for record in training("float32", name)
     ]
-    assert _names(_check(secret, training("float32", name))) == []  # nothing to see in sampled tokens alone
-    result = _check(secret, training("float32", name), "float32")
+    assert _names(_check(secret)) == []  # nothing to see in sampled tokens alone
+    result = _check(secret, "float32")
     assert _names(result) == ["truncation"]
     assert cut in result.findings[0].evidence and "0 of" in result.findings[0].evidence
 
@@ -192,15 +194,13 @@ def test_a_filter_that_no_record_tells_shows_in_where_tokens_fall(name: str, cut
 @pytest.mark.parametrize("name", ["float32_top_p_0.8", "float32_top_k_5"])
 def test_renormalised_log_probs_are_found(name: str, trainer: str):
     records = [
-        record.model_copy(
-            update={
-                "rollout_log_probs": behaviour_of(record),
-                "sampling": record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1}),
-            }
+        record.with_fields(
+            rollout_log_probs=behaviour_of(record),
+            sampling=record.sampling.model_copy(update={"top_p": 1.0, "top_k": -1}),
         )
-        for record in recorded(name)
+        for record in training(trainer, name)
     ]
-    result = _check(records, training(trainer, name))
+    result = _check(records)
     assert _names(result) == ["truncation"]
     assert result.findings[0].side == "rollout"
 
@@ -208,24 +208,20 @@ def test_renormalised_log_probs_are_found(name: str, trainer: str):
 def test_a_mild_filter_renormalised_is_found():
     drawn = sample_locally("float32", seed=7, count=64, temperature=1.0, top_p=0.95)
     records = [
-        record.model_copy(
-            update={
-                "rollout_log_probs": record.behaviour_log_probs,
-                "behaviour_log_probs": None,
-                "kept_ids": None,
-                "sampling": record.sampling.model_copy(update={"top_p": 1.0}),
-            }
+        record.with_fields(
+            rollout_log_probs=record.behaviour_log_probs,
+            behaviour_log_probs=None,
+            kept_ids=None,
+            sampling=record.sampling.model_copy(update={"top_p": 1.0}),
         )
         for record in drawn
     ]
-    samples = score("float32", records)
-    assert _names(_check(records, samples)) == ["truncation"]
+    assert _names(_check(score("float32", records))) == ["truncation"]
 
 
 def test_a_replayed_sampling_mask_is_no_fault():
     records = recorded("float32_sampling_mask")
-    samples = [TrainingSample(train_log_probs=behaviour_of(record)) for record in records]
-    result = _check(records, samples)
+    result = _check([record.with_fields(train_log_probs=behaviour_of(record)) for record in records])
     assert _names(result) == []
     assert result.mismatch is not None and result.mismatch.abs_p50 > 0.1
     assert result.fixed is not None and result.fixed.abs_max < 1e-4  # compared with the behaviour log-probs
@@ -233,11 +229,9 @@ def test_a_replayed_sampling_mask_is_no_fault():
 
 def test_a_trainer_that_alone_renormalises_is_found():
     records = [
-        record.model_copy(update={"behaviour_log_probs": None, "kept_ids": None})
-        for record in recorded("float32_sampling_mask")
+        record.with_fields(behaviour_log_probs=None, kept_ids=None) for record in recorded("float32_sampling_mask")
     ]
-    samples = [TrainingSample(train_log_probs=behaviour_of(record)) for record in records]
-    result = _check(records, samples)
+    result = _check([record.with_fields(train_log_probs=behaviour_of(record)) for record in records])
     assert _names(result) == ["truncation"]
     assert result.findings[0].side == "training"
 
@@ -262,7 +256,7 @@ def test_table_of_hits_and_false_alarms(
         for strength in ("mild", "strong"):
             of = [run for run in runs if run[1] == strength]
             cells.append(f"{sum(fault in named[run] for run in of)} of {len(of)}" if of else "–")
-        hits = [fault in _names(_check(recorded(name), training("float32", name))) for name in served]
+        hits = [fault in _names(_check(training("float32", name))) for name in served]
         cells.append(f"{sum(hits)} of {len(hits)}" if hits else "–")
         wrong = sum(fault in planted[run].faults for run in RUNS if CASES[run[0]].fault != fault)
         cells += [f"{wrong} of {len(RUNS) - len(runs)}", f"{alarms[fault]} of {CLEAN_BATCHES}"]

@@ -12,8 +12,8 @@ import pytest
 from mismatch_plugin.check.batch import Batch, make_batch
 from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.populations import find_split, find_stale_server, mann_whitney
-from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import WeightSpan
 
 Sizes = Callable[[int, int], Any]
 
@@ -21,7 +21,7 @@ Sizes = Callable[[int, int], Any]
 def _batch(size: Sizes, who: Callable[[int], dict[str, Any]], samples: int = 48, length: int = 40) -> Batch:
     """size(sample, position): standard deviation of the logits' change. who: fields of the record, and `trainer`."""
     generator = np.random.default_rng(3)
-    records, training = [], []
+    made = []
     for index in range(samples):
         p = generator.uniform(0.02, 0.95, length) ** (1 + index % 3)  # some responses are surer than others
         sizes = np.array([size(index, at) for at in range(length)])
@@ -29,10 +29,16 @@ def _batch(size: Sizes, who: Callable[[int], dict[str, Any]], samples: int = 48,
         rollout = np.minimum(np.log(p), -1e-3)
         told = dict(who(index))
         trainer = told.pop("trainer", None)
-        ids = list(range(length))
-        records.append(RolloutRecord(prompt_ids=[1], response_ids=ids, rollout_log_probs=rollout.tolist(), **told))
-        training.append(TrainingSample(train_log_probs=np.minimum(rollout + gap, 0).tolist(), weight_version=trainer))
-    return make_batch(records, training)
+        made.append(
+            Sample(
+                response_ids=np.arange(length),
+                rollout_log_probs=rollout,
+                train_log_probs=np.minimum(rollout + gap, 0),
+                trainer_version=trainer,
+                **told,
+            )
+        )
+    return make_batch(made)
 
 
 def _found(batch: Batch) -> Finding | None:

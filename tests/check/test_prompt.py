@@ -47,7 +47,9 @@ def test_a_template_that_concerns_some_samples():
 
 
 def test_equal_prompt_ids_leave_the_servers_cache():
-    (finding,) = found(find_wrong_prompt(_batch(1 + 9 * np.exp(-AT / 10), training={"prompt_ids": [1, 2, 3]}))[0])
+    (finding,) = found(
+        find_wrong_prompt(_batch(1 + 9 * np.exp(-AT / 10), training={"trained_prompt_ids": [1, 2, 3]}))[0]
+    )
     assert finding.confidence == "possible" and "flush_cache" in finding.fix
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,12 @@ from typer.testing import CliRunner
 from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.findings import CheckResult
 from mismatch_plugin.check.run import check_batch
-from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.cli import app
-from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
-from mismatch_plugin.rollout.responses import Response
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import LastUpdate, Served, ServedWeights
+from mismatch_plugin.data.versions import WeightSpan
 
 N = 8
 Span = tuple[str | None, int, int]
@@ -43,7 +42,7 @@ def record(
     mask: list[int] | None = None,
     seed: int = 0,
     **told: Any,
-) -> RolloutRecord:
+) -> Sample:
     """One response; label and weights: of all tokens, or (name, start, end) and (fingerprint, since, start, end)."""
     labels = label if isinstance(label, list) else [] if label is None else [(label, 0, N)]
     spans = weights if isinstance(weights, list) else [(weights, since, 0, N)]
@@ -55,29 +54,26 @@ def record(
         update=last,
         **{"sglang": "0.5.23", "dtype": "bfloat16", "head_dtype": "float32", "temperature": 1.0} | told,
     )
-    return RolloutRecord(
-        prompt_ids=[1],
-        response_ids=list(range(2, 2 + N)),
-        rollout_log_probs=log_probs.tolist(),
-        weight_versions=[WeightSpan(version=str(name), start=start, end=end) for name, start, end in labels],
-        sampling=sampling or {},  # pyright: ignore[reportArgumentType]
+    return Sample(
+        prompt_ids=np.array([1]),
+        response_ids=np.arange(2, 2 + N),
+        rollout_log_probs=log_probs,
+        weight_versions=tuple(WeightSpan(version=str(name), start=start, end=end) for name, start, end in labels),
+        sampling=SamplingParameters(**(sampling or {})),
         served=served,
         server="http://router:8000",
-        loss_mask=mask or [1] * N,
+        loss_mask=np.array(mask or [1] * N, dtype=bool),
     )
 
 
-def checked(*records: RolloutRecord, training: list[dict[str, Any]] | None = None) -> CheckResult:
-    sides = None
+def checked(*records: Sample, training: list[dict[str, Any]] | None = None) -> CheckResult:
     if training is not None:
-        sides = [
-            TrainingSample(train_log_probs=item.rollout_log_probs, **told)
-            for item, told in zip(records, training, strict=True)
-        ]
-    return check_batch(make_batch(records, sides))
+        pairs = zip(records, training, strict=True)
+        records = tuple(one.with_fields(train_log_probs=one.rollout_log_probs, **told) for one, told in pairs)
+    return check_batch(make_batch(records))
 
 
-def faults(*records: RolloutRecord, training: list[dict[str, Any]] | None = None) -> list[str]:
+def faults(*records: Sample, training: list[dict[str, Any]] | None = None) -> list[str]:
     return [item.fault for item in checked(*records, training=training).findings if item.counts]
 
 
@@ -108,8 +104,8 @@ def test_fifty_clean_updates_on_two_servers_have_no_finding():
         )
     found = checked(*records).findings
     assert {item.fault for item in found} <= {"mixed_versions"}  # that is what labels say, and is true
-    sent = [{"weight_fingerprint": f"f{item.version_of_token[-1]}", "weight_version": item.version_of_token[-1]}
-            for item in records]  # fmt: skip
+    labels = [item.weight_versions[-1].version for item in records]
+    sent = [{"trainer_fingerprint": f"f{label}", "trainer_version": label} for label in labels]
     assert not {*faults(*records, training=sent)} - {"mixed_versions"}
 
 
@@ -173,17 +169,17 @@ def test_the_first_sync_of_the_loaded_weights_is_a_note(last: LastUpdate | None)
 def test_a_first_sync_changes_nothing_else_of_the_check():
     records = [record("1", "f0", "default", seed=seed) for seed in range(40)]
     generator = np.random.default_rng(0)
-    far = [TrainingSample(train_log_probs=(-generator.uniform(0.1, 9, N)).tolist()) for _ in records]
-    result = check_batch(make_batch(records, far))
-    plain = check_batch(make_batch([item.model_copy(update={"served": None}) for item in records], far))
+    far = [one.with_fields(train_log_probs=-generator.uniform(0.1, 9, N)) for one in records]
+    result = check_batch(make_batch(far))
+    plain = check_batch(make_batch([one.with_fields(served=None) for one in far]))
     assert result.findings[1:] == plain.findings and plain.findings
 
 
 def test_only_tokens_that_train_are_looked_at():
     half = record([("5", 0, 4), ("6", 4, N)], [("f5", "5", 0, N)], last=update(4), mask=[1, 1, 1, 1, 0, 0, 0, 0])
     assert checked(half).findings == ()
-    assert "weights_not_updated" in faults(half.model_copy(update={"loss_mask": [1] * N}))
-    aborted = record("6", "f5", "5", last=update(4)).model_copy(update={"finish_reason": "abort"})
+    assert "weights_not_updated" in faults(half.with_fields(loss_mask=np.ones(N, dtype=bool)))
+    aborted = record("6", "f5", "5", last=update(4)).with_fields(finish_reason="abort")
     assert faults(aborted) == ["weights_not_updated"]
 
 
@@ -208,14 +204,14 @@ def test_the_server_that_is_behind_is_named():
 
 
 def test_the_minority_is_named_and_a_tie_is_not_decided():
-    def of(server: str, weights: str) -> RolloutRecord:
+    def of(server: str, weights: str) -> Sample:
         return record("6", weights, "6", server=server, last=update(5))
 
     finding = checked(of("a:1", "f6"), of("b:1", "f6"), of("c:1", "x6")).findings[0]
     assert finding.fault == "stale_server" and "In the minority: c:1." in finding.evidence and finding.samples == 1
     finding = checked(of("a:1", "f6"), of("b:1", "x6")).findings[0]
     assert "Nothing here tells which" in finding.evidence and finding.samples == 2
-    sent = [{"weight_fingerprint": "f6", "weight_version": 6}] * 2
+    sent = [{"trainer_fingerprint": "f6", "trainer_version": 6}] * 2
     result = checked(of("a:1", "f6"), of("b:1", "x6"), training=sent)
     assert [item.fault for item in result.findings] == ["stale_server"] and "Behind: b:1." in result.findings[
         0
@@ -312,8 +308,8 @@ def test_a_temperature_that_was_applied(asked: dict[str, Any], told: dict[str, A
 
 def test_what_the_server_tells_of_the_temperature_is_used():
     batch = make_batch([record(sampling={"temperature": 0.7, "top_k": 1}, temperature=0.7)])
-    assert batch.samples[0].record.log_prob_temperature == 0.7
-    assert batch.samples[0].record.sampling.log_prob_temperature == 1.0
+    assert batch.samples[0].log_prob_temperature == 0.7
+    assert batch.samples[0].sampling.log_prob_temperature == 1.0
 
 
 def test_filters_and_penalties_of_the_servers_own():
@@ -342,15 +338,15 @@ def test_servers_that_differ(field: str, value: Any):
 
 
 def test_other_weights_than_the_trainer_sent():
-    sent = {"weight_fingerprint": "t5", "weight_version": "5"}
+    sent = {"trainer_fingerprint": "t5", "trainer_version": "5"}
     result = checked(record(last=update(4)), training=[sent])
     (finding,) = result.findings
     assert finding.fault == "other_weights" and "t5" in finding.evidence and "f5" in finding.evidence
-    for told in ({"weight_fingerprint": "f5"}, {**sent, "weight_version": "6"}, {"weight_version": "5"}):
+    for told in ({"trainer_fingerprint": "f5"}, {**sent, "trainer_version": "6"}, {"trainer_version": "5"}):
         assert "other_weights" not in faults(record(last=update(4)), training=[told])
-    assert faults(record(last=update(4)), training=[{"weight_fingerprint": "t5", "weight_version": 5}])
+    assert faults(record(last=update(4)), training=[{"trainer_fingerprint": "t5", "trainer_version": "5"}])
     # An asynchronous trainer has sent newer ones since: without both versions nothing can be told.
-    assert faults(record(last=update(4)), training=[{"weight_fingerprint": "t6"}]) == []
+    assert faults(record(last=update(4)), training=[{"trainer_fingerprint": "t6"}]) == []
     assert faults(record(None, last=update(4)), training=[sent]) == []
     assert faults(record(last=update(4), quantization="fp8"), training=[sent]) == []  # not the tensors that were sent
 
@@ -358,22 +354,20 @@ def test_other_weights_than_the_trainer_sent():
 def _two_populations(told: dict[str, Any], **fields: Any) -> CheckResult:
     """Server b is further from the trainer than a, as statistics see it."""
     generator = np.random.default_rng(3)
-    records, training = [], []
+    records = []
     for index in range(48):
         made = record(server=("a:1", "b:1")[index % 2], last=update(4), seed=index, **fields)
-        p = np.exp(np.array(made.rollout_log_probs, dtype=np.float64))
+        p = np.exp(made.rollout_log_probs)
         gap = (1 - p) * (0.03, 0.4)[index % 2] * generator.standard_normal(N)
-        records.append(made)
-        values = np.minimum(np.log(p) + gap, 0).tolist()
-        training.append(TrainingSample(train_log_probs=values, **told))
-    return check_batch(make_batch(records, training))
+        records.append(made.with_fields(train_log_probs=np.minimum(np.log(p) + gap, 0), **told))
+    return check_batch(make_batch(records))
 
 
 def test_what_servers_told_is_not_guessed_again():
     assert [item.fault for item in _two_populations({}).findings][:1] == ["stale_server"]  # by statistics, by worker
     assert "b:1" in _two_populations({}).findings[0].evidence
     # Equal fingerprints exclude old weights, and not a server whose tensors have their elements in another order.
-    proven = _two_populations({"weight_fingerprint": "f5"})
+    proven = _two_populations({"trainer_fingerprint": "f5"})
     assert "stale_server" in {item.fault for item in proven.findings}
     stuck = _two_populations({}, label="6")
     assert [item.fault for item in stuck.findings if item.fault.startswith(("w", "stale"))] == ["weights_not_updated"]
@@ -390,11 +384,11 @@ def test_what_servers_told_is_not_guessed_again():
         ),
     ],
 )
-def test_commands_name_it_first(tmp_path: Path, command: str, records: list[RolloutRecord], fault: str):
+def test_commands_name_it_first(tmp_path: Path, command: str, records: list[Sample], fault: str):
     """From one batch, with and without a training side."""
     path, training = tmp_path / "rollouts.jsonl", tmp_path / "training.jsonl"
-    write_records(path, records)
-    lines = [{"train_log_probs": item.rollout_log_probs} for item in records]
+    write_samples(path, records)
+    lines = [{"train_log_probs": item.rollout_log_probs.tolist()} for item in records]
     training.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = ["--out", tmp_path / "page"] if command == "inspect" else []
     for given in ([path], [path, training]):
@@ -412,7 +406,7 @@ def test_commands_name_it_first(tmp_path: Path, command: str, records: list[Roll
 
 
 def test_clean_records_alone_are_still_no_comparison(tmp_path: Path):
-    write_records(tmp_path / "rollouts.jsonl", CLEAN)
+    write_samples(tmp_path / "rollouts.jsonl", CLEAN)
     result = CliRunner().invoke(app, ["check", str(tmp_path / "rollouts.jsonl")])
     assert result.exit_code == 2 and "there is no training side" in result.output
     result = CliRunner().invoke(app, ["check", str(tmp_path / "rollouts.jsonl"), "--records-only"])
@@ -421,17 +415,16 @@ def test_clean_records_alone_are_still_no_comparison(tmp_path: Path):
 
 def test_all_weights_are_old_by_statistics_unless_fingerprints_are_equal():
     draw = np.random.default_rng(5)
-    records, rows = [], []
+    records = []
     for index in range(64):
         made = record("5", "f5", "5", last=update(4), seed=index)
-        p = np.exp(np.array(made.rollout_log_probs, dtype=np.float64))
-        records.append(made)
-        rows.append(np.minimum(np.log(p) + 0.3 * (1 - p) * draw.standard_normal(N), 0).tolist())
-    reference = [np.array(item.rollout_log_probs, dtype=np.float64) for item in records]  # the weights of the start
+        p = np.exp(made.rollout_log_probs)
+        theirs = np.minimum(np.log(p) + 0.3 * (1 - p) * draw.standard_normal(N), 0)
+        # The weights of the start are those that sampled.
+        records.append(made.with_fields(train_log_probs=theirs, ref_log_probs=made.rollout_log_probs))
 
     def found(fingerprint: str | None) -> set[str]:
-        training = [TrainingSample(train_log_probs=row, weight_fingerprint=fingerprint) for row in rows]
-        result = check_batch(make_batch(records, training, reference=reference))
+        result = check_batch(make_batch([one.with_fields(trainer_fingerprint=fingerprint) for one in records]))
         return {item.fault for item in result.findings}
 
     assert "weights_not_updated" in found(None) and "weights_not_updated" not in found("f5")
@@ -440,12 +433,12 @@ def test_all_weights_are_old_by_statistics_unless_fingerprints_are_equal():
 def test_what_was_asked_for_is_not_made_up():
     """A record without `sampling` says nothing of a temperature or a filter."""
     plain = record(last=update(4), temperature=0.7, filters=["top_p"])
-    fields = plain.model_dump(exclude={"sampling"})
-    untold = RolloutRecord.model_validate(fields)
+    fields = {name: getattr(plain, name) for name in plain.model_fields_set - {"sampling"}}
+    untold = Sample(**fields)
     result = checked(untold)
     assert [item.fault for item in result.findings] == ["truncation"]
     assert result.findings[0].fix.startswith("Record what was asked for (`sampling`")
-    assert untold.sampling.temperature == 1.0 and make_batch([untold]).samples[0].record.sampling.temperature == 0.7
+    assert untold.sampling.temperature == 1.0 and untold.temperature == 0.7
     asked = checked(plain)
     assert [item.fault for item in asked.findings] == ["temperature", "truncation"]
     assert asked.findings[1].fix.startswith("Send every sampling parameter")
@@ -471,13 +464,9 @@ def test_weights_that_come_back_are_not_old():
     assert "weights_not_updated" in faults(before, between, record("5", "fa", "3", last=update(5)))
 
 
-def _of_step(made: RolloutRecord, step: int) -> Response:
-    return replace(Response.of(made), step=step)
-
-
 def test_a_run_that_counts_anew_has_no_stale_server():
     old, new = record("1", "fa", "1", server="a:1/7"), record("1", "fb", "1", server="a:1/9")
-    steps = [_of_step(old, 1), _of_step(new, 2)]
+    steps = [old.with_fields(step=1), new.with_fields(step=2)]
     assert "stale_server" not in {item.fault for item in check_batch(make_batch(steps)).findings}
     assert "stale_server" in faults(old, new)
     assert "stale_server" not in faults(old, record("1", "fb", "1", server="a:1/9", tp_size=2))  # sharded otherwise
@@ -493,7 +482,7 @@ def test_a_trainer_that_names_no_version():
 
 def test_what_was_told_is_noted():
     assert checked(*CLEAN).notes == ("the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5.",)
-    sent = [{"weight_fingerprint": "f5", "weight_version": "5"}]
+    sent = [{"trainer_fingerprint": "f5", "trainer_version": "5"}]
     (note, *_) = checked(CLEAN[0], training=sent).notes
     assert note.endswith("weights f5, which are what the trainer sent.")
-    assert not any("plugin" in note for note in checked(CLEAN[0].model_copy(update={"served": None})).notes)
+    assert not any("plugin" in note for note in checked(CLEAN[0].with_fields(served=None)).notes)

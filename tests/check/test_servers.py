@@ -10,12 +10,11 @@ import pytest
 from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.inputs import check_files
 from mismatch_plugin.check.servers import compare_servers, workers_of
-from mismatch_plugin.check.training import InputError
-from mismatch_plugin.rollout.responses import Response
+from mismatch_plugin.data.read import InputError
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded
 from tests.fixtures.sglang_check.serving import serving
 
-RECORDS = [Response.of(record) for record in recorded("float32_temperature_1.0")]
+RECORDS = recorded("float32_temperature_1.0")
 FEW = RECORDS[:16]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +12,7 @@ from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.level import FAR_ABS_MEAN, FAR_K3, MODERATE_K3, SMALL_K3, equal_sides, mismatch, size_class
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.check.size import find_size, is_far
-from mismatch_plugin.rollout.records import WeightSpan
+from mismatch_plugin.data.versions import WeightSpan
 from tests.fixtures.sglang_check.by_hand import batch_of, found
 
 SHAPE = (32, 80)
@@ -86,12 +85,14 @@ def test_routers_at_a_size_that_no_sound_pair_has_are_a_fault():
 
 
 def _one_id(batch: Batch) -> Batch:
+    chosen = np.arange(SHAPE[1]) % 60 == 7
     changed = {
-        sample.index: {"training": np.where(np.arange(SHAPE[1]) % 60 == 7, sample.training - 5.0, sample.training)}
+        sample.index: {
+            "train_log_probs": sample.train_log_probs - 5.0 * chosen,
+            "response_ids": np.where(chosen, 3, sample.response_ids),
+        }
         for sample in batch
     }
-    for sample in batch:
-        sample.record.response_ids[np.arange(SHAPE[1]) % 60 == 7] = 3
     return batch.with_values(changed)
 
 
@@ -135,15 +136,8 @@ def test_noise_that_stale_weights_explain_is_not_called_low_precision():
     batch = _batch(_logit_noise(0.12))
     span = (WeightSpan(version="4", start=0, end=SHAPE[1]),)
     for version, names in (("5", []), ("4", ["quantised"])):
-        samples = [
-            replace(
-                sample,
-                record=replace(sample.record, weight_versions=span),
-                told=replace(sample.told, weight_version=version),
-            )
-            for sample in batch
-        ]
-        assert [item.fault for item in found(find_size(replace(batch, samples=tuple(samples)))[0])] == names
+        told = {sample.index: {"weight_versions": span, "trainer_version": version} for sample in batch}
+        assert [item.fault for item in found(find_size(batch.with_values(told))[0])] == names
 
 
 def test_a_size_that_nothing_explains():
@@ -160,7 +154,9 @@ def test_one_wild_token_is_no_size():
         return values
 
     batch = _batch(noise)
-    swapped = batch.with_values({s.index: {"rollout": s.training, "training": s.rollout} for s in batch})
+    swapped = batch.with_values(
+        {s.index: {"rollout_log_probs": s.train_log_probs, "train_log_probs": s.rollout_log_probs} for s in batch}
+    )
     level = mismatch(swapped)
     assert level is not None and level.k3_kl > 100 * FAR_K3
     assert not is_far(swapped) and found(find_size(swapped)[0]) == []

@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_plugin.check.batch import Batch
 from mismatch_plugin.check.tokenisation import find_retokenised
-from mismatch_plugin.rollout.records import WeightSpan
+from mismatch_plugin.data.versions import WeightSpan
 from tests.fixtures.sglang_check.by_hand import batch_of, found
 
 TOKENS, SAMPLES = 60, 12

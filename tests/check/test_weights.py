@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,17 +14,13 @@ from mismatch_plugin.check.batch import Batch, make_batch
 from mismatch_plugin.check.findings import Finding
 from mismatch_plugin.check.inputs import check_files
 from mismatch_plugin.check.layers import Mix
-from mismatch_plugin.check.training import InputError, TrainingSample
 from mismatch_plugin.check.weights import find_not_updated, way_back
-from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
-from mismatch_plugin.rollout.responses import Floats
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import WeightSpan
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded, score, training
 
 QUIET = "bfloat16_temperature_1.0"
-
-
-def _scored(form: str, records: list[RolloutRecord]) -> list[Floats]:
-    return [np.array(sample.train_log_probs, dtype=float) for sample in score(form, records)]
 
 
 def _batch(
@@ -31,11 +28,16 @@ def _batch(
 ) -> Batch:
     """What the servers sampled from `float32` in bf16; labels: of the records and of the trainer."""
     ours, theirs = labels
-    records = list(recorded(QUIET))
-    spans = [[WeightSpan(version=ours, start=0, end=len(r.response_ids))] if ours else [] for r in records]
-    records = [r.model_copy(update={"weight_versions": span}) for r, span in zip(records, spans, strict=True)]
-    reference = _scored(start, records) if start else None
-    batch = make_batch(records, training(now, QUIET), trainer_version=theirs, reference=reference)
+    samples = [
+        one.with_fields(
+            weight_versions=(WeightSpan(version=ours, start=0, end=len(one)),) if ours else (), trainer_version=theirs
+        )
+        for one in training(now, QUIET)
+    ]
+    if start:
+        first = training(start, QUIET)
+        samples = [one.with_fields(ref_log_probs=s.train_log_probs) for one, s in zip(samples, first, strict=True)]
+    batch = make_batch(samples)
     mix = Mix(checkpoint(now), checkpoint(start)) if models and start else None
     return replace(batch, between=mix, from_checkpoint=models)
 
@@ -49,10 +51,10 @@ def _found(batch: Batch) -> list[Finding]:
 def test_the_way_back_is_one_at_the_start_and_zero_now():
     at_start, at_now = _batch("float32", "drift-0.02-7"), _batch("drift-0.02-7", "float32")
     for batch, share in ((at_start, 1.0), (at_now, 0.0)):
-        way = way_back(batch.samples, [sample.training for sample in batch])
+        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
         assert way is not None and way.share == pytest.approx(share, abs=0.1) and way.error < 0.05
         assert (way.nearer > 10) == bool(share) and (way.to_start < way.to_now) == bool(share)
-    assert way_back(at_now.samples[:4], [sample.training for sample in at_now][:4]) is None
+    assert way_back(at_now.samples[:4], [sample.train_log_probs for sample in at_now][:4]) is None
 
 
 @pytest.mark.parametrize(
@@ -84,14 +86,16 @@ def test_the_start_fits_better(
 
 def test_between_both_without_checkpoints_is_possible():
     batch = _batch("float32", "drift-0.05-7")
-    starts = [sample.reference for sample in batch if sample.reference is not None]
-    middle = [replace(s, rollout=(s.training + start) / 2) for s, start in zip(batch, starts, strict=True)]
+    middle = [
+        s.with_fields(rollout_log_probs=(s.train_log_probs + s.ref_log_probs) / 2)
+        for s in batch
+        if s.ref_log_probs is not None
+    ]
     (finding,) = _found(replace(batch, samples=tuple(middle)))
     assert (finding.fault, finding.confidence) == ("weights_partly_updated", "possible")
     assert "--reference-checkpoint" in finding.fix and finding.statistics["share"] == pytest.approx(0.5, abs=0.1)
-    told = [replace(sample, told=replace(sample.told, weight_version="2")) for sample in middle]
     spans = (WeightSpan(version="1", start=0, end=1),)
-    labelled = [replace(sample, record=replace(sample.record, weight_versions=spans)) for sample in told]
+    labelled = [sample.with_fields(weight_versions=spans, trainer_version="2") for sample in middle]
     assert _found(replace(batch, samples=tuple(labelled))) == []  # one step of two behind, as the labels say
 
 
@@ -120,7 +124,7 @@ def test_a_mix_is_what_it_says_and_leaves_the_model_as_it_was():
     before = {name: value.clone() for name, value in before.items()}
     every = [name for names in by_layer.values() for name in names]
     for names, form in (((), "drift-0.05-7"), (every, "float32"), (by_layer["layer 1"], "")):
-        expected = _scored(form, [recorded(QUIET)[0]])[0] if form else None
+        expected = score(form, [recorded(QUIET)[0]])[0].train_log_probs if form else None
         values = mix.log_probs(sample, names)
         assert expected is None or np.allclose(values, expected, atol=1e-4)
     assert all(torch.equal(value, before[name]) for name, value in policy("drift-0.05-7").state_dict().items())
@@ -136,24 +140,23 @@ def test_checkpoints_of_two_models_are_refused():
 def _run(sizes: list[float], *, lag: int = 0, trainer: bool = True, per_step: int = 24) -> Batch:
     """A step a size: standard deviation of the logits' change between both sides."""
     generator = np.random.default_rng(5)
-    records, samples = [], []
+    samples = []
     for step, size in enumerate(sizes):
         for _ in range(per_step):
             p = generator.uniform(0.05, 0.9, 24)
             span = WeightSpan(version=f"v{step}", start=0, end=24)
             values = np.log(p)
-            records.append(
-                RolloutRecord(
-                    prompt_ids=[1],
-                    response_ids=list(range(24)),
-                    rollout_log_probs=values.tolist(),
-                    weight_versions=[span],
+            moved = np.minimum(values + (1 - p) * size * generator.standard_normal(24), 0)
+            samples.append(
+                Sample(
+                    response_ids=np.arange(24),
+                    rollout_log_probs=values,
+                    weight_versions=(span,),
+                    train_log_probs=moved,
+                    trainer_version=f"v{step + lag}" if trainer else None,
                 )
             )
-            moved = np.minimum(values + (1 - p) * size * generator.standard_normal(24), 0)
-            told = {"weight_version": f"v{step + lag}"} if trainer else {}
-            samples.append({"train_log_probs": moved.tolist(), **told})
-    return make_batch(records, [TrainingSample.model_validate(sample) for sample in samples])
+    return make_batch(samples)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +191,8 @@ def test_from_folders_to_the_finding(tmp_path: Path):
     result = check_files(records, checkpoint=tmp_path / "layer-0.02-8", reference_checkpoint=tmp_path / "others-0.02-7")
     assert [item.fault for item in result.findings] == ["weights_partly_updated"]
     path = tmp_path / "training.jsonl"
-    path.write_text("".join(sample.model_dump_json() + "\n" for sample in training("drift-0.02-7", QUIET)))
+    lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("drift-0.02-7", QUIET)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     policy("float32").save_pretrained(tmp_path / "start")
     for given, confidence in (({}, "possible"), ({"checkpoint": tmp_path / "drift-0.02-7"}, "likely")):
         result = check_files(records, path, reference_checkpoint=tmp_path / "start", **given)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mismatch_plugin.check.batch import Batch, make_batch
-from mismatch_plugin.rollout.responses import Response, Scored
+from mismatch_plugin.data.sample import Sample
 
 Rows = Sequence[Sequence[float]]
 
@@ -17,18 +17,20 @@ def batch_of(
     rollout: Rows,
     training: Rows,
     responses: Sequence[dict[str, Any]] | None = None,
-    scored: Sequence[dict[str, Any]] | None = None,
 ) -> Batch:
-    """One sample a row. responses, scored: further fields of each."""
+    """One sample a row. responses: further fields of each."""
     none: list[dict[str, Any]] = [{} for _ in rollout]
-    given = zip(rollout, training, responses or none, scored or none, strict=True)
-    made, told = [], []
-    for values, train, of_response, of_scored in given:
-        fields: dict[str, Any] = {"loss_mask": np.ones(len(values), dtype=bool)} | of_response
-        ids = np.arange(len(values), dtype=np.int32)
-        made.append(Response(response_ids=ids, rollout_log_probs=np.array(values, dtype=float), **fields))
-        told.append(Scored(log_probs=np.array(train, dtype=float), **of_scored))
-    return make_batch(made, told)
+    given = zip(rollout, training, responses or none, strict=True)
+    made = [
+        Sample(
+            response_ids=np.arange(len(values), dtype=np.int32),
+            rollout_log_probs=np.array(values, dtype=float),
+            train_log_probs=np.array(train, dtype=float),
+            **fields,
+        )
+        for values, train, fields in given
+    ]
+    return make_batch(made)
 
 
 def drawn(sequences: int = 40, spread: float = 0.05, seed: int = 0, longest: int = 60, **fields: Any) -> Batch:

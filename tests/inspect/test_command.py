@@ -7,15 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
+from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.inspect.diagnose import own_settings
 from mismatch_plugin.inspect.kinds import kind_of
-from mismatch_plugin.rollout.files import write_records
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
 
 CLEAN = "bfloat16_temperature_1.0"
@@ -34,7 +35,9 @@ def _training(
     """The float32 trainer's file of the recorded responses."""
     path = folder / "training.jsonl"
     samples = training("float32", CLEAN)[:first]
-    path.write_text("".join(json.dumps({"train_log_probs": change(s.train_log_probs)}) + "\n" for s in samples))
+    path.write_text(
+        "".join(json.dumps({"train_log_probs": change(s.train_log_probs.tolist())}) + "\n" for s in samples)
+    )
     return path
 
 
@@ -91,7 +94,7 @@ def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> No
 def test_an_accepted_fault_is_none(tmp_path: Path) -> None:
     samples = training("float32", CLEAN)
     path = tmp_path / "training.jsonl"
-    lines = [{"train_log_probs": s.train_log_probs, "temperature": 0.9} for s in samples]
+    lines = [{"train_log_probs": s.train_log_probs.tolist(), "temperature": 0.9} for s in samples]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert _inspect(RECORDS, path, "--no-report").exit_code == 1
     assert _inspect(RECORDS, path, "--no-report", "--accept", "temperature").exit_code == 0
@@ -100,7 +103,7 @@ def test_an_accepted_fault_is_none(tmp_path: Path) -> None:
 
 
 def test_few_tokens_are_not_decided(tmp_path: Path) -> None:
-    write_records(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
+    write_samples(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
     result = _inspect(tmp_path / "few.jsonl", _training(tmp_path, first=1), "--json", "--no-report")
     assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "undecided"
     alone = _inspect(RECORDS, "--json", "--no-report")
@@ -189,8 +192,8 @@ def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_fault_in_every_number_is_named_though_nothing_can_be_measured(tmp_path: Path) -> None:
     """Probabilities in place of log-probs: no token is left, and the finding is what counts."""
-    records = [r.model_copy(update={"rollout_log_probs": [0.5] * len(r.response_ids)}) for r in recorded(CLEAN)]
-    write_records(tmp_path / "probabilities.jsonl", records)
+    records = [one.with_fields(rollout_log_probs=np.full(len(one), 0.5)) for one in recorded(CLEAN)]
+    write_samples(tmp_path / "probabilities.jsonl", records)
     result = _inspect(tmp_path / "probabilities.jsonl", _training(tmp_path), "--json", "--no-report")
     told = json.loads(result.stdout)
     assert result.exit_code == 1 and told["verdict"] == "fault" and told["size"] is None
@@ -203,7 +206,7 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
     assert told["verdict"] == "normal" and told["next_step"] == ""
     drifted = tmp_path / "drifted.jsonl"
-    lines = [{"train_log_probs": s.train_log_probs} for s in score("drift-0.03-3", list(recorded(CLEAN)))]
+    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.03-3", list(recorded(CLEAN)))]
     drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
     assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
@@ -243,7 +246,7 @@ def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None
 def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dumps = tmp_path / "run.1"
     dumps.mkdir()
-    write_records(dumps / "0.jsonl", recorded(CLEAN))
+    write_samples(dumps / "0.jsonl", recorded(CLEAN))
     monkeypatch.chdir(dumps)
     _inspect(".", _training(tmp_path))
     assert (tmp_path / "run.1_inspect" / "report.html").exists()
@@ -306,7 +309,9 @@ def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:
 
 def test_an_exact_zero_is_said_with_both_readings(tmp_path: Path) -> None:
     path = tmp_path / "same.jsonl"
-    path.write_text("".join(json.dumps({"train_log_probs": r.rollout_log_probs}) + "\n" for r in recorded(CLEAN)))
+    path.write_text(
+        "".join(json.dumps({"train_log_probs": r.rollout_log_probs.tolist()}) + "\n" for r in recorded(CLEAN))
+    )
     result = _inspect(RECORDS, path, "--no-report")
     text = " ".join(result.output.split())
     assert result.exit_code == 0 and "equal to the last bit: aligned kernels work, or one list was given twice" in text

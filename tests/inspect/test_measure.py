@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mismatch_plugin as mp
-from mismatch_plugin.check.training import InputError
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.served import Served
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.inspect import packing
 from mismatch_plugin.inspect.measure import measure, packed_of, separate
 from mismatch_plugin.inspect.result import Size
-from mismatch_plugin.rollout.records import WeightSpan
-from mismatch_plugin.data.served import Served
 from tests.inspect.dumps import batch_of, drawn
 
 CONFIG = mp.preset("token_is")
@@ -71,13 +71,10 @@ def test_every_breakdown_by_hand():
     mask = np.array([False, True, True, False, True])
     span = WeightSpan(version="v6", start=0, end=3)
     first = {"loss_mask": mask, "weight_versions": (span,), "server": "a", "dp_rank": 1, "advantages": np.arange(5.0)}
-    last = {"advantages": np.full(3, -1.0), "server": "b"}
-    told = [
-        {"entropy": np.array([9.0, 0.0, 0.3, 9.0, 5.0]), "weight_version": "v7"},
-        {"entropy": np.full(3, 0.6), "weight_version": "v7"},
-    ]
+    first |= {"entropy": np.array([9.0, 0.0, 0.3, 9.0, 5.0]), "trainer_version": "v7"}
+    last = {"advantages": np.full(3, -1.0), "server": "b", "entropy": np.full(3, 0.6), "trainer_version": "v7"}
     rollout = [[-0.1, -0.001, -0.1, -1.0, -1.0], [-9.0, -3.0, -0.2]]
-    size = measure(batch_of(rollout, rollout, [first, last], told), CONFIG)[1]
+    size = measure(batch_of(rollout, rollout, [first, last]), CONFIG)[1]
     assert names(size, "position") == {"0": 1, "1 to 3": 4, "4 to 15": 1}
     assert names(size, "length") == {"0 to 63": 6}
     assert names(size, "probability") == {
@@ -122,20 +119,17 @@ def test_many_turns_and_servers_end_in_one_bucket():
 @given(st.integers(0, 10**6), st.floats(0, 3), st.integers(1, 30))
 def test_every_breakdown_adds_up_to_the_whole(seed: int, spread: float, sequences: int):
     generator = np.random.default_rng(seed)
-    batch = drawn(
-        sequences,
-        spread,
-        seed,
-        responses=[
-            {
-                "server": f"s{generator.integers(3)}",
-                "reward": float(generator.integers(2)),
-                "weight_versions": (WeightSpan(version=str(generator.integers(5)), start=0, end=60),),
-            }
-            for _ in range(sequences)
-        ],
-        scored=[{"weight_version": "5"}] * sequences,
-    )
+    batch = drawn(sequences, spread, seed)
+    told = {
+        one.index: {
+            "server": f"s{generator.integers(3)}",
+            "reward": float(generator.integers(2)),
+            "weight_versions": (WeightSpan(version=str(generator.integers(5)), start=0, end=len(one)),),
+            "trainer_version": "5",
+        }
+        for one in batch
+    }
+    batch = batch.with_values(told)
     metrics, size = measure(batch, CONFIG)
     tokens = len(batch.tokens)
     assert sum(size.counts) == tokens and len(size.edges) == len(size.counts) + 1
@@ -190,8 +184,10 @@ def of_versions(gaps: dict[str, float], tokens: int, trainer: str | None = "v5")
         batch_of(
             [[-2.0] * tokens] * len(gaps),
             [[-2.0 + gap] * tokens for gap in gaps.values()],
-            [{"weight_versions": (WeightSpan(version=version, start=0, end=tokens),)} for version in gaps],
-            [{"weight_version": trainer}] * len(gaps),
+            [
+                {"weight_versions": (WeightSpan(version=version, start=0, end=tokens),), "trainer_version": trainer}
+                for version in gaps
+            ],
         )
     )
 
@@ -253,5 +249,5 @@ def test_the_packed_batch_may_be_given():
     packed, _ = packed_of(batch)
     assert measure(batch, CONFIG, packed) == measure(batch, CONFIG)
     assert packed.old_log_probs is not None and torch.equal(
-        packed.old_log_probs, torch.cat([torch.from_numpy(sample.training) for sample in batch])
+        packed.old_log_probs, torch.cat([torch.from_numpy(sample.train_log_probs) for sample in batch])
     )

@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch_plugin.check.training import InputError
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.inspect.packing import groups_of, packed_of, pieces
-from mismatch_plugin.rollout.records import WeightSpan
 from tests.inspect.dumps import batch_of, drawn
 
 NAN = math.nan
 NO_ADVANTAGES = "there are no advantages, and no reward of every response: predictions take 1"
 
 
-def advantages_of(responses: list[dict[str, Any]], scored: list[dict[str, Any]] | None = None) -> tuple[Any, str]:
+def advantages_of(responses: list[dict[str, Any]]) -> tuple[Any, str]:
     """(the advantage of each response's first token, the note) of responses with two tokens."""
     rows = [[-1.0, -2.0]] * len(responses)
-    packed, notes = packed_of(batch_of(rows, rows, responses, scored))
+    packed, notes = packed_of(batch_of(rows, rows, responses))
     values = None if packed.advantages is None else packed.advantages[::2].tolist()
     return values, " ".join(notes)
 
@@ -45,7 +45,7 @@ def test_only_trained_tokens_with_two_sound_numbers_are_packed():
 
 
 def test_of_a_whole_batch_nothing_is_said():
-    batch = batch_of([[-1.0]], [[-1.1]], scored=[{"advantages": np.array([2.0])}])
+    batch = batch_of([[-1.0]], [[-1.1]], [{"advantages": np.array([2.0])}])
     assert packed_of(batch)[1] == ()
 
 
@@ -53,12 +53,6 @@ def test_of_a_whole_batch_nothing_is_said():
 def test_nothing_to_compare_is_an_error(rollout: list[float], training: list[float]):
     with pytest.raises(InputError, match="no token that trains has a sound log-prob on both sides"):
         packed_of(batch_of([rollout], [training]))
-
-
-def test_advantages_of_the_training_side_come_before_the_record_s():
-    both = np.array([3.0, 4.0])
-    assert advantages_of([{"advantages": both}], [{"advantages": -both}]) == ([-3.0], "")
-    assert advantages_of([{"advantages": both, "reward": 1.0}]) == ([3.0], "")
 
 
 def test_rewards_are_normalised_within_their_group():
@@ -91,7 +85,6 @@ def test_where_no_group_has_two_responses_the_batch_is_the_group():
         ([{"advantages": np.zeros(2)}], "all advantages are 0, which trains nothing: predictions take 1"),
         ([{"advantages": np.ones(2)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
         ([{"advantages": np.array([1.0, NAN])}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
-        ([{"advantages": np.ones(3)}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
     ],
 )
 def test_where_advantages_say_nothing_there_are_none(responses: list[dict[str, Any]], note: str):
@@ -102,10 +95,10 @@ def test_entropy_and_versions_where_every_token_has_one():
     spans = {"weight_versions": (WeightSpan(version="v3", start=0, end=1), WeightSpan(version="v4", start=1, end=2))}
     entropy = {"entropy": np.array([0.1, 0.2])}
     rows = [[-1.0, -2.0]] * 2
-    packed, _ = packed_of(batch_of(rows, rows, [spans, spans], [entropy, entropy]))
+    packed, _ = packed_of(batch_of(rows, rows, [spans | entropy] * 2))
     assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4, 3, 4]
     assert packed.entropy is not None and packed.entropy.tolist() == [0.1, 0.2, 0.1, 0.2]
-    packed, _ = packed_of(batch_of(rows, rows, [spans, {}], [entropy, {"entropy": np.array([0.1, NAN])}]))
+    packed, _ = packed_of(batch_of(rows, rows, [spans | entropy, {"entropy": np.array([0.1, NAN])}]))
     assert packed.weight_versions is None and packed.entropy is None
 
 
@@ -132,8 +125,8 @@ def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
 
 @pytest.mark.parametrize(("versions", "found"), [(("7", "7"), 7), (("7", "8"), None), (("7", None), None)])
 def test_the_trainer_s_version_is_one_for_all_or_none(versions: tuple[str | None, ...], found: int | None):
-    told = [{"weight_version": version} for version in versions]
-    packed, _ = packed_of(batch_of([[-1.0], [-1.0]], [[-1.1], [-1.2]], scored=told))
+    told = [{"trainer_version": version} for version in versions]
+    packed, _ = packed_of(batch_of([[-1.0], [-1.0]], [[-1.1], [-1.2]], told))
     assert packed.trainer_version == found
     assert [piece.trainer_version for _, piece in pieces(packed, tokens=1)] == [found, found]
 

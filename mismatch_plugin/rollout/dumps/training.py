@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mismatch_plugin.data.read import InputError
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats, as_ids
@@ -55,10 +56,6 @@ class TrainingSample(BaseModel):
             temperature=self.temperature,
             advantages=None if self.advantages is None else np.broadcast_to(self.advantages, len(values)).astype(float),
         )
-
-
-class InputError(ValueError):
-    """A file or source from which nothing can be checked."""
 
 
 def read_training(path: Path) -> list[TrainingSample]:
