@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_plugin.files import encodable
-from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan, versions_by_token
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import Served
+from mismatch_plugin.files import encodable
+from mismatch_plugin.rollout.records import LogProbsOf, RolloutRecord, WeightSpan, versions_by_token
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mismatch_plugin as mp
-from mismatch_plugin.check.batch import median, stable_order
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
+from mismatch_plugin.diagnose.batch import median, stable_order
 from mismatch_plugin.rollout.files import read_records
 from mismatch_plugin.rollout.packing import to_packed
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan, check_records

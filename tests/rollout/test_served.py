@@ -10,10 +10,10 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mismatch_plugin.check.batch import make_batch
-from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.data.read import read
 from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.files import read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord

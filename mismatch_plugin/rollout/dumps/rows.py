@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.served import META_KEY, Served
 from mismatch_plugin.rollout.dumps import values
 from mismatch_plugin.rollout.dumps.extents import of_response, of_sequence
 from mismatch_plugin.rollout.dumps.names import Columns
@@ -22,8 +24,6 @@ from mismatch_plugin.rollout.dumps.source import Row
 from mismatch_plugin.rollout.dumps.tensors import plain
 from mismatch_plugin.rollout.records import FinishReason, LogProbsOf, WeightSpan
 from mismatch_plugin.rollout.responses import Bools, Floats, Response, Scored
-from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.data.served import META_KEY, Served
 
 _FINISH: dict[str, FinishReason] = {
     "stop": "stop",

@@ -11,10 +11,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.served import Text
 from mismatch_plugin.files import read_lines
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response, Scored, as_floats, as_ids
-from mismatch_plugin.data.served import Text
 
 
 class TrainingSample(BaseModel):

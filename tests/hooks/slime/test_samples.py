@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_plugin.data.served import META_KEY, Served
 from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.slime.samples import OWN_SOURCE, keep_served, watch_samples, wrap_data_source
 from mismatch_plugin.rollout.dumps.registry import read_dump
-from mismatch_plugin.data.served import META_KEY, Served
 from tests.hooks.contracts.launch_trees import launch, ray_tree
 from tests.hooks.contracts.slime_source import call_arguments, function, host_root, parameters
 from tests.rollout.dumps.test_hosts import _write

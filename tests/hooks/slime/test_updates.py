@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
 from mismatch_plugin.hooks.slime.updates import SENDERS, WeightUpdates
 from mismatch_plugin.rollout.dumps.registry import read_dump
-from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.client import WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from tests.distributed.alone import process_group_of_one

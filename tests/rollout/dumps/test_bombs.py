@@ -15,7 +15,7 @@ from mismatch_plugin.rollout.dumps.registry import read_dump
 
 _LIMITED = """
 import resource, sys
-import mismatch_plugin.inspect.diagnose, mismatch_plugin.check.inputs, mismatch_plugin.rollout.dumps.registry
+import mismatch_plugin.diagnose.diagnosis, mismatch_plugin.diagnose.read, mismatch_plugin.rollout.dumps.registry
 from mismatch_plugin.cli import main
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (24 << 20)

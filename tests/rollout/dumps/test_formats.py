@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.rollout.dumps.registry import FORMATS, read_dump
 from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.rollout.records import RolloutRecord, WeightSpan
 from mismatch_plugin.rollout.responses import Dump
-from mismatch_plugin.data.sampling import SamplingParameters
 
 PROMPTS = [[1, 2], [3]]
 RESPONSES = [[10, 11, 12], [20, 21]]
