@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.rollout.records import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint, written
@@ -217,7 +217,7 @@ def test_weights_that_are_none_are_refused_before_anything_is_sent(weights: Any,
 def test_a_pause_does_not_wait_for_the_requests_it_is_to_pause() -> None:
     async def pause_while_busy(client: SGLangClient) -> None:
         sampling = SamplingParameters(max_new_tokens=1)
-        busy = asyncio.create_task(client.generate_outcomes([[1], [2]], sampling))
+        busy = asyncio.create_task(client.generate([[1], [2]], sampling))
         while len(server.bodies("/generate")) < 2:
             await asyncio.sleep(0.005)
         await client.pause("abort")
@@ -269,18 +269,6 @@ def test_orders_that_mean_nothing_are_refused() -> None:
         assert server.requests == []
 
 
-def test_health_is_yes_or_no() -> None:
-    trainee = Trainee()
-    with FaultyServer(trainee) as server:
-        assert call(server, lambda client: client.health()) is True
-        trainee.refuse["/health"] = Reply(status=503)
-        assert call(server, lambda client: client.health()) is False
-        trainee.refuse["/health"] = Reply(hang=True)
-        assert call(server, lambda client: client.health(timeout=0.1)) is False
-        server.kill()
-        assert call(server, lambda client: client.health()) is False
-
-
 def test_server_info_holds_what_the_last_update_left() -> None:
     with FaultyServer(Trainee()) as server:
         info = call(server, lambda client: client.server_info())
@@ -309,7 +297,7 @@ def test_server_info_asks_again_and_refuses_what_is_none() -> None:
     ],
 )
 def test_settings_that_widen_the_mismatch_are_named(settings: dict[str, Any], says: str | None) -> None:
-    risks = ServerInfo.from_replies(settings, {}).risks()
+    risks = ServerInfo(**settings).risks()
     assert len(risks) == (says is not None) and all(says in risk for risk in risks if says)
 
 
@@ -361,7 +349,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from mismatch_plugin.sglang.control import join_weights_update_group
 group = join_weights_update_group(
-    "127.0.0.1", int(sys.argv[1]), world_size=2, group_name="weight_update_group", backend="gloo", timeout=60, rank=1
+    "127.0.0.1", int(sys.argv[1]), world_size=2, backend="gloo", timeout=60, rank=1
 )
 received = []
 for shape, dtype in (([2, 3], "float32"), ([2], "bfloat16"), ([4], "float32")):
