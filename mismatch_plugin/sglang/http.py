@@ -9,6 +9,7 @@ import random
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -23,6 +24,10 @@ MAX_REPLY_BYTES = 2**28
 _MOST_BREAKS = 3
 """A request is sent so often at most if its connection breaks each time before an answer: it may be what brings the
 server down, and every server behind a router in turn."""
+_NOT_AGAIN = (
+    ". It is not sent again: it may be what brings the server down, as a token id outside its vocabulary does "
+    "(vocab_size of SGLangClient refuses those)"
+)
 _PASSING = ("connection", "timeout", "server_error")
 _SHORTEST_SECRET = 4
 _HIDDEN = "***"
@@ -79,12 +84,9 @@ class Answer:
 
 
 class Server:
-    """HTTP to one base URL; it follows no redirect and reads no proxy from the environment.
+    """HTTP to one base URL; parameters and what they raise: see `SGLangClient`.
 
     No message holds credentials, neither those of URL and headers nor a server's echo of them.
-
-    url: http(s)://host:port[/path]; `user:password@` is sent as basic authorisation. Raises ValueError, which shows no
-    credentials, for an address, headers or a size that HTTP has no use for.
     """
 
     def __init__(
@@ -102,9 +104,12 @@ class Server:
             raise ValueError(f"max_reply_bytes={max_reply_bytes} must be at least 1.")
         self.url, user, password = _parse_address(url)
         self.timeout, self.connect_timeout, self._limit = timeout, connect_timeout, max_reply_bytes
-        self._headers = _checked_headers(headers or {})
-        secrets = {password or user}
-        for value in self._headers.values():
+        self._headers, secrets = dict(headers or {}), {password or user}
+        for name, value in self._headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise ValueError("headers: a name that HTTP does not allow; names are letters, digits and hyphens.")
+            if not isinstance(value, str) or not re.fullmatch(r"[\x20-\x7e\t]*", value):
+                raise ValueError(f"headers[{name!r}] is not one line of ASCII text: HTTP cannot send it.")
             secrets |= {value, *value.split()[1:]}  # "Bearer abc": abc alone too
         if user or password:
             basic = base64.b64encode(f"{user}:{password}".encode()).decode()
@@ -173,7 +178,11 @@ class Server:
                 error = RequestError("timeout", f"no answer to {where} within {limit:g} s", attempts)
             except RequestError as failed:
                 breaks += isinstance(failed, _Broken)
-                message = f"{where}: {failed.message}{_broke(breaks) if failed.kind == 'connection' else ''}"
+                message = f"{where}: {failed.message}"
+                if failed.kind == "connection" and breaks:
+                    message += f"; the connection broke {breaks} times with this request under way"
+                if breaks == _MOST_BREAKS:
+                    message += _NOT_AGAIN
                 error = RequestError(failed.kind, message, attempts - (failed.kind == "closed"), failed.status)
                 if failed.kind not in _PASSING or breaks == _MOST_BREAKS:
                     raise error from None
@@ -262,45 +271,19 @@ class Server:
         return repr(self.redacted(body[:10_000].decode("utf-8", errors="replace"))[:length])
 
 
-def _broke(times: int) -> str:
-    """What is known of a connection that broke so often with one request."""
-    if times == _MOST_BREAKS:
-        return (
-            f"; the connection broke {times} times with this request under way. It is not sent again: it may be what "
-            "brings the server down, as a token id outside its vocabulary does (vocab_size of SGLangClient refuses "
-            "those)"
-        )
-    often = f" {times} times" if times > 1 else ""
-    return f"; the connection broke{often} with this request under way" if times else ""
-
-
 def _parse_address(url: str) -> tuple[str, str, str]:
-    """The address without credentials; user and password, empty without."""
-    if not isinstance(url, str):
-        raise ValueError(f"url is {type(url).__name__}, not a server's address: give it as http://host:port.")
-
-    bare, reason, parts = "", "", None
-    try:
+    """The address without credentials; user and password, empty without. No error of others, which may quote them."""
+    with suppress(ValueError, TypeError, AttributeError):
         parts = urlsplit(url)
         bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-        if re.search(r"[\x00-\x20\x7f\\]", url):
-            reason = "it holds a space, a backslash or a control character"
-        elif parts.port == 0:
-            reason = "its port must be 1 to 65535"
-        elif parts.scheme not in ("http", "https"):
-            reason = "it must begin with http:// or https://"
-        elif not parts.hostname:
-            reason = "it names no host"
-        elif parts.query or parts.fragment:
-            reason = "a query or fragment means nothing here; send tokens as headers"
-        else:
-            parts.hostname.encode("idna")  # as the resolver will
-            URL(bare)
-    except ValueError as error:  # its sentence quotes what may be a password
-        reason = "its port must be 1 to 65535" if "Port" in str(error) else "its host cannot be read"
-    if parts is None or reason:
-        raise ValueError(f"url {shown(url)!r} is not a server's address: {reason}. Give it as http://host:port.")
-    return bare, unquote(parts.username or ""), unquote(parts.password or "")
+        host = URL(bare).raw_host and parts.hostname.encode("idna")  # as the resolver will
+        odd = re.search(r"[\x00-\x20\x7f\\]", url) or parts.query or parts.fragment or parts.port == 0
+        if host and not odd and parts.scheme in ("http", "https"):
+            return bare, unquote(parts.username or ""), unquote(parts.password or "")
+    raise ValueError(
+        f"url {shown(str(url))!r} is not a server's address: give it as http://host:port, without a query; tokens go "
+        f"into headers."
+    )
 
 
 def shown(url: str) -> str:
@@ -311,12 +294,3 @@ def shown(url: str) -> str:
     if tail and "@" in tail[0]:
         return scheme + _HIDDEN  # a password with a question mark, or a query with an @: nobody can tell
     return (scheme + head.rpartition("@")[2])[:200]
-
-
-def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    for name, value in headers.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise ValueError("headers: a name that HTTP does not allow; names are letters, digits and hyphens.")
-        if not isinstance(value, str) or not re.fullmatch(r"[\x20-\x7e\t]*", value):
-            raise ValueError(f"headers[{name!r}] is not one line of ASCII text: HTTP cannot send it.")
-    return dict(headers)

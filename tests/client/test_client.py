@@ -468,7 +468,7 @@ def test_a_server_that_stays_down_after_a_request_is_said() -> None:
     with FaultyServer(respond) as server:
         _, failures = came(server, 1, retries=Retries(attempts=3, first=0.01, longest=0.02))
         assert failures[0].attempts == 3 and times_sent(server) == {0: 1}
-        assert failures[0].message.endswith("; the connection broke with this request under way")
+        assert failures[0].message.endswith("; the connection broke 1 times with this request under way")
 
 
 def test_a_connection_that_breaks_now_and_then_costs_nothing() -> None:

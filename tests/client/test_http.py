@@ -24,33 +24,19 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    "url",
     [
-        ("127.0.0.1:30000", "must begin with http:// or https://"),
-        ("localhost", "must begin with http:// or https://"),
-        ("ftp://host:1", "must begin with http:// or https://"),
-        ("", "must begin with http:// or https://"),
-        ("http://", "names no host"),
-        ("http://:30000", "names no host"),
-        ("http://host:99999999", "port must be 1 to 65535"),
-        ("http://host:0", "port must be 1 to 65535"),
-        ("http://host:-1", "port must be 1 to 65535"),
-        ("http://host:http", "port must be 1 to 65535"),
-        ("http://ho\0st:1", "a space, a backslash or a control character"),
-        ("http://host:1/\r\nX: 1", "a space, a backslash or a control character"),
-        ("http://ho st:1", "a space, a backslash or a control character"),
-        ("http://[::1", "host cannot be read"),
-        ("http://a..b:1", "host cannot be read"),
-        (f"http://{'a' * 64}.example:1", "host cannot be read"),
-        ("http://host:1?model=x", "a query or fragment"),
-        ("http://host:1#x", "a query or fragment"),
-        (None, "url is NoneType"),
+        *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", "http://:30000", None),
+        *("http://host:99999999", "http://host:0", "http://host:-1", "http://host:http"),
+        *("http://ho\0st:1", "http://host:1/\r\nX: 1", "http://ho st:1"),
+        *("http://[::1", "http://a..b:1", f"http://{'a' * 64}.example:1"),
+        *("http://host:1?model=x", "http://host:1#x"),
     ],
 )
-def test_what_is_no_address_is_refused_at_construction(url: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_what_is_no_address_is_refused_at_construction(url: Any) -> None:
+    with pytest.raises(ValueError, match="is not a server's address: give it as http://host:port") as caught:
         SGLangClient(url)
-    assert "give it as http://host:port" in str(caught.value).lower()
+    assert repr(shown(str(url))) in str(caught.value)
 
 
 @pytest.mark.parametrize(
