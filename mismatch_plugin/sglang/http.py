@@ -180,7 +180,8 @@ class Server:
                 breaks += isinstance(failed, _Broken)
                 message = f"{where}: {failed.message}"
                 if failed.kind == "connection" and breaks:
-                    message += f"; the connection broke {breaks} times with this request under way"
+                    often = f" {breaks} times" if breaks > 1 else ""
+                    message += f"; the connection broke{often} with this request under way"
                 if breaks == _MOST_BREAKS:
                     message += _NOT_AGAIN
                 error = RequestError(failed.kind, message, attempts - (failed.kind == "closed"), failed.status)

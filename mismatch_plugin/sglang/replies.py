@@ -173,29 +173,29 @@ def _sample(
             raise ReplyError("length", f"{len(top)} output_top_logprobs for {n} tokens")
         top = [[(entry[0], entry[1]) for entry in row or ()] for row in top]
     kept_ids, behaviour = _kept(meta, ids, require_kept_ids)
+    fields: dict[str, Any] = {
+        "prompt_ids": prompt,
+        "response_ids": ids,
+        "rollout_log_probs": log_probs,
+        "sampling": sampling,
+        "finish_reason": reason,
+        "weight_versions": spans or (),
+        "kept_ids": kept_ids,
+        "behaviour_log_probs": behaviour,
+        "prompt_log_probs": _prompt_log_probs(meta, prompt),
+        "top_log_probs": top,
+        "text": item.get("text"),
+        "request_id": meta.get("id"),
+        "sample_id": name,
+        "dp_rank": meta.get("dp_rank"),
+    }
     inside = META_KEY
     try:
-        told = last_told(meta.get(META_KEY))
-        served = None if told is None else Served.model_validate(told)
+        if (told := last_told(meta.get(META_KEY))) is not None:
+            served = Served.model_validate(told)
+            fields |= {"served": served, "log_probs_of": served.log_probs_of}
         inside = ""
-        return Sample(
-            prompt_ids=prompt,
-            response_ids=ids,
-            rollout_log_probs=log_probs,
-            sampling=sampling,
-            log_probs_of="tempered" if served is None else served.log_probs_of,
-            finish_reason=reason,
-            weight_versions=spans or (),
-            kept_ids=kept_ids,
-            behaviour_log_probs=behaviour,
-            prompt_log_probs=_prompt_log_probs(meta, prompt),
-            top_log_probs=top,
-            text=item.get("text"),
-            request_id=meta.get("id"),
-            sample_id=name,
-            dp_rank=meta.get("dp_rank"),
-            served=served,
-        )
+        return Sample(**fields)
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(str(part) for part in (inside, *fault["loc"]) if part != "")

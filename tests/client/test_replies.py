@@ -64,7 +64,8 @@ def test_prompt_log_probs_top_log_probs_and_rescoring() -> None:
     log_probs = parse_prompt_log_probs(reply, request["input_ids"])
     assert is_null(log_probs).tolist() == [True] + [False] * 5 and log_probs[1] == -9.536086082458496
     (scored,) = parse_exchange(request, reply)
-    assert len(scored) == 0 and np.array_equal(scored.prompt_log_probs, log_probs, equal_nan=True)
+    assert len(scored) == 0 and scored.prompt_log_probs is not None
+    assert np.array_equal(scored.prompt_log_probs, log_probs, equal_nan=True)
 
 
 def test_sampling_parameters_are_those_of_the_request() -> None:
