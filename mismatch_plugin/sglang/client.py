@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, get_args
 
+import numpy as np
 import torch
 
 from mismatch_plugin.config.settings import InvalidPolicy
@@ -121,7 +122,6 @@ class SGLangClient(ServerControl):
         *,
         samples_per_prompt: int = 1,
         return_sampling_mask: bool = False,
-        prompt_log_probs: bool = False,
         top_log_probs: int = 0,
         deadline: float | None = None,
     ) -> list[Sample]:
@@ -132,7 +132,6 @@ class SGLangClient(ServerControl):
             sampling: sent in full. With a seed, sample i gets seed + i.
             return_sampling_mask: also the kept ids and the log-probs renormalised over them. Which settings that needs
                 the server decides: 0.5.23 wants a finite top_k, of at most its sampling_mask_max_tokens.
-            prompt_log_probs: also those of the prompt, at temperature 1.
             top_log_probs: how many of the most likely tokens to return at each position.
             deadline: seconds for the whole call; what is not done by then fails with kind `deadline`.
 
@@ -146,14 +145,11 @@ class SGLangClient(ServerControl):
         asked: dict[str, Any] = {"return_logprob": True}
         if return_sampling_mask:
             asked["return_sampling_mask"] = True
-        if prompt_log_probs:
-            asked["logprob_start_len"] = 0
         if top_log_probs:
             asked["top_logprobs_num"] = top_log_probs
         batch = uuid.uuid4().hex[:12]
 
-        async def one(index: int, until: float | None) -> Sample:
-            prompt = list(prompts[index // samples_per_prompt])
+        async def one(index: int, prompt: list[int], until: float | None) -> Sample:
             own = sampling if sampling.seed is None else sampling.model_copy(update={"seed": sampling.seed + index})
             body = {"input_ids": prompt, "sampling_params": own.to_sglang(), **asked}
             name = f"{batch}-{index}"
@@ -166,12 +162,8 @@ class SGLangClient(ServerControl):
                 )
                 if sample.request_id not in (None, f"{name}-{answer.attempts}"):
                     raise ReplyError("form", f"request {name}-{answer.attempts} was answered as {sample.request_id}")
-                if own.max_new_tokens is not None and len(sample) > own.max_new_tokens:
-                    raise ReplyError(
-                        "length", f"{len(sample)} tokens came, at most {own.max_new_tokens} were asked for"
-                    )
-                if prompt_log_probs and sample.prompt_log_probs is None:
-                    raise ReplyError("log_probs_lost", "the prompt's log-probs were asked for and did not come")
+                if (most := own.max_new_tokens) is not None and len(sample) > most:
+                    raise ReplyError("length", f"{len(sample)} tokens came, at most {most} were asked for")
                 if top_log_probs and not all(sample.top_log_probs or [[]] * len(sample)):
                     raise ReplyError("log_probs_lost", "top_log_probs were asked for and did not come for every token")
             if self.policy == "error":
@@ -182,7 +174,7 @@ class SGLangClient(ServerControl):
                     raise RequestError("log_probs", str(invalid_error(found, total)), answer.attempts)
             return sample.with_fields(server=self.url)
 
-        return await self._run(prompts, len(prompts) * samples_per_prompt, one, deadline)
+        return await self._run(prompts, samples_per_prompt, one, deadline)
 
     async def rescore(self, sequences: Sequence[Sequence[int]], *, deadline: float | None = None) -> list[Floats]:
         """The server's log-prob of each token of each sequence, by prefill, at temperature 1 and without filters.
@@ -192,26 +184,23 @@ class SGLangClient(ServerControl):
         asked = {"return_logprob": True, "logprob_start_len": 0}
         sampling = {"temperature": 1.0, "max_new_tokens": 0}
 
-        async def one(index: int, until: float | None) -> Floats:
-            sequence = list(sequences[index])
+        async def one(index: int, sequence: list[int], until: float | None) -> Floats:
             body = {"input_ids": sequence, "sampling_params": sampling, **asked}
             answer = await self._server.call("POST", "/generate", body, retries=self._retries, deadline=until)
             with self._reading(answer.attempts):
                 return parse_prompt_log_probs(answer.json, sequence, index, vocab_size=self._vocabulary)
 
-        return await self._run(sequences, len(sequences), one, deadline)
+        return await self._run(sequences, 1, one, deadline)
 
     @contextmanager
     def _reading(self, attempts: int) -> Iterator[None]:
         """A reply that cannot be read fails its sample."""
         try:
             yield
-        except ReplyError as error:
-            message = f"{error.message} ({error.kind})"
-            raise RequestError("reply", self._server.redacted(message), attempts) from None
         except _MALFORMED as error:
-            message = self._server.redacted(f"a reply of another form ({error!r})")
-            raise RequestError("reply", message, attempts) from None
+            told = isinstance(error, ReplyError)
+            message = f"{error.message} ({error.kind})" if told else f"a reply of another form ({error!r})"
+            raise RequestError("reply", self._server.redacted(message), attempts) from None
 
     @asynccontextmanager
     async def _slot(self, until: float | None) -> AsyncIterator[None]:
@@ -233,16 +222,16 @@ class SGLangClient(ServerControl):
     async def _run(
         self,
         prompts: Sequence[Sequence[int]],
-        total: int,
-        one: Callable[[int, float | None], Awaitable[T]],
+        each: int,
+        one: Callable[[int, list[int], float | None], Awaitable[T]],
         deadline: float | None,
     ) -> list[T]:
-        """`one` for each of `total` samples, by as many workers as may be under way: no task a sample.
+        """`one` for `each` samples of each prompt, by as many workers as may be under way: no task a sample.
 
         The server is asked once for its risks and vocabulary; one that does not tell is taken as it is.
         """
         until = None if deadline is None else time.monotonic() + deadline
-        _check_ids(prompts)
+        ids, total = _token_ids(prompts), len(prompts) * each
         if total and not self._asked:
             wait = min(self._server.connect_timeout, self._server.timeout)
             try:
@@ -253,7 +242,7 @@ class SGLangClient(ServerControl):
             except _MALFORMED:
                 self._asked = True
         if self._vocabulary is not None:
-            _check_vocabulary(prompts, self._vocabulary)
+            _token_ids(ids, self._vocabulary)
         waiting = iter(range(total))
         came: list[T | None] = [None] * total
         failures: dict[int, RequestError] = {}
@@ -261,7 +250,7 @@ class SGLangClient(ServerControl):
         async def place(index: int) -> None:
             try:
                 async with self._slot(until):
-                    came[index] = await one(index, until)
+                    came[index] = await one(index, ids[index // each], until)
             except RequestError as error:
                 failures[index] = error.with_traceback(None)  # which holds request and reply
 
@@ -281,21 +270,20 @@ class SGLangClient(ServerControl):
         return [value for value in came if value is not None]
 
 
-def _check_ids(prompts: Sequence[Sequence[int]]) -> None:
+def _token_ids(prompts: Sequence[Sequence[int]], size: int | None = None) -> list[list[int]]:
+    """Checked. size: of the vocabulary, if known."""
+    found = []
     for number, prompt in enumerate(prompts):
         if isinstance(prompt, (str, int)) or len(prompt) == 0:
             raise ValueError(f"prompt {number} is {prompt!r}: give a list of at least one token id.")
         for position, token in enumerate(prompt):
-            if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            if not isinstance(token, (int, np.integer)) or isinstance(token, bool) or token < 0:
                 raise ValueError(f"prompt {number}, position {position}: {token!r} is not a token id.")
-
-
-def _check_vocabulary(prompts: Sequence[Sequence[int]], size: int) -> None:
-    for number, prompt in enumerate(prompts):
-        if max(prompt) >= size:
-            position = next(at for at, token in enumerate(prompt) if token >= size)
-            raise ValueError(
-                f"prompt {number}, position {position}: id {prompt[position]} is outside the model's vocabulary of "
-                f"{size} ids and would bring the server down. Check that tokenizer and model belong together, or, if "
-                f"{size} is wrong, give the right vocab_size to SGLangClient."
-            )
+            if size is not None and token >= size:
+                raise ValueError(
+                    f"prompt {number}, position {position}: id {token} is outside the model's vocabulary of {size} ids "
+                    f"and would bring the server down. Check that tokenizer and model belong together, or, if {size} "
+                    f"is wrong, give the right vocab_size to SGLangClient."
+                )
+        found.append([int(token) for token in prompt])
+    return found

@@ -1,4 +1,4 @@
-"""Everything a trainer tells a server next to "generate": weights, pauses, aborts, and questions about itself."""
+"""Everything a trainer tells a server next to "generate": weights, pauses, and questions about itself."""
 
 from __future__ import annotations
 
@@ -113,8 +113,9 @@ class ServerControl:
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. Running requests are returned cut off (abort), wait to be computed again (retract), or keep
-        their KV cache of the old weights (in_place; with a radix cache weights are updated only if none is running)."""
+        """Stop generating. Running requests return what they have (abort, their finish reason), wait to be computed
+        again (retract), or keep their KV cache of the old weights (in_place; with a radix cache weights are updated only
+        if none is running)."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
         await self._post("/pause_generation", {"mode": mode})
@@ -133,12 +134,6 @@ class ServerControl:
             yield
         finally:
             await self.continue_()
-
-    async def abort(self, request_id: str | None = None, *, all: bool = False) -> None:
-        """End one request, or all; they return what they have, with finish reason abort."""
-        if (request_id is None) == (not all):
-            raise ValueError("name one request_id, or say all=True.")
-        await self._post("/abort_request", {"rid": request_id or "", "abort_all": all})
 
     async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool | None = None) -> None:
         """Load a checkpoint that the server can read at `path`. Raises WeightUpdateError.
@@ -343,7 +338,8 @@ class ServerControl:
 
 def _checked(named_tensors: NamedTensors) -> Bucket:
     """(name, tensor) pairs, each name once. Raises ValueError for none, for a repeated name, for what is no tensor."""
-    pairs: Bucket = list(named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors)
+    given: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    pairs: Bucket = list(given)
     if not pairs:
         raise ValueError("no weights were given: an update without tensors would only change the version's name.")
     seen: set[str] = set()

@@ -277,7 +277,7 @@ def _parse_address(url: str) -> tuple[str, str, str]:
     with suppress(ValueError, TypeError, AttributeError):
         parts = urlsplit(url)
         bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-        host = URL(bare).raw_host and parts.hostname.encode("idna")  # as the resolver will
+        host = URL(bare).raw_host and str(parts.hostname).encode("idna")  # as the resolver will
         odd = re.search(r"[\x00-\x20\x7f\\]", url) or parts.query or parts.fragment or parts.port == 0
         if host and not odd and parts.scheme in ("http", "https"):
             return bare, unquote(parts.username or ""), unquote(parts.password or "")

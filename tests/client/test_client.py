@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mismatch_plugin as mp
@@ -317,19 +318,17 @@ def test_samples_of_a_prompt_stand_together_with_seeds_of_their_own() -> None:
         assert sent == set(range(100, 106))
 
 
-def test_prompt_log_probs_and_rescoring() -> None:
+def test_rescoring() -> None:
     with FaultyServer() as server:
-        records = call(server, lambda client: client.generate([[5, 6]], THREE, prompt_log_probs=True))
-        assert records[0].prompt_log_probs is not None
-        assert with_nulls(records[0].prompt_log_probs) == [None, -0.06]
-        scores = call(server, lambda client: client.rescore([[7, 8, 9], [4]]))
+        scores = call(
+            server, lambda client: client.rescore([np.array([7, 8, 9]), [np.int32(4)]])
+        )  # as samples hold them
         assert [with_nulls(row) for row in scores] == [[None, -0.08, -0.09], [None]]
         body = server.bodies("/generate")[-1]
         assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
 
 
 LOST: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
-    "prompt log-probs": (lambda meta: meta.update(input_token_logprobs=[]), "did not come", {"prompt_log_probs": True}),
     "top log-probs": (lambda meta: meta, "top_log_probs were asked for and did not come", {"top_log_probs": 2}),
     "some of them": (
         lambda meta: meta.update(output_top_logprobs=[[[-0.1, 7]], [], [[-0.1, 7]]]),

@@ -1,4 +1,4 @@
-"""Weight updates, pauses, aborts and questions: what goes over the wire, in which order, and what a refusal does."""
+"""Weight updates, pauses and questions: what goes over the wire, in which order, and what a refusal does."""
 
 from __future__ import annotations
 
@@ -51,8 +51,6 @@ class Trainee:
             return Reply({"weight_version": self.version, "model_path": "m"})
         if request.path.startswith("/update_weights"):
             self.version = request.json.get("weight_version") or self.version
-        if request.path == "/abort_request":
-            return Reply(body=b"", content_type="")
         return Reply({"success": True, "message": "ok"})
 
 
@@ -221,14 +219,13 @@ def test_a_pause_does_not_wait_for_the_requests_it_is_to_pause() -> None:
         while len(server.bodies("/generate")) < 2:
             await asyncio.sleep(0.005)
         await client.pause("abort")
-        await client.abort(all=True)
         await client.continue_()
         busy.cancel()
 
     with FaultyServer(Trainee()) as server:
         call(server, pause_while_busy, concurrency=2)
-        assert orders(server)[2:] == ["/pause_generation", "/abort_request", "/continue_generation"]
-        assert server.bodies("/abort_request") == [{"rid": "", "abort_all": True}]
+        assert orders(server)[2:] == ["/pause_generation", "/continue_generation"]
+        assert server.bodies("/pause_generation") == [{"mode": "abort"}]
 
 
 def test_generation_continues_after_an_error_under_a_pause() -> None:
@@ -242,12 +239,11 @@ def test_generation_continues_after_an_error_under_a_pause() -> None:
         assert orders(server) == ["/pause_generation", "/continue_generation"]
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation", "/abort_request"])
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
 def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
     async def order(client: SGLangClient) -> None:
         await client.pause()
         await client.continue_()
-        await client.abort(all=True)
 
     trainee = Trainee()
     trainee.refuse[path] = Reply({"success": False, "message": "busy loading"})
@@ -255,17 +251,10 @@ def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
         call(server, order)
 
 
-def test_orders_that_mean_nothing_are_refused() -> None:
-    async def both(client: SGLangClient) -> None:
-        with pytest.raises(ValueError, match="mode='soft' is unknown"):
-            await client.pause("soft")  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="one request_id, or say all=True"):
-            await client.abort()
-        with pytest.raises(ValueError, match="one request_id, or say all=True"):
-            await client.abort("x", all=True)
-
+def test_a_pause_of_another_kind_is_refused() -> None:
     with FaultyServer(Trainee()) as server:
-        call(server, both)
+        with pytest.raises(ValueError, match="mode='soft' is unknown"):
+            call(server, lambda client: client.pause("soft"))  # pyright: ignore[reportArgumentType]
         assert server.requests == []
 
 
