@@ -113,9 +113,8 @@ class ServerControl:
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. Running requests return what they have (abort, their finish reason), wait to be computed
-        again (retract), or keep their KV cache of the old weights (in_place; with a radix cache weights are updated only
-        if none is running)."""
+        """Stop generating. Running requests return what they have (abort), wait to be computed again (retract), or keep
+        their KV cache of the old weights (in_place; with a radix cache weights are updated only if none is running)."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
         await self._post("/pause_generation", {"mode": mode})
@@ -142,11 +141,9 @@ class ServerControl:
             version; under an in-place pause before the update, which is refused if requests hold the cache. A server
             without a radix cache shares none: there an in-place pause leaves it alone. False: keep it all the same.
         """
-        flush = await self._flush(flush_cache)
-        self.fingerprint = None
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
-        await self._update("/update_weights_from_disk", body)
-        await self._confirm(version)
+        async with self._updating(version, flush_cache) as flush:
+            body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
+            await self._post("/update_weights_from_disk", body, confirmed=True)
 
     async def update_weights_from_tensors(
         self,
@@ -163,9 +160,10 @@ class ServerControl:
         flush_cache: as in `update_weights_from_disk`.
         """
 
-        async def send(bucket: Bucket, last: dict[str, Any], info: ServerInfo) -> None:
-            body = {"serialized_named_tensors": [serialised(bucket)] * info.tp_size, **last}
-            await self._update("/update_weights_from_tensor", body)
+        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
+            workers = (self._info or await self.server_info()).tp_size
+            body = {"serialized_named_tensors": [serialised(bucket)] * workers, **last}
+            await self._post("/update_weights_from_tensor", body, confirmed=True)
 
         await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
 
@@ -181,11 +179,11 @@ class ServerControl:
         group = {"world_size": size, "backend": backend}
         body = {"master_address": master_address, "master_port": master_port, "rank_offset": 1, **group, **_GROUP}
         joining = asyncio.to_thread(join_weights_update_group, master_address, master_port, timeout=timeout, **group)
-        return await self._together(self._update("/init_weights_update_group", body), joining)
+        return await self._together(self._post("/init_weights_update_group", body, confirmed=True), joining)
 
     async def destroy_weights_update_group(self, group: dist.ProcessGroup) -> None:
-        """Take the group down on both sides."""
-        await self._update("/destroy_weights_update_group", _GROUP)
+        """Take the group down on both sides. Raises RequestError where the server did not."""
+        await self._post("/destroy_weights_update_group", _GROUP, confirmed=True)
         dist.destroy_process_group(group)
 
     async def update_weights_from_group(
@@ -207,7 +205,7 @@ class ServerControl:
             for _, tensor in bucket:
                 dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
 
-        async def send(bucket: Bucket, last: dict[str, Any], _: ServerInfo) -> None:
+        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
             body = {
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
@@ -215,14 +213,14 @@ class ServerControl:
                 **_GROUP,
                 **last,
             }
-            update = self._update("/update_weights_from_distributed", body)
+            update = self._post("/update_weights_from_distributed", body, confirmed=True)
             await self._together(update, asyncio.to_thread(broadcast, bucket))
 
         await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
 
     async def _send(
         self,
-        send: Callable[[Bucket, dict[str, Any], ServerInfo], Awaitable[None]],
+        send: Callable[[Bucket, dict[str, Any]], Awaitable[None]],
         named_tensors: NamedTensors,
         version: str | int,
         bucket_bytes: int | None,
@@ -231,22 +229,19 @@ class ServerControl:
         """`send` each bucket, between begin and end, which SGLang needs around tensors; end also where it failed."""
         pairs = _checked(named_tensors)
         *first, final = _buckets(pairs, bucket_bytes)
-        info = self._info or await self.server_info()
-        flush = await self._flush(flush_cache)
-        self.fingerprint = None
-        async with self.paused("retract") if first and self._paused is None else nullcontext():
-            await self._update("/begin_weight_update", {})
+        pausing = self.paused("retract") if first and self._paused is None else nullcontext()
+        async with self._updating(version, flush_cache) as flush, pausing:
+            await self._post("/begin_weight_update", {}, confirmed=True)
             try:
                 for bucket in first:
-                    await send(bucket, {"flush_cache": False}, info)
+                    await send(bucket, {"flush_cache": False})
                 # The version takes effect with the last bucket.
-                await send(final, {"weight_version": str(version), "flush_cache": flush}, info)
+                await send(final, {"weight_version": str(version), "flush_cache": flush})
             except BaseException:
-                with suppress(WeightUpdateError):  # the first error says what went wrong
-                    await self._update("/end_weight_update", {})
+                with suppress(RequestError):  # the first error says what went wrong
+                    await self._post("/end_weight_update", {}, confirmed=True)
                 raise
-            await self._update("/end_weight_update", {})
-        await self._confirm(version)
+            await self._post("/end_weight_update", {}, confirmed=True)
         if self._verifies:
             try:
                 await self._compare(version, pairs)
@@ -299,41 +294,36 @@ class ServerControl:
         theirs, ours = asyncio.ensure_future(request), asyncio.ensure_future(local)
         try:
             return (await asyncio.gather(theirs, ours))[1]
-        except WeightUpdateError:
-            raise
         except Exception as error:
             raise WeightUpdateError(str(error)) from error
         finally:
             theirs.cancel()
             ours.cancel()
 
-    async def _confirm(self, version: str | int) -> None:
-        """The server must now report the version: a silent refusal would go on sampling from old weights."""
+    @asynccontextmanager
+    async def _updating(self, version: str | int, flush_cache: bool | None) -> AsyncIterator[bool]:
+        """An update, told whether it is to flush the cache. What the server refuses in it is a WeightUpdateError.
+
+        At its end the server must report the version: a silent refusal would go on sampling from old weights.
+        """
         try:
-            model = await self._server.call("GET", "/model_info", retries=self._retries)
+            flush = await self._flush(flush_cache)
+            self.fingerprint = None
+            yield flush
+            model = (await self._server.call("GET", "/model_info", retries=self._retries)).json
         except RequestError as error:
-            raise WeightUpdateError(f"whether version {version} is in force cannot be told: {error}") from error
-        told = model.json.get("weight_version") if isinstance(model.json, dict) else None
+            raise WeightUpdateError(f"the update to version {version} failed: {error}") from error
+        told = model.get("weight_version") if isinstance(model, dict) else None
         if told is not None and str(told) != str(version):
             raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
 
-    async def _update(self, path: str, body: dict[str, Any]) -> None:
-        """Part of an update, of which the server must say that it succeeded."""
-        try:
-            said = await self._post(path, body)
-        except RequestError as error:
-            raise WeightUpdateError(str(error)) from error
-        if said.get("success") is not True:
-            raise WeightUpdateError(f"{path}: {said.get('message', f'no success was reported, but {said!r}')}")
-
-    async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """An order, sent once: what the server says, which must not be that it failed."""
+    async def _post(self, path: str, body: dict[str, Any], *, confirmed: bool = False) -> None:
+        """An order, sent once, of which the server must not say that it failed. confirmed: it must say it succeeded."""
         answer = await self._server.call("POST", path, body, retries=_ONCE)
         said = answer.json if isinstance(answer.json, dict) else {}
-        if said.get("success") is False:
-            message = said.get("message") or said
+        if said.get("success", not confirmed) is not True:
+            message = said.get("message") or f"no success was reported, but {answer.json!r}"
             raise RequestError("refused", f"the server did not do {path}: {message}", answer.attempts)
-        return said
 
 
 def _checked(named_tensors: NamedTensors) -> Bucket:
