@@ -18,7 +18,7 @@ import torch
 
 from mismatch_plugin.config.settings import InvalidPolicy
 from mismatch_plugin.core.validity import find_invalid, invalid_error
-from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.arrays import Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.control import PauseMode, ServerControl, ServerInfo
@@ -29,6 +29,7 @@ from mismatch_plugin.sglang.replies import ReplyError, parse_generate, parse_pro
 __all__ = ["GenerateError", "PauseMode", "RequestError", "Retries", "SGLangClient", "ServerInfo", "WeightUpdateError"]
 
 T = TypeVar("T")
+TokenIds = Sequence[int] | Ids
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, OverflowError, RecursionError)
 """What a field of a type that SGLang never sends raises while it is read: that sample's failure, not the batch's."""
 
@@ -117,7 +118,7 @@ class SGLangClient(ServerControl):
 
     async def generate(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds],
         sampling: SamplingParameters | None = None,
         *,
         samples_per_prompt: int = 1,
@@ -176,7 +177,7 @@ class SGLangClient(ServerControl):
 
         return await self._run(prompts, samples_per_prompt, one, deadline)
 
-    async def rescore(self, sequences: Sequence[Sequence[int]], *, deadline: float | None = None) -> list[Floats]:
+    async def rescore(self, sequences: Sequence[TokenIds], *, deadline: float | None = None) -> list[Floats]:
         """The server's log-prob of each token of each sequence, by prefill, at temperature 1 and without filters.
 
         [n] float64 each; the first of a sequence is `arrays.NULL`. Raises GenerateError as `generate` does.
@@ -221,7 +222,7 @@ class SGLangClient(ServerControl):
 
     async def _run(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[TokenIds],
         each: int,
         one: Callable[[int, list[int], float | None], Awaitable[T]],
         deadline: float | None,
@@ -270,7 +271,7 @@ class SGLangClient(ServerControl):
         return [value for value in came if value is not None]
 
 
-def _token_ids(prompts: Sequence[Sequence[int]], size: int | None = None) -> list[list[int]]:
+def _token_ids(prompts: Sequence[TokenIds], size: int | None = None) -> list[list[int]]:
     """Checked. size: of the vocabulary, if known."""
     found = []
     for number, prompt in enumerate(prompts):

@@ -315,9 +315,7 @@ def test_samples_of_a_prompt_stand_together_with_seeds_of_their_own() -> None:
 
 def test_rescoring() -> None:
     with FaultyServer() as server:
-        scores = call(
-            server, lambda client: client.rescore([np.array([7, 8, 9]), [np.int32(4)]])
-        )  # as samples hold them
+        scores = call(server, lambda client: client.rescore([np.array([7, 8, 9]), [4]]))
         assert [with_nulls(row) for row in scores] == [[None, -0.08, -0.09], [None]]
         body = server.bodies("/generate")[-1]
         assert body["sampling_params"]["max_new_tokens"] == 0 and body["logprob_start_len"] == 0
