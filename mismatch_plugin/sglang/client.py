@@ -158,9 +158,7 @@ class SGLangClient(ServerControl):
                 "POST", "/generate", body, request_id=name, retries=self._retries, deadline=until
             )
             with self._reading(answer.attempts):
-                (sample,) = parse_generate(
-                    answer.json, [prompt], own, samples=[index], require_kept_ids=return_sampling_mask
-                )
+                (sample,) = parse_generate(answer.json, [prompt], own, require_kept_ids=return_sampling_mask)
                 if sample.request_id not in (None, f"{name}-{answer.attempts}"):
                     raise ReplyError("form", f"request {name}-{answer.attempts} was answered as {sample.request_id}")
                 if (most := own.max_new_tokens) is not None and len(sample) > most:
@@ -173,7 +171,7 @@ class SGLangClient(ServerControl):
                 if found:
                     total = sum(counts.values())
                     raise RequestError("log_probs", str(invalid_error(found, total)), answer.attempts)
-            return sample.with_fields(server=self.url)
+            return sample.with_fields(sample_id=str(index), server=self.url)
 
         return await self._run(prompts, samples_per_prompt, one, deadline)
 
@@ -189,7 +187,7 @@ class SGLangClient(ServerControl):
             body = {"input_ids": sequence, "sampling_params": sampling, **asked}
             answer = await self._server.call("POST", "/generate", body, retries=self._retries, deadline=until)
             with self._reading(answer.attempts):
-                return parse_prompt_log_probs(answer.json, sequence, index, vocab_size=self._vocabulary)
+                return parse_prompt_log_probs(answer.json, sequence, vocab_size=self._vocabulary)
 
         return await self._run(sequences, 1, one, deadline)
 

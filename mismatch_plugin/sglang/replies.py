@@ -21,9 +21,9 @@ ReplyKind = Literal["error_reply", "form", "count", "prompt", "log_probs_lost", 
 class ReplyError(ValueError):
     """A reply that cannot be trusted. `sample` is its place in the batch, `kind` one of `ReplyKind`."""
 
-    def __init__(self, kind: ReplyKind, message: str, sample: object = 0) -> None:
+    def __init__(self, kind: ReplyKind, message: str) -> None:
         super().__init__(message)
-        self.kind, self.message, self.sample = kind, message, sample
+        self.kind, self.message, self.sample = kind, message, 0
 
     def __str__(self) -> str:
         return f"reply to sample {self.sample}: {self.message} (kind {self.kind})"
@@ -35,7 +35,6 @@ def parse_generate(
     sampling: SamplingParameters | None = None,
     *,
     samples_per_prompt: int = 1,
-    samples: Sequence[object] | None = None,
     require_log_probs: bool = True,
     require_kept_ids: bool = False,
 ) -> list[Sample]:
@@ -48,7 +47,6 @@ def parse_generate(
         reply: the decoded JSON.
         prompts: token ids as they were sent.
         samples_per_prompt: the request's `n`; replies come prompt by prompt.
-        samples: how errors call the replies; default 0, 1, ….
         require_log_probs: False accepts replies to requests without `return_logprob`; their log-probs are NULL.
         require_kept_ids: the request asked for the sampling mask.
 
@@ -57,23 +55,18 @@ def parse_generate(
     """
     items = reply if isinstance(reply, list) else [reply]
     expected = len(prompts) * samples_per_prompt
-    names = range(expected) if samples is None else samples
-    if len(names) != expected:
-        raise ValueError(f"samples has {len(names)} names for {expected} requests.")
-    first = names[0] if names else 0
     if len(items) == 1 and isinstance(items[0], Mapping) and "meta_info" not in items[0]:
-        raise _error_reply(items[0], first)
+        raise _error_reply(items[0])
     if len(items) != expected:
-        raise ReplyError("count", f"{len(items)} responses to {expected} requests", first)
-    found = []
-    for index, (item, name) in enumerate(zip(items, names, strict=True)):
-        prompt = list(prompts[index // samples_per_prompt])
-        try:
-            asked = sampling or SamplingParameters()
-            found.append(_sample(item, str(name), prompt, asked, require_log_probs, require_kept_ids))
-        except ReplyError as error:
-            error.sample = name
-            raise
+        raise ReplyError("count", f"{len(items)} responses to {expected} requests")
+    asked, found = sampling or SamplingParameters(), []
+    try:
+        for index, item in enumerate(items):
+            prompt = list(prompts[index // samples_per_prompt])
+            found.append(_sample(item, index, prompt, asked, require_log_probs, require_kept_ids))
+    except ReplyError as error:
+        error.sample = len(found)
+        raise
     return found
 
 
@@ -95,39 +88,32 @@ def parse_exchange(request: Mapping[str, Any], reply: Any) -> list[Sample]:
     )
 
 
-def parse_prompt_log_probs(
-    reply: Any, sequence: Sequence[int], sample: object = 0, *, vocab_size: int | None = None
-) -> Floats:
+def parse_prompt_log_probs(reply: Any, sequence: Sequence[int], *, vocab_size: int | None = None) -> Floats:
     """What rescoring (`max_new_tokens` 0, `logprob_start_len` 0) says of each token of `sequence`, at temperature 1.
 
     [n] float64. The first is NULL, and only the first: a sequence that comes back with gaps raises ReplyError.
 
     vocab_size: ids of the model, if known. SGLang reports the last one as 0 (its log-prob is right).
     """
-    try:
-        meta = _meta_info(reply)
-        values = _prompt_log_probs(meta, list(sequence), vocab_size)
-        if values is None:
-            raise ReplyError("log_probs_lost", "no input_token_logprobs: send logprob_start_len 0")
-        wrong = np.flatnonzero(~((values > FLOOR) & (values <= POSITIVE_TOLERANCE)))
-        for at in wrong[wrong > 0] if np.isnan(values[0]) else wrong:
-            value = None if np.isnan(values[at]) else values[at]
-            told = f"the log-prob of prompt position {at} is {value}"
-            raise ReplyError("log_probs_lost", told) if value is None else ReplyError("form", f"{told}: it is invalid")
-    except ReplyError as error:
-        error.sample = sample
-        raise
+    values = _prompt_log_probs(_meta_info(reply), list(sequence), vocab_size)
+    if values is None:
+        raise ReplyError("log_probs_lost", "no input_token_logprobs: send logprob_start_len 0")
+    wrong = np.flatnonzero(~((values > FLOOR) & (values <= POSITIVE_TOLERANCE)))
+    for at in wrong[wrong > 0] if np.isnan(values[0]) else wrong:
+        value = None if np.isnan(values[at]) else values[at]
+        told = f"the log-prob of prompt position {at} is {value}"
+        raise ReplyError("log_probs_lost", told) if value is None else ReplyError("form", f"{told}: it is invalid")
     return values
 
 
-def _error_reply(item: Mapping[str, Any], sample: object = 0) -> ReplyError:
+def _error_reply(item: Mapping[str, Any]) -> ReplyError:
     """What an answer without meta_info is: the server's error, or nothing that is known."""
     error = item.get("error", item if item.get("object") == "error" else None)
     if error is None:
         lacks = f"no meta_info among {sorted(item)[:8]}: this is no reply of /generate"
-        return ReplyError("form", lacks, sample)
+        return ReplyError("form", lacks)
     message = error.get("message", error) if isinstance(error, Mapping) else error
-    return ReplyError("error_reply", f"the server answered: {message}", sample)
+    return ReplyError("error_reply", f"the server answered: {message}")
 
 
 def _meta_info(item: Any) -> Mapping[str, Any]:
@@ -143,7 +129,7 @@ def _meta_info(item: Any) -> Mapping[str, Any]:
 
 def _sample(
     item: Any,
-    name: str,
+    index: int,
     prompt: list[int],
     sampling: SamplingParameters,
     require_log_probs: bool,
@@ -186,7 +172,7 @@ def _sample(
         "top_log_probs": top,
         "text": item.get("text"),
         "request_id": meta.get("id"),
-        "sample_id": name,
+        "sample_id": str(index),
         "dp_rank": meta.get("dp_rank"),
     }
     inside = META_KEY

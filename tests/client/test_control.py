@@ -56,7 +56,7 @@ class Trainee:
 
 def orders(server: FaultyServer) -> list[str]:
     """Paths that change something, in order."""
-    return [path for path in server.paths() if not path.endswith(("_info", "/weights_checker"))]
+    return [path for path in server.paths() if not path.endswith("_info")]
 
 
 def unpacked(body: Any) -> dict[str, torch.Tensor]:

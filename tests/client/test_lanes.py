@@ -20,10 +20,6 @@ GUARD_S = 240
 """Ends a test that hangs; nothing is judged by it."""
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[number] for number in range(count)]
-
-
 def moody(chance: random.Random) -> Any:
     """Some requests hang, some are cut off, some connections close; the rest is answered at once."""
 

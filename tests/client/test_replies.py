@@ -170,8 +170,8 @@ def test_what_is_lost_or_changed_is_an_error_that_names_the_sample(name: str) ->
     good = copy.deepcopy(reply)
     damage(reply)
     with pytest.raises(ReplyError, match=says) as caught:
-        parse_generate([good, reply], [[10, 20, 30, 40]] * 2, samples=["first", "second"])
-    assert (caught.value.kind, caught.value.sample) == (kind, "second")
+        parse_generate([good, reply], [[10, 20, 30, 40]] * 2)
+    assert (caught.value.kind, caught.value.sample) == (kind, 1)
 
 
 @pytest.mark.parametrize("reply", [None, [], "ok", {"object": "error", "message": "no"}, [{}]])
@@ -198,10 +198,10 @@ def test_rescoring_refuses_gaps() -> None:
     holed = copy.deepcopy(reply)
     holed["meta_info"]["input_token_logprobs"][2][0] = None
     with pytest.raises(ReplyError, match="position 2 is None"):
-        parse_prompt_log_probs(holed, request["input_ids"], 5)
+        parse_prompt_log_probs(holed, request["input_ids"])
     holed["meta_info"]["input_token_logprobs"] = []
     with pytest.raises(ReplyError, match="send logprob_start_len 0"):
-        parse_prompt_log_probs(holed, request["input_ids"], 5)
+        parse_prompt_log_probs(holed, request["input_ids"])
 
 
 def test_values_that_are_no_log_probs_stay_for_the_policy() -> None:
@@ -300,8 +300,8 @@ def test_what_the_plugin_told_is_read_from_a_reply(value: Any) -> None:
 )
 def test_a_malformed_one_is_an_error_that_names_the_field(value: Any, says: str) -> None:
     with pytest.raises(ReplyError) as error:
-        parse_generate(telling(value), [[1]], samples=["s7"])
-    assert error.value.kind == "form" and error.value.sample == "s7" and says in str(error.value)
+        parse_generate(telling(value), [[1]])
+    assert error.value.kind == "form" and error.value.sample == 0 and says in str(error.value)
 
 
 @pytest.mark.parametrize("bad", [[(0, 3)], [(1, 0)], [(0, 2), (1, 2)], [(1, 2), (0, 1)]])
