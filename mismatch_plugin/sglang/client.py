@@ -251,7 +251,8 @@ class SGLangClient(ServerControl):
                 async with self._slot(until):
                     came[index] = await one(index, ids[index // each], until)
             except RequestError as error:
-                failures[index] = error.with_traceback(None)  # which holds request and reply
+                # A copy: tracebacks hold requests and replies.
+                failures[index] = RequestError(error.kind, error.message, error.attempts, error.status)
 
         async def work() -> None:
             for index in waiting:

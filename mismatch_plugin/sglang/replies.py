@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import NoneType
 from typing import Any, Literal, get_args
 
@@ -16,6 +17,8 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY, Served, last_told
 
 ReplyKind = Literal["error_reply", "form", "count", "prompt", "log_probs_lost", "length", "token_ids", "kept_ids"]
+
+_NUMBERS = {float, int, NoneType}
 
 
 class ReplyError(ValueError):
@@ -211,18 +214,18 @@ def _entries(meta: Mapping[str, Any], name: str) -> tuple[Floats, list[int]]:
     raw = meta[name]
     if not isinstance(raw, list):
         raise ReplyError("form", f"{name} is no list but {type(raw).__name__}")
-    for position, entry in enumerate(raw):
-        kind: ReplyKind = "form"
-        if not isinstance(entry, (list, tuple)) or len(entry) < 2:
-            fault = f"{entry!r} is not [log-prob, id, text]"
-        elif type(entry[1]) is not int or entry[1] < 0:
-            kind, fault = "token_ids", f"{entry[1]!r} is no token id"
-        elif type(entry[0]) not in (float, int, NoneType):
-            fault = f"{entry[0]!r} is no log-prob"
-        else:
-            continue
-        raise ReplyError(kind, f"{name}, position {position}: {fault}")
-    return as_floats([entry[0] for entry in raw]), [entry[1] for entry in raw]
+    with suppress(TypeError, ValueError):  # an entry that is no list, or has less than two; or there is none
+        log_probs, ids, *_ = zip(*raw, strict=False)
+        if {*map(type, ids)} <= {int} and min(ids) >= 0 and {*map(type, log_probs)} <= _NUMBERS:
+            return as_floats(log_probs), list(ids)
+    for position, entry in enumerate(raw):  # names the first fault: with each reply it would take half of the time
+        if type(entry) is not list or len(entry) < 2:
+            raise ReplyError("form", f"{name}, position {position}: {entry!r} is not [log-prob, id, text]")
+        if type(entry[1]) is not int or entry[1] < 0:
+            raise ReplyError("token_ids", f"{name}, position {position}: {entry[1]!r} is no token id")
+        if type(entry[0]) not in _NUMBERS:
+            raise ReplyError("form", f"{name}, position {position}: {entry[0]!r} is no log-prob")
+    return as_floats([]), []
 
 
 def _prompt_log_probs(meta: Mapping[str, Any], prompt: list[int], vocab_size: int | None = None) -> Floats | None:
