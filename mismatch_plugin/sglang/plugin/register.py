@@ -71,13 +71,9 @@ def register() -> None:
     switch = os.environ.get(SWITCH, "on").lower()
     if switch not in _SWITCH:
         raise SystemExit(f"{SWITCH}={switch!r} is unknown: say on or off.")
-    try:
-        hooks.required_change()
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if not _SWITCH[switch]:
-        return
-    if _SCHEDULER not in sys.modules:  # importing it in other processes would cost them time and memory
+    hooks.required_change()
+    # Importing the scheduler in other processes would cost them time and memory.
+    if not _SWITCH[switch] or _SCHEDULER not in sys.modules:
         return
     missing = [reason for target in TARGETS if (reason := _missing(target))]
     if missing:
