@@ -14,6 +14,13 @@ META_KEY = "mismatch_plugin"
 Text = Annotated[str, AfterValidator(encodable)]
 
 
+def last_told(told: Any) -> Any:
+    """The object of a reply's `meta_info`, which SGLang puts into a list, of a stream behind nulls. None: none."""
+    if isinstance(told, list) and all(item is None for item in told[:-1]):
+        return told[-1] if told else None
+    return told
+
+
 class ServedWeights(BaseModel):
     """Response tokens [start, end) were sampled from the weights with this fingerprint."""
 
@@ -87,10 +94,7 @@ class Served(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _of_reply(cls, told: Any) -> Any:
-        """As `meta_info` has it: SGLang puts the object into a list, of a stream behind nulls."""
-        if isinstance(told, list) and told and told[:-1].count(None) == len(told) - 1:
-            return told[-1]
-        return told
+        return last_told(told)
 
     @property
     def worker(self) -> tuple[str, int | None]:

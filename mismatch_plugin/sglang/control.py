@@ -1,4 +1,4 @@
-"""Everything a trainer tells a server next to "generate": weights, pauses, aborts, and questions about itself."""
+"""Everything a trainer tells a server next to "generate": weights, pauses, and questions about itself."""
 
 from __future__ import annotations
 
@@ -18,67 +18,45 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchWarning
-from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, served_dtypes, settled
-from mismatch_plugin.sglang.http import Answer, RequestError, Retries, Server
+from mismatch_plugin.sglang.fingerprints import (
+    STAGES_S,
+    SentWeights,
+    WeightUpdateError,
+    served_dtypes,
+    settled,
+    states_of,
+)
+from mismatch_plugin.sglang.http import RequestError, Retries, Server
 
 PauseMode = Literal["abort", "retract", "in_place"]
 NamedTensors = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Bucket = list[tuple[str, Tensor]]
 T = TypeVar("T")
-GROUP_NAME = "weight_update_group"
 logger = logging.getLogger("mismatch_plugin")
 
 _ONCE = Retries(attempts=1)
 _OK = 200
+_GROUP = {"group_name": "weight_update_group"}
 
 
 class ServerInfo(BaseModel):
-    """Version, model, and the settings that move log-probs away from the training side's. None: not told.
+    """What the client needs of a server's settings, and those that move log-probs away from the training side's.
+    None: not told. `SGLANG_RETURN_ORIGINAL_LOGPROB` (log-probs before temperature) no server reports."""
 
-    `SGLANG_RETURN_ORIGINAL_LOGPROB` (log-probs before temperature) is an environment variable that no server reports.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="ignore")
 
     version: str | None = None
-    model_path: str | None = None
-    vocab_size: int | None = None
-    tokenizer_path: str | None = None
     weight_version: str | None = None
-    load_format: str | None = None
-    device: str | None = None
+    vocab_size: int | None = None
+    tp_size: int = 1
+    disable_radix_cache: bool | None = None
     dtype: str | None = None
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     enable_fp32_lm_head: bool | None = None
-    attention_backend: str | None = None
-    prefill_attention_backend: str | None = None
-    decode_attention_backend: str | None = None
-    sampling_backend: str | None = None
-    moe_runner_backend: str | None = None
-    enable_deterministic_inference: bool | None = None
-    rl_on_policy_target: str | None = None
     speculative_algorithm: str | None = None
-    disable_radix_cache: bool | None = None
-    disable_cuda_graph: bool | None = None
-    chunked_prefill_size: int | None = None
-    tp_size: int = 1
-    dp_size: int = 1
-    pp_size: int = 1
-    ep_size: int = 1
-    random_seed: int | None = None
-    context_length: int | None = None
-    allow_auto_truncate: bool | None = None
-    sampling_mask_max_tokens: int | None = None
-    sampling_defaults: str | None = None
     preferred_sampling_params: dict[str, Any] | None = None
-    skip_tokenizer_init: bool | None = None
-
-    @classmethod
-    def from_replies(cls, server: Mapping[str, Any], model: Mapping[str, Any]) -> ServerInfo:
-        """Out of `/server_info` (as started) and `/model_info` (as weight updates left it), which wins."""
-        return cls.model_validate({**server, **{key: value for key, value in model.items() if value is not None}})
+    allow_auto_truncate: bool | None = None
 
     def risks(self) -> list[str]:
         """Settings known to widen the mismatch, one sentence each with its fix."""
@@ -100,7 +78,7 @@ class ServerInfo(BaseModel):
 
 class ServerControl:
     """The control half of `SGLangClient`. Nothing here is sent twice: an update may have worked though its answer was
-    lost. Questions (health, server_info) are asked again.
+    lost. Questions are asked again.
 
     After an update the server must report its version. Where it has our plugin, the weights that were sent are compared
     with those that serve then (`fingerprints.py`), unless verify_updates is False.
@@ -115,24 +93,19 @@ class ServerControl:
         """Of the weights that the last update sent, if the server has our plugin and they were compared with what
         serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `check`."""
 
-    async def health(self, timeout: float = 30.0) -> bool:
-        """Whether the server answers and can generate (SGLang generates one token to find out)."""
-        try:
-            await self._server.call("GET", "/health", retries=_ONCE, timeout=timeout)
-        except RequestError:
-            return False
-        return True
-
     async def server_info(self) -> ServerInfo:
-        """Version and settings, with the model and weight version that the last update left. Warns of the server's
-        risks (`ServerInfo.risks`), of each once."""
+        """Version and settings, with the weight version that the last update left. Warns of the server's risks
+        (`ServerInfo.risks`), of each once."""
         return await self._ask_server(retries=self._retries)
 
     async def _ask_server(self, **options: Any) -> ServerInfo:
-        server, model = [await self._server.call("GET", path, **options) for path in ("/server_info", "/model_info")]
-        if not isinstance(server.json, dict) or not isinstance(model.json, dict):
-            raise RequestError("content", "/server_info did not answer with a JSON object", server.attempts)
-        self._info = ServerInfo.from_replies(server.json, model.json)
+        told: dict[str, Any] = {}
+        for path in ("/server_info", "/model_info"):  # as it was started, and as weight updates left it, which wins
+            answer = await self._server.call("GET", path, **options)
+            if not isinstance(answer.json, dict):
+                raise RequestError("content", f"{path} did not answer with a JSON object", answer.attempts)
+            told |= {key: value for key, value in answer.json.items() if value is not None}
+        self._info = ServerInfo.model_validate(told)
         for risk in self._info.risks():
             if risk not in self._warned:
                 self._warned.add(risk)
@@ -140,7 +113,7 @@ class ServerControl:
         return self._info
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop generating. Running requests are returned cut off (abort), wait to be computed again (retract), or keep
+        """Stop generating. Running requests return what they have (abort), wait to be computed again (retract), or keep
         their KV cache of the old weights (in_place; with a radix cache weights are updated only if none is running)."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r} is unknown: choose one of {', '.join(get_args(PauseMode))}.")
@@ -161,30 +134,16 @@ class ServerControl:
         finally:
             await self.continue_()
 
-    async def abort(self, request_id: str | None = None, *, all: bool = False) -> None:
-        """End one request, or all; they return what they have, with finish reason abort."""
-        if (request_id is None) == (not all):
-            raise ValueError("name one request_id, or say all=True.")
-        await self._post("/abort_request", {"rid": request_id or "", "abort_all": all})
-
-    async def update_weights_from_disk(
-        self,
-        path: str,
-        version: str | int,
-        *,
-        flush_cache: bool | None = None,
-    ) -> None:
+    async def update_weights_from_disk(self, path: str, version: str | int, *, flush_cache: bool | None = None) -> None:
         """Load a checkpoint that the server can read at `path`. Raises WeightUpdateError.
 
         flush_cache: drop the KV cache of the old weights. None: yes, or later requests would reuse it under the new
             version; under an in-place pause before the update, which is refused if requests hold the cache. A server
             without a radix cache shares none: there an in-place pause leaves it alone. False: keep it all the same.
         """
-        flush = await self._flush(flush_cache)
-        self.fingerprint = None
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
-        await self._update("/update_weights_from_disk", body)
-        await self._confirm(version)
+        async with self._updating(version, flush_cache) as flush:
+            body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush}
+            await self._post("/update_weights_from_disk", body, confirmed=True)
 
     async def update_weights_from_tensors(
         self,
@@ -201,36 +160,30 @@ class ServerControl:
         flush_cache: as in `update_weights_from_disk`.
         """
 
-        async def send(bucket: Bucket, last: dict[str, Any], info: ServerInfo) -> None:
-            body = {"serialized_named_tensors": [serialised(bucket)] * info.tp_size, **last}
-            await self._update("/update_weights_from_tensor", body)
+        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
+            workers = (self._info or await self.server_info()).tp_size
+            body = {"serialized_named_tensors": [serialised(bucket)] * workers, **last}
+            await self._post("/update_weights_from_tensor", body, confirmed=True)
 
         await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
 
     async def init_weights_update_group(
-        self,
-        master_address: str,
-        master_port: int,
-        *,
-        world_size: int | None = None,
-        group_name: str = GROUP_NAME,
-        backend: str = "gloo",
-        timeout: float = 60.0,
+        self, master_address: str, master_port: int, *, backend: str = "gloo", timeout: float = 60.0
     ) -> dist.ProcessGroup:
         """Make a process group of this process (rank 0) and the server's workers, for `update_weights_from_group`.
 
-        master_address, master_port: where this process listens, as the server sees it. world_size: 1 + the server's
-        tensor-parallel size by default. backend: gloo or nccl. Raises WeightUpdateError.
+        master_address, master_port: where this process listens, as the server sees it. backend: gloo or nccl. Raises
+        WeightUpdateError.
         """
-        size = 1 + (await self._known()).tp_size if world_size is None else world_size
-        group: dict[str, Any] = {"world_size": size, "group_name": group_name, "backend": backend}
-        body = {"master_address": master_address, "master_port": master_port, "rank_offset": 1, **group}
+        size = 1 + (self._info or await self.server_info()).tp_size
+        group = {"world_size": size, "backend": backend}
+        body = {"master_address": master_address, "master_port": master_port, "rank_offset": 1, **group, **_GROUP}
         joining = asyncio.to_thread(join_weights_update_group, master_address, master_port, timeout=timeout, **group)
-        return await self._together(self._update("/init_weights_update_group", body), joining)
+        return await self._together(self._post("/init_weights_update_group", body, confirmed=True), joining)
 
-    async def destroy_weights_update_group(self, group: dist.ProcessGroup, *, group_name: str = GROUP_NAME) -> None:
-        """Take the group down on both sides."""
-        await self._update("/destroy_weights_update_group", {"group_name": group_name})
+    async def destroy_weights_update_group(self, group: dist.ProcessGroup) -> None:
+        """Take the group down on both sides. Raises RequestError where the server did not."""
+        await self._post("/destroy_weights_update_group", _GROUP, confirmed=True)
         dist.destroy_process_group(group)
 
     async def update_weights_from_group(
@@ -239,7 +192,6 @@ class ServerControl:
         version: str | int,
         group: dist.ProcessGroup,
         *,
-        group_name: str = GROUP_NAME,
         bucket_bytes: int | None = None,
         flush_cache: bool | None = None,
     ) -> None:
@@ -249,61 +201,61 @@ class ServerControl:
         in the middle, the broadcast hangs until the group's time limit: make a new group afterwards.
         """
 
-        async def send(bucket: Bucket, last: dict[str, Any], info: ServerInfo) -> None:
+        def broadcast(bucket: Bucket) -> None:
+            for _, tensor in bucket:
+                dist.broadcast(tensor.detach().contiguous(), src=0, group=group)
+
+        async def send(bucket: Bucket, last: dict[str, Any]) -> None:
             body = {
                 "names": [name for name, _ in bucket],
                 "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
                 "shapes": [list(tensor.shape) for _, tensor in bucket],
-                "group_name": group_name,
+                **_GROUP,
                 **last,
             }
-            update = self._update("/update_weights_from_distributed", body)
-            await self._together(update, asyncio.to_thread(broadcast, bucket, group))
+            update = self._post("/update_weights_from_distributed", body, confirmed=True)
+            await self._together(update, asyncio.to_thread(broadcast, bucket))
 
         await self._send(send, named_tensors, version, bucket_bytes, flush_cache)
 
     async def _send(
         self,
-        send: Callable[[Bucket, dict[str, Any], ServerInfo], Awaitable[None]],
+        send: Callable[[Bucket, dict[str, Any]], Awaitable[None]],
         named_tensors: NamedTensors,
         version: str | int,
         bucket_bytes: int | None,
         flush_cache: bool | None,
     ) -> None:
         """`send` each bucket, between begin and end, which SGLang needs around tensors; end also where it failed."""
-        pairs = named_pairs(named_tensors)
-        *first, final = buckets(pairs, bucket_bytes)
-        info = await self._known()
-        flush = await self._flush(flush_cache)
-        self.fingerprint = None
-        async with self.paused("retract") if first and self._paused is None else nullcontext():
-            await self._update("/begin_weight_update", {})
+        pairs = _checked(named_tensors)
+        *first, final = _buckets(pairs, bucket_bytes)
+        pausing = self.paused("retract") if first and self._paused is None else nullcontext()
+        async with self._updating(version, flush_cache) as flush, pausing:
+            await self._post("/begin_weight_update", {}, confirmed=True)
             try:
                 for bucket in first:
-                    await send(bucket, {"flush_cache": False}, info)
+                    await send(bucket, {"flush_cache": False})
                 # The version takes effect with the last bucket.
-                await send(final, {"weight_version": str(version), "flush_cache": flush}, info)
+                await send(final, {"weight_version": str(version), "flush_cache": flush})
             except BaseException:
-                with suppress(WeightUpdateError):  # the first error says what went wrong
-                    await self._update("/end_weight_update", {})
+                with suppress(RequestError):  # the first error says what went wrong
+                    await self._post("/end_weight_update", {}, confirmed=True)
                 raise
-            await self._update("/end_weight_update", {})
-        await self._confirm(version)
+            await self._post("/end_weight_update", {}, confirmed=True)
         if self._verifies:
             try:
                 await self._compare(version, pairs)
-            except ValueError as error:
-                message = f"whether the weights that were sent serve cannot be told: {error}"
-                raise WeightUpdateError(message) from error
+            except (RequestError, ValueError) as error:
+                raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
 
     async def _compare(self, version: str | int, pairs: Bucket) -> None:
         """What was sent with what serves, where the server has our plugin. It must have all names."""
-        states = await self._served()
-        for _ in range(STAGES_S * 10):
+        states: list[Mapping[str, Any]] = []
+        for attempt in range(1 + STAGES_S * 10):
+            await asyncio.sleep(0.1 if attempt else 0)
+            states = states_of((await self._server.call("GET", "/server_info", retries=self._retries)).json)
             if settled(states):
                 break
-            await asyncio.sleep(0.1)
-            states = await self._served()
         sent, prints, complete = SentWeights(), set[str | None](), True
         if able := next((state for state in states if state.get("tensors")), None):  # all workers hold the same dtypes
             await asyncio.to_thread(sent.add, pairs, served_dtypes(pairs, able))
@@ -318,21 +270,11 @@ class ServerControl:
             complete = complete and found.complete
         self.fingerprint = prints.pop() if len(prints) == 1 and complete else None
 
-    async def _served(self) -> list[dict[str, Any]]:
-        """What our plugin in the server tells of each data-parallel worker; [] without one."""
-        try:
-            answer = await self._server.call("GET", "/server_info", retries=self._retries)
-        except RequestError as error:
-            raise WeightUpdateError(f"whether the weights that were sent serve cannot be told: {error}") from error
-        states = answer.json.get("internal_states") if isinstance(answer.json, dict) else None
-        listed = states if isinstance(states, list) else []
-        return [told for state in listed if isinstance(state, dict) and isinstance(told := state.get(META_KEY), dict)]
-
     async def _flush(self, wanted: bool | None) -> bool:
         """Whether the update itself is to flush the cache. Under an in-place pause it is flushed here, or refused."""
         if self._paused != "in_place":
             return wanted is not False
-        info = await self._known()
+        info = self._info or await self.server_info()
         if wanted is False or (wanted is None and info.disable_radix_cache):
             return False
         try:
@@ -352,45 +294,39 @@ class ServerControl:
         theirs, ours = asyncio.ensure_future(request), asyncio.ensure_future(local)
         try:
             return (await asyncio.gather(theirs, ours))[1]
-        except WeightUpdateError:
-            raise
         except Exception as error:
             raise WeightUpdateError(str(error)) from error
         finally:
             theirs.cancel()
             ours.cancel()
 
-    async def _known(self) -> ServerInfo:
-        return self._info or await self.server_info()
+    @asynccontextmanager
+    async def _updating(self, version: str | int, flush_cache: bool | None) -> AsyncIterator[bool]:
+        """An update, told whether it is to flush the cache. What the server refuses in it is a WeightUpdateError.
 
-    async def _confirm(self, version: str | int) -> None:
-        """The server must now report the version: a silent refusal would go on sampling from old weights."""
+        At its end the server must report the version: a silent refusal would go on sampling from old weights.
+        """
         try:
-            model = await self._server.call("GET", "/model_info", retries=self._retries)
+            flush = await self._flush(flush_cache)
+            self.fingerprint = None
+            yield flush
+            model = (await self._server.call("GET", "/model_info", retries=self._retries)).json
         except RequestError as error:
-            raise WeightUpdateError(f"whether version {version} is in force cannot be told: {error}") from error
-        told = model.json.get("weight_version") if isinstance(model.json, dict) else None
+            raise WeightUpdateError(f"the update to version {version} failed: {error}") from error
+        told = model.get("weight_version") if isinstance(model, dict) else None
         if told is not None and str(told) != str(version):
             raise WeightUpdateError(f"the weights were sent as version {version}, but the server reports {told!r}.")
 
-    async def _update(self, path: str, body: dict[str, Any]) -> None:
-        try:
-            answer = await self._post(path, body)
-        except RequestError as error:
-            raise WeightUpdateError(str(error)) from error
-        said = answer.json if isinstance(answer.json, dict) else {}
-        if said.get("success") is not True:
-            raise WeightUpdateError(f"{path}: {said.get('message', f'no success was reported, but {answer.json!r}')}")
-
-    async def _post(self, path: str, body: dict[str, Any]) -> Answer:
+    async def _post(self, path: str, body: dict[str, Any], *, confirmed: bool = False) -> None:
+        """An order, sent once, of which the server must not say that it failed. confirmed: it must say it succeeded."""
         answer = await self._server.call("POST", path, body, retries=_ONCE)
-        if isinstance(answer.json, dict) and answer.json.get("success") is False:
-            said = answer.json.get("message") or answer.json
-            raise RequestError("refused", f"the server did not do {path}: {said}", answer.attempts)
-        return answer
+        said = answer.json if isinstance(answer.json, dict) else {}
+        if said.get("success", not confirmed) is not True:
+            message = said.get("message") or f"no success was reported, but {answer.json!r}"
+            raise RequestError("refused", f"the server did not do {path}: {message}", answer.attempts)
 
 
-def named_pairs(named_tensors: NamedTensors) -> Bucket:
+def _checked(named_tensors: NamedTensors) -> Bucket:
     """(name, tensor) pairs, each name once. Raises ValueError for none, for a repeated name, for what is no tensor."""
     given: Any = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
     pairs: Bucket = list(given)
@@ -408,17 +344,16 @@ def named_pairs(named_tensors: NamedTensors) -> Bucket:
     return pairs
 
 
-def buckets(pairs: Bucket, limit: int | None) -> Iterator[Bucket]:
+def _buckets(pairs: Bucket, limit: int | None) -> Iterator[Bucket]:
     """The pairs in order, in lists of at most `limit` bytes each; a larger tensor is alone. None: all at once."""
     bucket: Bucket = []
     size = 0
     for name, tensor in pairs:
-        grown = size + tensor.numel() * tensor.element_size()
-        if bucket and limit is not None and grown > limit:
+        if bucket and limit is not None and size + tensor.nbytes > limit:
             yield bucket
-            bucket, grown = [], grown - size
+            bucket, size = [], 0
         bucket.append((name, tensor))
-        size = grown
+        size += tensor.nbytes
     yield bucket
 
 
@@ -433,14 +368,7 @@ def serialised(bucket: Bucket) -> str:
 
 
 def join_weights_update_group(
-    master_address: str,
-    master_port: int,
-    *,
-    world_size: int,
-    group_name: str,
-    backend: str,
-    timeout: float,
-    rank: int = 0,
+    master_address: str, master_port: int, *, world_size: int, backend: str, timeout: float, rank: int = 0
 ) -> dist.ProcessGroup:
     """Join a process group next to the default one, as the server's workers do; blocks until all have joined.
 
@@ -453,20 +381,9 @@ def join_weights_update_group(
     host = f"[{master_address}]" if ":" in master_address else master_address
     store, rank, world_size = next(c10d.rendezvous(f"tcp://{host}:{master_port}", rank, world_size, timeout=wait))
     store.set_timeout(wait)
+    prefixed = c10d.PrefixStore(_GROUP["group_name"], store)
     group, _ = c10d._new_process_group_helper(
-        world_size,
-        rank,
-        [],
-        c10d.Backend(backend),
-        c10d.PrefixStore(group_name, store),
-        group_name=group_name,
-        timeout=wait,
+        world_size, rank, [], c10d.Backend(backend), prefixed, timeout=wait, **_GROUP
     )
     c10d._world.pg_group_ranks[group] = {member: member for member in range(world_size)}
     return group
-
-
-def broadcast(pairs: Bucket, group: dist.ProcessGroup) -> None:
-    """Send each tensor from rank 0 to the group, in order."""
-    for _, tensor in pairs:
-        dist.broadcast(tensor.detach().contiguous(), src=0, group=group)

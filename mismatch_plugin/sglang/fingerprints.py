@@ -19,18 +19,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mismatch_plugin.data.served import META_KEY
 
 _A, _B = -7046029254386353131, -4417276706812531889  # odd: a change of any one element always shows
 _SHIFT, _MODULUS = 32, 1 << 64
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = {"cpu": 1 << 15}  # elements: three temporaries of 8 bytes each, in a core's cache
-_SHOWN = 4
 _CHUNK_ELSEWHERE = 1 << 22  # 100 MB of temporaries on a GPU, and few launches
+_SHOWN = 4
 
 
 class WeightUpdateError(RuntimeError):
@@ -105,62 +106,17 @@ STAGES_S = 5
 """How long the stages of a pipeline may take to tell theirs, one after the other."""
 
 
-def settled(infos: Iterable[Mapping[str, Any]]) -> bool:
-    """No server waits for a pipeline stage. infos: as in `SentWeights.compare`."""
-    return all(info.get("fingerprint") or info.get("pp_size", 1) == 1 for info in infos)
+def states_of(server_info: Any) -> list[Mapping[str, Any]]:
+    """What our plugin tells in an answer of /server_info, one of each data-parallel worker; [] without it."""
+    states = server_info.get("internal_states") if isinstance(server_info, Mapping) else None
+    listed = states if isinstance(states, list) else []
+    found = [state.get(META_KEY) for state in listed if isinstance(state, Mapping)]
+    return [told for told in found if isinstance(told, Mapping)]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """What was sent next to what serves. sent: how many names. compared: how many of the server's tensors could be.
-    differ: those that are not what was sent. unknown: sent names that it lacks. notes: why others were not compared.
-    complete: all that serves is what was sent."""
-
-    sent: int
-    compared: int
-    differ: list[str] = field(default_factory=list)
-    unknown: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    complete: bool = False
-
-    @property
-    def problems(self) -> list[str]:
-        """Sentences on those that differ and on those unknown."""
-        told = [f"{len(self.differ)} of {self.compared} tensors are not what was sent: {some(self.differ)}."]
-        skipped = "belong to no tensor of the server and were skipped"
-        told.append(f"{len(self.unknown)} of {self.sent} names that were sent {skipped}: {some(self.unknown)}.")
-        return [sentence for names, sentence in zip((self.differ, self.unknown), told, strict=True) if names]
-
-
-class Sources:
-    """Which of the sent tensors a tensor of the server is made of, without knowledge of the model.
-
-    Names are the same, or the server fuses: q_proj, k_proj and v_proj are qkv_proj, experts.0.up_proj is in w13_weight.
-    So what goes by no name of the server's belongs to the fused tensors of the module that it lies in.
-
-    of: the server's name → the sent names that it is made of; [] if that is unknown, or nothing was sent for it.
-    unknown: sent names that belong to no tensor of the server.
-    """
-
-    def __init__(self, sent: Iterable[str], served: Iterable[str]) -> None:
-        sent, own = list(sent), set(served)
-        given = set(sent)
-        within: dict[str, list[str]] = defaultdict(list)  # module → sent names anywhere in it
-        siblings: dict[str, list[str]] = defaultdict(list)  # module and leaf → sent parameters of direct submodules
-        for name in sent:
-            if name in own:
-                continue
-            *modules, leaf = name.split(".")
-            for length in range(1, len(modules) + 1):
-                within[".".join(modules[:length])].append(name)
-            siblings[".".join([*modules[:-1], leaf])].append(name)
-        self.of: dict[str, list[str]] = {}
-        for name in served:
-            module, _, leaf = name.rpartition(".")
-            nearby = ".".join([*module.split(".")[:-1], leaf])
-            self.of[name] = [name] if name in given else within.get(module) or siblings.get(nearby) or []
-        used = {source for sources in self.of.values() for source in sources}
-        self.unknown = [name for name in sent if name not in used]
+def settled(states: Iterable[Mapping[str, Any]]) -> bool:
+    """No server waits for a pipeline stage."""
+    return all(state.get("fingerprint") or state.get("pp_size", 1) == 1 for state in states)
 
 
 def some(names: Sequence[str]) -> str:
@@ -169,11 +125,21 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class SentWeights:
-    """Digests of the tensors of one update, by name. A name that is sent again replaces the first."""
+class Comparison(NamedTuple):
+    """What was sent next to what serves. compared: how many of the server's tensors could be. differ: those that are
+    not what was sent. unknown: sent names that it lacks. problems: sentences on these. notes: why others were not
+    compared. complete: all that serves is what was sent."""
 
-    def __init__(self) -> None:
-        self._found: dict[str, Digest] = {}
+    compared: int
+    differ: list[str]
+    unknown: list[str]
+    problems: list[str]
+    notes: list[str]
+    complete: bool
+
+
+class SentWeights(dict[str, Digest]):
+    """Digests of the tensors of one update, by name. A name that is sent again replaces the first."""
 
     def add(self, named: Iterable[tuple[str, Tensor]], dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         """Some of the update's tensors. dtypes: what the server rounds them to, by name. One host sync a dtype."""
@@ -181,76 +147,103 @@ class SentWeights:
         for name, tensor in named:
             by_dtype.setdefault((dtypes or {}).get(name), []).append((name, tensor))
         for dtype, pairs in by_dtype.items():
-            self._found.update(digests(pairs, dtype))
+            self.update(digests(pairs, dtype))
 
-    def update(self, found: Mapping[str, Digest]) -> None:
-        """What another rank sent: its `tensors`."""
-        self._found.update(found)
-
-    @property
-    def tensors(self) -> dict[str, Digest]:
-        """The digest of each name."""
-        return dict(self._found)
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def compare(self, info: Mapping[str, Any]) -> Comparison:
-        """With what serves. info: `internal_states[i]["mismatch_plugin"]` of /server_info, after the update.
+    def compare(self, state: Mapping[str, Any]) -> Comparison:
+        """With what serves. state: one of `states_of`, after the update.
 
         Tensors of the server are compared in groups that are made of the same sent tensors; those that go by no sent
         name as a whole with the names that the server lacks, which a loader may have renamed. What nothing was sent for
-        is left alone. Raises ValueError where `info` holds no fingerprints.
+        is left alone. Raises ValueError where `state` holds no fingerprints.
         """
-        served = read_tensors(info)
+        served = read_tensors(state)
         if not served:
-            return Comparison(len(self._found), 0, notes=["the server could not take fingerprints: see its log."])
-        sources = Sources(self._found, served)
+            note = "the server could not take fingerprints: see its log."
+            return Comparison(0, [], [], [], [note], False)
+        sources, unknown = sources_of(self, served)
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in served:
-            groups.setdefault(tuple(sources.of[name]), []).append(name)
+            groups.setdefault(tuple(sources[name]), []).append(name)
         nameless = groups.pop((), [])
-        found = Comparison(len(self._found), 0)
         compared: list[str] = []
-        other_dtype: list[str] = []
-        repeated: list[str] = []
-        renamed: list[str] = []
+        differ: list[str] = []
+        left_out: dict[str, list[str]] = {
+            "are served in another dtype than they were sent in, and not compared": (other_dtype := []),
+            "hold key and value heads that tensor parallelism repeats, and were not compared": (repeated := []),
+            "are loaded from other names, perhaps as other values, and were not compared": (renamed := []),
+        }
         for parts, names in groups.items():
-            ours, theirs = [self._found[part] for part in parts], [served[name] for name in names]
-            if len({kind for _, kind, _ in ours + theirs}) > 1:
+            if len({self[part][1] for part in parts} | {served[name][1] for name in names}) > 1:
                 other_dtype += names
-            elif info.get("kv_heads_repeated") and any(".k_proj." in part or ".v_proj." in part for part in parts):
+            elif state.get("kv_heads_repeated") and any(".k_proj." in part or ".v_proj." in part for part in parts):
                 repeated += names
-            elif _total(self._found, parts) == _total(served, names):
+            elif _total(self, parts) == _total(served, names):
                 compared += names
             elif _renamed(parts, names):
                 renamed += names
             else:
                 compared += names
-                found.differ.extend(names)
+                differ += names
         tied = {value for value, _, _ in served.values()}  # a head that shares the embedding goes by one name there
-        found.unknown.extend(name for name in sources.unknown if self._found[name][0] not in tied)
+        lacked = [name for name in unknown if self[name][0] not in tied]
         named = {served[name][0] for names in groups.values() for name in names}
-        lacking = {self._found[name][0]: name for name in sources.unknown}  # a shared head once, or not at all
+        lacking = {self[name][0]: name for name in unknown}  # a shared head once, or not at all
         lacking = {value: name for value, name in lacking.items() if value not in named}
-        if nameless and _total(served, nameless) == _total(self._found, lacking.values()):
+        if nameless and _total(served, nameless) == _total(self, lacking.values()):
             compared += nameless
-            found.unknown.clear()
-        if other_dtype:
-            told = "are served in another dtype than they were sent in, and not compared"
-            found.notes.append(f"{len(other_dtype)} tensors {told}: {some(other_dtype)}.")
-        if repeated:
-            told = "hold key and value heads that tensor parallelism repeats, and were not compared"
-            found.notes.append(f"{len(repeated)} tensors {told}: {some(repeated)}.")
-        if renamed:
-            told = "are loaded from other names, perhaps as other values, and were not compared"
-            found.notes.append(f"{len(renamed)} tensors {told}: {some(renamed)}.")
-        complete = len(compared) == len(served) and not found.differ
-        if complete and found.unknown:  # layers for prediction of several tokens, a vision tower
-            told = "that were sent are no part of what serves"
-            found.notes.append(f"{len(found.unknown)} names {told}: {some(found.unknown)}.")
-            found.unknown.clear()
-        return replace(found, compared=len(compared), complete=complete)
+            lacked = []
+        notes = [f"{len(names)} tensors {told}: {some(names)}." for told, names in left_out.items() if names]
+        complete = len(compared) == len(served) and not differ
+        if complete and lacked:  # layers for prediction of several tokens, a vision tower
+            notes.append(f"{len(lacked)} names that were sent are no part of what serves: {some(lacked)}.")
+            lacked = []
+        problems = []
+        if differ:
+            problems.append(f"{len(differ)} of {len(compared)} tensors are not what was sent: {some(differ)}.")
+        if lacked:
+            skipped = "names that were sent belong to no tensor of the server and were skipped"
+            problems.append(f"{len(lacked)} of {len(self)} {skipped}: {some(lacked)}.")
+        return Comparison(len(compared), differ, lacked, problems, notes, complete)
+
+
+def sources_of(sent: Iterable[str], served: Iterable[str]) -> tuple[dict[str, list[str]], list[str]]:
+    """Which of the sent tensors a tensor of the server is made of, without knowledge of the model.
+
+    Names are the same, or the server fuses: q_proj, k_proj and v_proj are qkv_proj, experts.0.up_proj is in w13_weight.
+    So what goes by no name of the server's belongs to the fused tensors of the module that it lies in.
+
+    Returns (the server's name → the sent names that it is made of, [] if that is unknown or nothing was sent for it;
+    sent names that belong to no tensor of the server).
+    """
+    given, own = dict.fromkeys(sent), set(served)
+    within: dict[str, list[str]] = defaultdict(list)  # module → sent names anywhere in it
+    siblings: dict[str, list[str]] = defaultdict(list)  # module and leaf → sent parameters of direct submodules
+    for name in given:
+        if name in own:
+            continue
+        *modules, leaf = name.split(".")
+        for length in range(1, len(modules) + 1):
+            within[".".join(modules[:length])].append(name)
+        siblings[".".join([*modules[:-1], leaf])].append(name)
+    found: dict[str, list[str]] = {}
+    for name in served:
+        module, _, leaf = name.rpartition(".")
+        nearby = ".".join([*module.split(".")[:-1], leaf])
+        found[name] = [name] if name in given else within.get(module) or siblings.get(nearby) or []
+    used = {source for sources in found.values() for source in sources}
+    return found, [name for name in given if name not in used]
+
+
+def served_dtypes(named: Iterable[tuple[str, Tensor]], state: Mapping[str, Any]) -> dict[str, torch.dtype]:
+    """Sent name → the floating-point dtype that the server rounds it to. What it quantises to 8 bits is left out."""
+    served = read_tensors(state)
+    sources, unknown = sources_of([name for name, _ in named], served)
+    kinds = {part: kind for name, (_, kind, _) in served.items() for part in sources[name]}
+    # What goes by no name there (a head that shares the embedding) is held in the model's dtype.
+    kinds |= dict.fromkeys(unknown, str(state.get("dtype")))
+    found = {name: getattr(torch, kind, None) for name, kind in kinds.items()}
+    wide = {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
+    return {name: dtype for name, dtype in wide.items() if dtype.is_floating_point}
 
 
 def _total(tensors: Mapping[str, Digest], names: Iterable[str]) -> int:
@@ -259,19 +252,6 @@ def _total(tensors: Mapping[str, Digest], names: Iterable[str]) -> int:
 
 def _renamed(parts: Sequence[str], names: Sequence[str]) -> bool:
     """A tensor of the server's goes by another name in the checkpoint (A_log, of which A = −exp(A_log) is kept)."""
-    return (
-        len(parts) == len(names) == 1
-        and parts[0] != names[0]
-        and parts[0].rpartition(".")[0] == names[0].rpartition(".")[0]
-    )
-
-
-def served_dtypes(named: Iterable[tuple[str, Tensor]], info: Mapping[str, Any]) -> dict[str, torch.dtype]:
-    """Sent name → the floating-point dtype that the server rounds it to. What it quantises to 8 bits is left out."""
-    served = read_tensors(info)
-    sources = Sources([name for name, _ in named], served)
-    found = {part: getattr(torch, kind, None) for name, (_, kind, _) in served.items() for part in sources.of[name]}
-    # What goes by no name there (a head that shares the embedding) is held in the model's dtype.
-    found |= {name: getattr(torch, str(info.get("dtype")), None) for name in sources.unknown}
-    wide = {name: dtype for name, dtype in found.items() if isinstance(dtype, torch.dtype) and dtype.itemsize > 1}
-    return {name: dtype for name, dtype in wide.items() if dtype.is_floating_point}
+    if len(parts) != 1 or len(names) != 1:
+        return False
+    return parts[0] != names[0] and parts[0].rpartition(".")[0] == names[0].rpartition(".")[0]

@@ -8,13 +8,14 @@ import json as jsonlib
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
+from pydantic_core import from_json
 from yarl import URL
 
 _KEEP_ALIVE = 2.0
@@ -24,8 +25,11 @@ MAX_REPLY_BYTES = 2**28
 _MOST_BREAKS = 3
 """A request is sent so often at most if its connection breaks each time before an answer: it may be what brings the
 server down, and every server behind a router in turn."""
+_NOT_AGAIN = (
+    ". It is not sent again: it may be what brings the server down, as a token id outside its vocabulary does "
+    "(vocab_size of SGLangClient refuses those)"
+)
 _PASSING = ("connection", "timeout", "server_error")
-_SECRET_HEADER = re.compile(r"auth|cookie|token|key|secret|password|session", re.IGNORECASE)
 _SHORTEST_SECRET = 4
 _HIDDEN = "***"
 
@@ -81,35 +85,38 @@ class Answer:
 
 
 class Server:
-    """HTTP to one base URL; it follows no redirect and reads no proxy from the environment.
+    """HTTP to one base URL; parameters and what they raise: see `SGLangClient`.
 
-    Requests that generate each hold one of `concurrency` slots. Control requests need none: a pause must not wait for
-    what it is to pause. No message holds credentials, neither those of URL and headers nor a server's echo of them.
-
-    url: http(s)://host:port[/path]; `user:password@` is sent as basic authorisation. Raises ValueError, which shows no
-    credentials, for an address, headers or a size that HTTP has no use for.
+    No message holds credentials, neither those of URL and headers nor a server's echo of them.
     """
 
     def __init__(
         self,
         url: str,
         *,
-        concurrency: int = 1,
         timeout: float = 600.0,
         connect_timeout: float = 10.0,
         headers: Mapping[str, str] | None = None,
         max_reply_bytes: int = MAX_REPLY_BYTES,
     ) -> None:
+        if not timeout > 0 or not connect_timeout > 0:
+            raise ValueError(f"timeout={timeout} and connect_timeout={connect_timeout} must be positive seconds.")
         if max_reply_bytes < 1:
             raise ValueError(f"max_reply_bytes={max_reply_bytes} must be at least 1.")
         self.url, user, password = _parse_address(url)
-        self.timeout, self.connect_timeout = timeout, connect_timeout
-        self._headers, self._limit = _checked_headers(headers or {}), max_reply_bytes
-        basic = base64.b64encode(f"{user}:{password}".encode()).decode()
-        self._secrets = _secrets_pattern([password or user, basic], self._headers)
+        self.timeout, self.connect_timeout, self._limit = timeout, connect_timeout, max_reply_bytes
+        self._headers, secrets = dict(headers or {}), {password or user}
+        for name, value in self._headers.items():
+            if not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
+                raise ValueError("headers: a name that HTTP does not allow; names are letters, digits and hyphens.")
+            if not isinstance(value, str) or not re.fullmatch(r"[\x20-\x7e\t]*", value):
+                raise ValueError(f"headers[{name!r}] is not one line of ASCII text: HTTP cannot send it.")
+            secrets |= {value, *value.split()[1:]}  # "Bearer abc": abc alone too
         if user or password:
+            basic = base64.b64encode(f"{user}:{password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {basic}"
-        self._slots = asyncio.Semaphore(concurrency)
+            secrets.add(basic)
+        self._secrets = sorted((value for value in secrets if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
         self._session: aiohttp.ClientSession | None = None  # made where an event loop runs
         self._closed = False
 
@@ -121,20 +128,9 @@ class Server:
 
     def redacted(self, text: str) -> str:
         """A text that others wrote, such as a server's error message, without the credentials of this client."""
-        return text if self._secrets is None else self._secrets.sub(_HIDDEN, text)
-
-    @asynccontextmanager
-    async def slot(self, deadline: float | None) -> AsyncIterator[None]:
-        """One of the slots, once one is free. Raises RequestError if none is before `deadline` (time.monotonic)."""
-        try:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            await asyncio.wait_for(self._slots.acquire(), left)
-        except asyncio.TimeoutError:
-            raise RequestError("deadline", "the deadline passed before a slot was free") from None
-        try:
-            yield
-        finally:
-            self._slots.release()
+        for secret in self._secrets:
+            text = text.replace(secret, _HIDDEN)
+        return text
 
     async def call(
         self,
@@ -164,11 +160,13 @@ class Server:
             RequestError: with the last reason, once no attempt is left.
         """
         where, limit = f"{method} {path}", self.timeout if timeout is None else timeout
-        error: RequestError | None = None
+        until = float("inf") if deadline is None else deadline
         attempts = breaks = 0
+        error: RequestError | None = None
         while attempts < retries.attempts:
-            left = float("inf") if deadline is None else deadline - time.monotonic()
-            if left <= 0:
+            if attempts:
+                await asyncio.sleep(max(0.0, min(retries.delay(attempts - 1), until - time.monotonic())))
+            if (left := until - time.monotonic()) <= 0:
                 break
             attempts += 1
             if request_id is not None:
@@ -181,13 +179,15 @@ class Server:
                 error = RequestError("timeout", f"no answer to {where} within {limit:g} s", attempts)
             except RequestError as failed:
                 breaks += isinstance(failed, _Broken)
-                message = f"{where}: {failed.message}{_broke(breaks) if failed.kind == 'connection' else ''}"
+                message = f"{where}: {failed.message}"
+                if failed.kind == "connection" and breaks:
+                    often = f" {breaks} times" if breaks > 1 else ""
+                    message += f"; the connection broke{often} with this request under way"
+                if breaks == _MOST_BREAKS:
+                    message += _NOT_AGAIN
                 error = RequestError(failed.kind, message, attempts - (failed.kind == "closed"), failed.status)
                 if failed.kind not in _PASSING or breaks == _MOST_BREAKS:
                     raise error from None
-            if attempts < retries.attempts:
-                wait = retries.delay(attempts - 1)
-                await asyncio.sleep(wait if deadline is None else min(wait, max(0.0, deadline - time.monotonic())))
         else:
             assert error is not None
             raise error
@@ -212,7 +212,16 @@ class Server:
                 method, self.url + path, json=json, timeout=wait, allow_redirects=False
             ) as response:
                 answered = True
-                return self._json(response, await self._read(response))
+                body = bytearray()
+                async for chunk in response.content.iter_any():
+                    body += chunk
+                    if len(body) > self._limit:
+                        raise RequestError(
+                            "content",
+                            f"an answer of more than {self._limit} bytes: raise max_reply_bytes of SGLangClient if it "
+                            f"is meant to be so large, or ask for less (return_sampling_mask, max_new_tokens)",
+                        )
+                return self._json(response, bytes(body))
         except aiohttp.ServerTimeoutError:
             message = f"no connection to {self.url} within {self.connect_timeout:g} s"
             raise RequestError("timeout", message) from None
@@ -221,24 +230,12 @@ class Server:
             kind = RequestError if answered or not_sent else _Broken
             raise kind("connection", f"{self.url}: {self.redacted(str(lost)) or type(lost).__name__}") from None
 
-    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
-        """The body, never further than the limit, whatever a server or a proxy sends."""
-        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
-        if encoding not in ("", "identity"):
-            raise RequestError("content", f"Content-Encoding {encoding[:40]!r} was not asked for")
-        body = bytearray()
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > self._limit:
-                raise RequestError(
-                    "content",
-                    f"an answer of more than {self._limit} bytes: raise max_reply_bytes of SGLangClient if it is meant "
-                    f"to be so large, or ask for less (top_log_probs, return_sampling_mask, max_new_tokens)",
-                )
-        return bytes(body)
-
     def _json(self, response: aiohttp.ClientResponse, body: bytes) -> Any:
         status = response.status
+        encoding = response.headers.get("Content-Encoding", "identity").strip().lower()
+        media = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if encoding not in ("", "identity"):
+            raise RequestError("content", f"Content-Encoding {encoding[:40]!r} was not asked for", status=status)
         if status >= 400:
             kind = "server_error" if status >= 500 else "refused"
             raise RequestError(kind, f"status {status}, {self._error_message(body)}", status=status)
@@ -248,19 +245,20 @@ class Server:
             raise RequestError("content", message, status=status)
         if not body:
             return None
-        media = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if media and media != "application/json":
             message = f"content type {media} instead of JSON, {self._begin(body, 80)}: is this an SGLang server?"
             raise RequestError("content", message, status=status)
+        with suppress(ValueError):  # a third of the time; what it does not take, Python's names
+            return from_json(body)
         try:
             return jsonlib.loads(body)
-        except (jsonlib.JSONDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:
+            kind, fault = "content", f"JSON that cannot be read ({error})"
             if isinstance(error, UnicodeDecodeError) and error.reason != "unexpected end of data":
                 fault = f"JSON that is not {error.encoding}, from byte {error.start} on"
-                raise RequestError("content", fault, status=status) from None
-            raise RequestError("connection", f"JSON cut off after {len(body)} bytes", status=status) from None
-        except (ValueError, RecursionError) as error:
-            raise RequestError("content", f"JSON that cannot be read ({error})", status=status) from None
+            elif isinstance(error, (UnicodeDecodeError, jsonlib.JSONDecodeError)):
+                kind, fault = "connection", f"JSON cut off after {len(body)} bytes"
+            raise RequestError(kind, fault, status=status) from None
 
     def _error_message(self, body: bytes) -> str:
         """The server's message in an error answer, or the beginning of whatever it is."""
@@ -277,47 +275,19 @@ class Server:
         return repr(self.redacted(body[:10_000].decode("utf-8", errors="replace"))[:length])
 
 
-def _broke(times: int) -> str:
-    if not times:
-        return ""
-    often = f" {times} times" if times > 1 else ""
-    last = times == _MOST_BREAKS
-    return f"; the connection broke{often} with this request under way" + last * (
-        ". It is not sent again: it may be what brings the server down, as a token id outside its vocabulary does "
-        "(vocab_size of SGLangClient refuses those)"
-    )
-
-
 def _parse_address(url: str) -> tuple[str, str, str]:
-    """The address without credentials; user and password, empty without."""
-    if not isinstance(url, str):
-        raise ValueError(f"url is {type(url).__name__}, not a server's address: give it as http://host:port.")
-
-    def invalid(reason: str) -> ValueError:
-        return ValueError(f"url {shown(url)!r} is not a server's address: {reason}. Give it as http://host:port.")
-
-    if re.search(r"[\x00-\x20\x7f\\]", url):
-        raise invalid("it holds a space, a backslash or a control character")
-    try:
+    """The address without credentials; user and password, empty without. No error of others, which may quote them."""
+    with suppress(ValueError, TypeError, AttributeError):
         parts = urlsplit(url)
-        port = parts.port
-    except ValueError as error:  # its sentence quotes what may be a password
-        raise invalid("its port must be 1 to 65535" if "ort" in str(error) else "its host cannot be read") from None
-    if parts.scheme not in ("http", "https"):
-        raise invalid("it must begin with http:// or https://")
-    if not parts.hostname:
-        raise invalid("it names no host")
-    if port == 0:
-        raise invalid("its port must be 1 to 65535")
-    if parts.query or parts.fragment:
-        raise invalid("a query or fragment means nothing here; send tokens as headers")
-    bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
-    try:
-        parts.hostname.encode("idna")  # as the resolver will
-        URL(bare)
-    except ValueError:
-        raise invalid("its host cannot be read") from None
-    return bare, unquote(parts.username or ""), unquote(parts.password or "")
+        bare = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}".rstrip("/")
+        host = URL(bare).raw_host and str(parts.hostname).encode("idna")  # as the resolver will
+        odd = re.search(r"[\x00-\x20\x7f\\]", url) or parts.query or parts.fragment or parts.port == 0
+        if host and not odd and parts.scheme in ("http", "https"):
+            return bare, unquote(parts.username or ""), unquote(parts.password or "")
+    raise ValueError(
+        f"url {shown(str(url))!r} is not a server's address: give it as http://host:port, without a query; tokens go "
+        f"into headers."
+    )
 
 
 def shown(url: str) -> str:
@@ -328,21 +298,3 @@ def shown(url: str) -> str:
     if tail and "@" in tail[0]:
         return scheme + _HIDDEN  # a password with a question mark, or a query with an @: nobody can tell
     return (scheme + head.rpartition("@")[2])[:200]
-
-
-def _checked_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    for name, value in headers.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+", name):
-            raise ValueError("headers: a name that HTTP does not allow; names are letters, digits and hyphens.")
-        if not isinstance(value, str) or not re.fullmatch(r"[\x20-\x7e\t]*", value):
-            raise ValueError(f"headers[{name!r}] is not one line of ASCII text: HTTP cannot send it.")
-    return dict(headers)
-
-
-def _secrets_pattern(given: Iterable[str], headers: Mapping[str, str]) -> re.Pattern[str] | None:
-    secrets = set(given)
-    for name, value in headers.items():
-        if _SECRET_HEADER.search(name):
-            secrets |= {value, *value.split()[1:]}  # "Bearer abc": abc alone too
-    known = sorted((secret for secret in secrets if len(secret) >= _SHORTEST_SECRET), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, known))) if known else None

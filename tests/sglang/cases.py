@@ -9,14 +9,15 @@ started from) and `current` (the trainer's). The servers compute in bfloat16, th
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.files import write_records
 from tests.sglang import stories
 from tests.sglang.world import PROMPTS, SIZES, STEPS, Records, Size, State, Training, World, make_world, training_sample
 
@@ -84,7 +85,7 @@ def stale_server(world: World, size: Size) -> Pair:
 
 def _with_prompt(world: World, change: Callable[[list[int], str], list[int]]) -> Pair:
     records, _, questions = world.clean()
-    prompts = [change(list(r.prompt_ids), q) for r, q in zip(records, questions, strict=True)]
+    prompts = [change(r.prompt_ids.tolist(), q) for r, q in zip(records, questions, strict=True)]
     rows = world.log_probs(world.moved["mild"][STEPS], prompts, [r.response_ids for r in records])
     return records, [training_sample(r, row, f"step-{STEPS}") for r, row in zip(records, rows, strict=True)]
 
@@ -112,7 +113,7 @@ def retokenised(world: World, size: Size) -> Pair:
     draw = random.Random(3)
     changed = list(training)
     for index in range(0, len(records), 3):
-        ids, record = records[index].response_ids, records[index]
+        ids, record = records[index].response_ids.tolist(), records[index]
         low, high = (0.5, 0.8) if size == "mild" else (0.1, 0.4)
         start = int(len(ids) * draw.uniform(low, high))
         found = ((at, stories.split_token(world.tokenizer, ids[at])) for at in range(start, len(ids)))
@@ -126,7 +127,7 @@ def retokenised(world: World, size: Size) -> Pair:
 def temperature(world: World, size: Size) -> Pair:
     """Sampled at 0.9 or 0.6, which the records say; the trainer scores at 1."""
     records, _, _ = world.clean(temperature=0.9 if size == "mild" else 0.6)
-    plain = [record.model_copy(update={"sampling": SamplingParameters()}) for record in records]
+    plain = [record.with_fields(sampling=SamplingParameters()) for record in records]
     return records, world.score(world.moved["mild"][STEPS], plain, f"step-{STEPS}")
 
 
@@ -139,7 +140,7 @@ def truncation(world: World, size: Size) -> Pair:
 def truncation_untold(world: World, size: Size) -> Pair:
     """The same, but the records do not say it."""
     records, training = truncation(world, size)
-    return [record.model_copy(update={"sampling": SamplingParameters()}) for record in records], training
+    return [record.with_fields(sampling=SamplingParameters()) for record in records], training
 
 
 def eos_appended(world: World, size: Size) -> Pair:
@@ -149,7 +150,7 @@ def eos_appended(world: World, size: Size) -> Pair:
     rows = world.log_probs(world.moved["mild"][STEPS], [r.prompt_ids for r in records], longer)
     every = 10 if size == "mild" else 1
     return records, [
-        told.model_copy(update={"train_log_probs": row}) if index % every == 0 else told
+        {**told, "train_log_probs": row} if index % every == 0 else told
         for index, (told, row) in enumerate(zip(training, rows, strict=True))
     ]
 
@@ -164,7 +165,7 @@ def shift_by_one(world: World, size: Size) -> Pair:
         [[record.prompt_ids[-1], *record.response_ids[:-1]] for record in records],
     )
     return records, [
-        told.model_copy(update={"train_log_probs": row}) if index % every == 0 else told
+        {**told, "train_log_probs": row} if index % every == 0 else told
         for index, (told, row) in enumerate(zip(training, rows, strict=True))
     ]
 
@@ -195,8 +196,8 @@ def write_case(world: World, checkpoints: Path, folder: Path, name: str, size: S
     """rollouts.jsonl, training.jsonl, and links to the checkpoints."""
     records, training = CASES[name](world, size)
     folder.mkdir(parents=True)
-    write_records(folder / "rollouts.jsonl", records)
-    lines = "".join(sample.model_dump_json(exclude_none=True) + "\n" for sample in training)
+    write_samples(folder / "rollouts.jsonl", records)
+    lines = "".join(json.dumps(told) + "\n" for told in training)
     (folder / "training.jsonl").write_text(lines)
     moved = size if name.startswith(("weights_", "stale_", "clean_steps")) else "mild"
     for link, target in (("reference", "start"), ("current", moved)):

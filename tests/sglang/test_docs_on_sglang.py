@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from examples.sglang_server import CpuServer
+from mismatch_plugin.data.files import row_of
+from mismatch_plugin.data.read import read
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import make_batch
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.rollout.files import read_records
-from mismatch_plugin.rollout.records import RolloutRecord
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 
@@ -31,7 +32,7 @@ def test_the_record_of_a_loop_of_one_s_own(float32_server: CpuServer) -> None:
     sampling = {"temperature": 0.7, "max_new_tokens": 4, "ignore_eos": True}
     body = {"input_ids": [1, 2, 3], "sampling_params": sampling, "return_logprob": True}
     reply = httpx.post(float32_server.url + "/generate", json=body, timeout=60).raise_for_status().json()
-    record = RolloutRecord.model_validate(_names(1)["record"]([1, 2, 3], reply, sampling))
+    record = Sample.model_validate(_names(1)["record"]([1, 2, 3], reply, sampling))
     assert record.served is not None and record.served.temperature == record.sampling.temperature == 0.7
     assert len(record.response_ids) == 4 and record.served.weights[0].end == 4 and record.weight_versions
     assert check_batch(make_batch([record])).findings == ()
@@ -41,8 +42,9 @@ def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, mo
     names = _names(0)
     monkeypatch.chdir(tmp_path)  # it writes rollouts.jsonl
     prompts = [[1, 2, 3], [4, 5, 6, 7]]
-    records = asyncio.run(names["rollouts"](float32_server.url, prompts))
-    assert [record.prompt_ids for record in records] == [prompt for prompt in prompts for _ in range(4)]
-    assert read_records(tmp_path / "rollouts.jsonl") == records
-    packed = names["to_packed"](records, [record.rollout_log_probs for record in records])
-    assert packed.lengths == tuple(len(record.response_ids) for record in records)
+    samples = asyncio.run(names["rollouts"](float32_server.url, prompts))
+    assert [sample.prompt_ids.tolist() for sample in samples] == [prompt for prompt in prompts for _ in range(4)]
+    read_again = read(tmp_path / "rollouts.jsonl").samples
+    assert [row_of(sample) for sample in read_again] == [row_of(sample) for sample in samples]
+    packed = names["pack"]([sample.with_fields(train_log_probs=sample.rollout_log_probs) for sample in samples])
+    assert packed.lengths == tuple(map(len, samples))

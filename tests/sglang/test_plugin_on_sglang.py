@@ -21,12 +21,11 @@ from typer.testing import CliRunner
 import mismatch_plugin
 from ci.sglang_cpu.tiny_model import tiny_model, write_tiny_model
 from examples.sglang_server import CpuServer, ServerError, find_python, start_cpu_server
-from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.cli import app
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.control import serialised
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
@@ -81,7 +80,7 @@ def run(server: CpuServer, job: Any, **options: Any) -> Any:
     return asyncio.run(call())
 
 
-def sample(server: CpuServer, sampling: SamplingParameters = SHORT, count: int = 8) -> list[RolloutRecord]:
+def sample(server: CpuServer, sampling: SamplingParameters = SHORT, count: int = 8) -> list[Sample]:
     return run(server, lambda client: client.generate(PROMPTS[:count], sampling))
 
 
@@ -89,7 +88,7 @@ def send(server: CpuServer, state: State, version: str, **options: Any) -> None:
     run(server, lambda client: client.update_weights_from_tensors(state, version, **options))
 
 
-def served(record: RolloutRecord) -> Any:
+def served(record: Sample) -> Any:
     assert record.served is not None
     return record.served
 
@@ -152,7 +151,7 @@ def test_streams_carry_it_once_at_their_end(pair: list[CpuServer], bare: CpuServ
 
 
 def test_the_fingerprint_is_that_of_the_weights_that_were_sent(pair: list[CpuServer]) -> None:
-    async def job(client: SGLangClient) -> tuple[str | None, str | None, list[RolloutRecord]]:
+    async def job(client: SGLangClient) -> tuple[str | None, str | None, list[Sample]]:
         before = client.fingerprint
         await client.update_weights_from_tensors(weights(1, 0.1), "v1")
         return before, client.fingerprint, await client.generate(PROMPTS, SHORT)
@@ -181,7 +180,7 @@ def test_tokens_of_a_response_have_the_weights_that_made_them(pair: list[CpuServ
     states = [weights(seed, 0.1) for seed in (3, 4, 5)]
     prints = [fingerprint(digests(state.items())) for state in states]
 
-    async def job(client: SGLangClient) -> list[RolloutRecord]:
+    async def job(client: SGLangClient) -> list[Sample]:
         await client.update_weights_from_tensors(states[0], "x0")
         running = asyncio.create_task(client.generate(PROMPTS, LONG))
         await until_running(pair[0].url, len(PROMPTS), running)
@@ -220,7 +219,7 @@ def test_a_greedy_request_next_to_others_is_of_two_temperatures(pair: list[CpuSe
     its other tokens are computed next to requests that are not."""
     state = weights(12, 0.1)
 
-    async def job(client: SGLangClient) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
+    async def job(client: SGLangClient) -> tuple[list[Sample], list[Sample]]:
         await client.update_weights_from_tensors(state, "greedy")
         others = asyncio.create_task(client.generate(PROMPTS, LONG))
         await client.generate(PROMPTS[:1], SHORT)
@@ -233,17 +232,17 @@ def test_a_greedy_request_next_to_others_is_of_two_temperatures(pair: list[CpuSe
     ids = torch.tensor([[*record.prompt_ids, *record.response_ids]])
     logits = model(input_ids=ids).logits[0, len(record.prompt_ids) - 1 : -1]
     logits[1:] /= 0.5
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(record.response_ids)[:, None])[:, 0]
+    expected = logits.log_softmax(-1).gather(1, torch.from_numpy(record.response_ids).long()[:, None])[:, 0]
     assert record.rollout_log_probs == pytest.approx(expected.tolist(), abs=1e-3)
     assert served(record).temperature is None
 
 
-def checked(folder: Path, records: Sequence[RolloutRecord], command: str = "check", **training: Any) -> dict[str, Any]:
+def checked(folder: Path, records: Sequence[Sample], command: str = "check", **training: Any) -> dict[str, Any]:
     """What `check` or `inspect` says of the first batch."""
     folder.mkdir(exist_ok=True)
-    write_records(folder / "rollouts.jsonl", records)
-    told = [TrainingSample(train_log_probs=list(record.rollout_log_probs), **training) for record in records]
-    (folder / "training.jsonl").write_text("".join(line.model_dump_json(exclude_none=True) + "\n" for line in told))
+    write_samples(folder / "rollouts.jsonl", records)
+    told = [{"train_log_probs": record.rollout_log_probs.tolist(), **training} for record in records]
+    (folder / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
     arguments = [command, str(folder / "rollouts.jsonl"), str(folder / "training.jsonl"), "--json"]
     if command == "inspect":
         arguments += ["--out", str(folder / "report")]
@@ -252,7 +251,7 @@ def checked(folder: Path, records: Sequence[RolloutRecord], command: str = "chec
     return json.loads(result.stdout)
 
 
-def both(pair: list[CpuServer], states: Sequence[State], version: str) -> list[RolloutRecord]:
+def both(pair: list[CpuServer], states: Sequence[State], version: str) -> list[Sample]:
     """A trainer that does not look at what serves."""
     for server, state in zip(pair, states, strict=True):
         run(
@@ -294,7 +293,7 @@ def test_planted_faults_are_found_at_the_first_batch_and_named_first(
 def test_fifty_clean_updates_by_every_way_have_no_finding(pair: list[CpuServer], tmp_path: Path) -> None:
     """By tensors, from disk and over a process group in turn; one record of each."""
     server = pair[0]
-    records: list[RolloutRecord] = []
+    records: list[Sample] = []
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -323,7 +322,7 @@ def test_fifty_clean_updates_by_every_way_have_no_finding(pair: list[CpuServer],
         await client.destroy_weights_update_group(group)
 
     run(server, job)
-    write_records(tmp_path / "rollouts.jsonl", records)
+    write_samples(tmp_path / "rollouts.jsonl", records)
     for record in records:  # each batch as a trainer would see it, and all of them together
         one = checked(tmp_path / "batch", [record], weight_fingerprint=served(record).weights[0].fingerprint)
         assert one["findings"] == []

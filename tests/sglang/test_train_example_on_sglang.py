@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -21,10 +22,9 @@ from torch import Tensor
 import mismatch_plugin as mp
 from examples.megatron_core import train as example
 from examples.sglang_server import CpuServer
+from mismatch_plugin.data.pack import pack
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.hooks.megatron_core import Sample
-from mismatch_plugin.rollout.packing import to_packed
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient
 from tests.fixtures.faulty_server import call
 from tests.sglang.load import until_running
@@ -42,17 +42,16 @@ def trainers() -> list[example.Trainer]:
     return [example.Trainer(mp.MismatchConfig()) for _ in range(2)]
 
 
-def scored(trainer: example.Trainer, records: Sequence[RolloutRecord]) -> list[list[float]]:
+def scored(trainer: example.Trainer, records: Sequence[Sample]) -> list[list[float]]:
     """The trainer's log-probs of every response."""
-    batch = trainer.batch([Sample(record.prompt_ids, record.response_ids, 0.0) for record in records])
+    batch = trainer.batch([record.with_fields(advantages=np.zeros(len(record))) for record in records])
     return [row.tolist() for row in trainer.log_probs(batch).split([len(record.response_ids) for record in records])]
 
 
-def distance(trainer: example.Trainer, records: Sequence[RolloutRecord]) -> float:
-    """Largest |log π_train − log π_rollout| of any token."""
+def distance(trainer: example.Trainer, records: Sequence[Sample]) -> float:
+    """Largest |log π_train − log π_rollout| of any token; NaN where one is missing."""
     rows = zip(records, scored(trainer, records), strict=True)
-    pairs = [pair for record, row in rows for pair in zip(record.rollout_log_probs, row, strict=True)]
-    return max(math.inf if a is None else abs(a - b) for a, b in pairs)
+    return float(np.abs(np.concatenate([record.rollout_log_probs - row for record, row in rows])).max())
 
 
 def test_log_probs_follow_every_update_to_the_server_s_precision(
@@ -65,8 +64,10 @@ def test_log_probs_follow_every_update_to_the_server_s_precision(
             name = f"{server.url}-{number}"
             rollouts.update(trainers[number].weights(), name)
             records = rollouts.sample(prompts, 4)
-            assert [record.prompt_ids for record in records] == [prompt for prompt in prompts for _ in range(4)]
-            assert {version for record in records for version in record.version_of_token} == {name}
+            assert [record.prompt_ids.tolist() for record in records] == [
+                prompt for prompt in prompts for _ in range(4)
+            ]
+            assert {span.version for record in records for span in record.weight_versions} == {name}
             assert {record.finish_reason for record in records} == {"stop", "length"}
             found = distance(trainers[number], records)
             assert found < agrees and (found > VISIBLE) == (server is bfloat16_server)
@@ -79,7 +80,7 @@ def test_log_probs_under_top_p_are_those_of_what_was_kept(
     example.Server(float32_server.url).update(trainers[1].weights(), "top-p")
     narrow = SamplingParameters(top_p=0.7, top_k=example.VOCAB, max_new_tokens=7, stop_token_ids=(example.EOS,))
 
-    async def sample(client: SGLangClient) -> list[RolloutRecord]:
+    async def sample(client: SGLangClient) -> list[Sample]:
         return await client.generate(example.questions(64, 0), narrow, return_sampling_mask=True)
 
     records = call(float32_server, sample)
@@ -90,7 +91,7 @@ def test_log_probs_under_top_p_are_those_of_what_was_kept(
             record.response_ids, record.kept_ids, record.rollout_log_probs, record.behaviour_log_probs, strict=True
         )
         for token, kept, full, behaviour in rows:
-            assert token in kept and full is not None and behaviour is not None
+            assert token in kept
             # At least 0.7 of the probability is kept, and dividing by it is all that happens.
             assert full - 1e-6 <= behaviour <= full - math.log(0.7) + 1e-5
     assert any(len(kept) < example.VOCAB for record in records for kept in record.kept_ids or ())
@@ -115,8 +116,10 @@ def test_update_in_flight_shows_in_spans_and_metrics(
         assert sampled[cut:] == pytest.approx(new[index][cut:], abs=EXACT)
         assert sampled[cut:] != pytest.approx(old[index][cut:], abs=0.01)
 
+    rows = zip(records, new, strict=True)
+    trained = [record.with_fields(train_log_probs=np.array(row)) for record, row in rows]
     config = mp.MismatchConfig.model_validate({"metrics": "full"})
-    metrics = mp.correct(to_packed(records, new), config).statistics.metrics()
+    metrics = mp.correct(pack(trained), config).statistics.metrics()
     drift = {lag: metrics[f"rollout_corr/log_ratio_by_version_lag_{lag}"] for lag in (0, 1)}
     rows = zip(new, old, (record.weight_versions[0].end for record in records), strict=True)
     stale = [a - b for newest, before, cut in rows for a, b in zip(newest[:cut], before[:cut], strict=True)]
@@ -125,7 +128,7 @@ def test_update_in_flight_shows_in_spans_and_metrics(
     assert abs(drift[1]) > 10 * EXACT
 
 
-async def _update_in_flight(url: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[RolloutRecord]:
+async def _update_in_flight(url: str, before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> list[Sample]:
     """Responses in whose middle the weights change: once all of them run."""
     async with SGLangClient(url) as client:
         await client.update_weights_from_tensors(before, "run-1")

@@ -16,8 +16,8 @@ from torch import Tensor
 from ci.sglang_cpu.tiny_model import Family, tiny_model, write_tiny_model
 from examples import sglang_server as server_module
 from examples.sglang_server import CpuServer, start_cpu_server
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from tests.fixtures.faulty_server import call
@@ -62,15 +62,15 @@ def weights(seed: int, family: Family = "llama") -> dict[str, Tensor]:
     return dict(tiny_model(family, seed).state_dict())
 
 
-def distance(records: Sequence[RolloutRecord], seed: int, family: Family = "llama") -> float:
+def distance(records: Sequence[Sample], seed: int, family: Family = "llama") -> float:
     """Largest |log-prob of the server − that of transformers in float32 with the weights of `seed`| of any token."""
     model = tiny_model(family, seed)
     largest = 0.0
     for record in records:
         ids = torch.tensor([[*record.prompt_ids, *record.response_ids]])
         logits = model(input_ids=ids).logits[0, len(record.prompt_ids) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(1, torch.tensor(record.response_ids)[:, None])[:, 0]
-        found = torch.tensor(record.rollout_log_probs, dtype=torch.float32)
+        expected = logits.log_softmax(-1).gather(1, torch.from_numpy(record.response_ids).long()[:, None])[:, 0]
+        found = torch.from_numpy(record.rollout_log_probs).float()
         largest = max(largest, float((expected - found).abs().max()))
     return largest
 
@@ -82,7 +82,7 @@ async def begin(client: SGLangClient, seed: int, family: Family = "llama") -> No
 
 
 def test_weights_that_do_not_serve_are_errors(server: CpuServer) -> None:
-    async def run(client: SGLangClient) -> list[RolloutRecord]:
+    async def run(client: SGLangClient) -> list[Sample]:
         await begin(client, 1)
         wrong = {name.replace("model.", "decoder."): tensor for name, tensor in weights(2).items()}
         with pytest.raises(
@@ -96,14 +96,14 @@ def test_weights_that_do_not_serve_are_errors(server: CpuServer) -> None:
         return await client.generate(PROMPTS, SHORT)
 
     records = call(server, run)
-    assert {name for record in records for name in record.version_of_token} == {"next"}
+    assert {span.version for record in records for span in record.weight_versions} == {"next"}
     assert distance(records, 3) < EXACT
 
 
 def test_updates_from_disk_arrive(server: CpuServer, tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "llama", seed=5)
 
-    async def run(client: SGLangClient) -> list[RolloutRecord]:
+    async def run(client: SGLangClient) -> list[Sample]:
         await begin(client, 4)
         await client.update_weights_from_disk(str(tmp_path), "disk")
         return await client.generate(PROMPTS, SHORT)
@@ -112,7 +112,7 @@ def test_updates_from_disk_arrive(server: CpuServer, tmp_path: Path) -> None:
 
 
 def test_updates_over_a_group_arrive(server: CpuServer, free_port: int) -> None:
-    async def run(client: SGLangClient) -> list[RolloutRecord]:
+    async def run(client: SGLangClient) -> list[Sample]:
         await begin(client, 6)
         group = await client.init_weights_update_group("127.0.0.1", free_port)
         await client.update_weights_from_group(weights(7), "group", group)
@@ -125,7 +125,7 @@ def test_updates_over_a_group_arrive(server: CpuServer, free_port: int) -> None:
 
 
 def test_after_an_in_place_update_a_shared_prefix_is_computed_again(server: CpuServer) -> None:
-    async def run(client: SGLangClient, **options: Any) -> list[RolloutRecord]:
+    async def run(client: SGLangClient, **options: Any) -> list[Sample]:
         await begin(client, 10)
         async with client.paused("in_place"):
             await client.update_weights_from_tensors(weights(11), "in-place", **options)
@@ -134,12 +134,12 @@ def test_after_an_in_place_update_a_shared_prefix_is_computed_again(server: CpuS
     assert distance(call(server, run), 11) < EXACT
     # What the flush is for: keys and values of the old weights under the name of the new ones.
     stale = call(server, lambda client: run(client, flush_cache=False))
-    assert {name for record in stale for name in record.version_of_token} == {"in-place"}
+    assert {span.version for record in stale for span in record.weight_versions} == {"in-place"}
     assert distance(stale, 11) > 0.05
 
 
 def test_an_in_place_update_under_requests_that_share_a_cache_is_refused_and_changes_nothing(server: CpuServer) -> None:
-    async def run(client: SGLangClient) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
+    async def run(client: SGLangClient) -> tuple[list[Sample], list[Sample]]:
         await begin(client, 12)
         running = asyncio.create_task(client.generate(PROMPTS, LONG))
         await client.generate(PROMPTS[:1], SHORT)  # by its end the others, which came first, are running
@@ -150,12 +150,12 @@ def test_an_in_place_update_under_requests_that_share_a_cache_is_refused_and_cha
         return await running, await client.generate(PROMPTS, SHORT)
 
     for records in call(server, run):
-        assert {name for record in records for name in record.version_of_token} == {"seed-12"}
+        assert {span.version for record in records for span in record.weight_versions} == {"seed-12"}
         assert distance(records, 12) < EXACT
 
 
 def test_in_place_without_a_radix_cache_fresh_requests_are_of_the_new_weights(qwen3_server: CpuServer) -> None:
-    async def run(client: SGLangClient) -> tuple[list[RolloutRecord], list[RolloutRecord]]:
+    async def run(client: SGLangClient) -> tuple[list[Sample], list[Sample]]:
         await begin(client, 20, "qwen3")
         running = asyncio.create_task(client.generate(PROMPTS, LONG))
         await client.generate(PROMPTS[:1], SHORT)
@@ -165,7 +165,7 @@ def test_in_place_without_a_radix_cache_fresh_requests_are_of_the_new_weights(qw
         return await client.generate(PROMPTS, SHORT), await running
 
     fresh, in_flight = call(qwen3_server, run)
-    assert {name for record in fresh for name in record.version_of_token} == {"new"}
+    assert {span.version for record in fresh for span in record.weight_versions} == {"new"}
     assert distance(fresh, 21, "qwen3") < EXACT
     assert all([span.version for span in record.weight_versions] == ["seed-20", "new"] for record in in_flight)
 
@@ -177,6 +177,6 @@ def test_names_that_end_a_server_of_qwen3_are_not_sent(qwen3_server: CpuServer) 
         with pytest.raises(ValueError, match=r"all names of the weights begin with 'module\.'"):
             await client.update_weights_from_tensors({f"module.{name}": state[name] for name in state}, "wrong")
         await client.update_weights_from_tensors(state, "right")
-        assert await client.health()
+        assert (await client.server_info()).weight_version == "right"
 
     call(qwen3_server, run)

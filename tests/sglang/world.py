@@ -13,21 +13,22 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from examples.sglang_server import start_cpu_server
-from mismatch_plugin.check.training import TrainingSample
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient
 from tests.sglang import stories
 
 Size = Literal["mild", "strong"]
 SIZES: tuple[Size, ...] = get_args(Size)
 State = dict[str, Tensor]
-Records = list[RolloutRecord]
-Training = list[TrainingSample]
+Records = list[Sample]
+Training = list[dict[str, Any]]
+"""Lines of training.jsonl."""
 STEPS = 4
 """Optimizer steps that the trainer is ahead of the reference checkpoint at the end."""
 LR: dict[Size, float] = {"mild": 1e-4, "strong": 1e-3}
@@ -76,12 +77,12 @@ class World:
         numbered = enumerate(zip(sampled, pairs, strict=True))
         return [self._named(index, record, answer) for index, (record, (_, answer)) in numbered], [q for q, _ in pairs]
 
-    def _named(self, index: int, record: RolloutRecord, answer: str) -> RolloutRecord:
+    def _named(self, index: int, record: Sample, answer: str) -> Sample:
         """With the text, and with the share of the right answer's words in it for a reward."""
-        text = self.tokenizer.decode(record.response_ids)
+        text = self.tokenizer.decode(record.response_ids.tolist())
         wanted = set(answer.split())
         told = {"text": text, "reward": len(wanted & set(text.split())) / len(wanted)}
-        return record.model_copy(update={"sample_id": f"{self.seed}-{index}", "request_id": None, **told})
+        return record.with_fields(sample_id=f"{self.seed}-{index}", request_id=None, **told)
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.encode(text).ids
@@ -90,8 +91,8 @@ class World:
     def log_probs(
         self,
         state: State,
-        prompts: Sequence[Sequence[int]],
-        responses: Sequence[Sequence[int]],
+        prompts: Sequence[Any],
+        responses: Sequence[Any],
         temperature: float = 1.0,
     ) -> list[list[float]]:
         """log π of each response token in float32."""
@@ -99,7 +100,10 @@ class World:
         found = []
         for start in range(0, len(prompts), 64):
             part = slice(start, start + 64)
-            rows = [(list(p), list(r)) for p, r in zip(prompts[part], responses[part], strict=True)]
+            rows = [
+                (np.array(p).tolist(), np.array(r).tolist())
+                for p, r in zip(prompts[part], responses[part], strict=True)
+            ]
             width = max(len(p) + len(r) for p, r in rows)
             padded = torch.tensor([[*p, *r, *[stories.PAD] * (width - len(p) - len(r))] for p, r in rows])
             logits = self.model(padded, use_cache=False).logits  # causal: padding behind changes nothing
@@ -122,8 +126,8 @@ class World:
         return records, self.score(state, records, f"step-{step}"), questions
 
 
-def training_sample(record: RolloutRecord, values: Sequence[float | None], version: str) -> TrainingSample:
-    return TrainingSample(train_log_probs=list(values), sample_id=record.sample_id, weight_version=version)
+def training_sample(record: Sample, values: Sequence[float], version: str) -> dict[str, Any]:
+    return {"train_log_probs": list(values), "sample_id": record.sample_id, "weight_version": version}
 
 
 def make_world(folder: Path, stack: ExitStack) -> World:

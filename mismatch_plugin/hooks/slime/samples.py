@@ -17,7 +17,7 @@ from importlib import import_module
 from types import NoneType
 from typing import Any
 
-from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.data.served import META_KEY, last_told
 
 _WATCHED = "mismatch_plugin_keeps_served"
 _METHODS = ("append_response_tokens", "update_from_meta_info")
@@ -32,9 +32,7 @@ def keep_served(sample: Any, meta_info: Mapping[str, Any], start: int | None = N
     For a generate function of your own that fills in the sample itself. Without the plugin's object nothing is done.
     start: where the call's first token is in the response; None: its tokens are the last ones.
     """
-    told = meta_info.get(META_KEY)
-    if isinstance(told, list) and told:  # of a stream behind nulls
-        told = told[-1]
+    told = last_told(meta_info.get(META_KEY))
     if not isinstance(told, Mapping) or not isinstance(sample.metadata, (dict, NoneType)):
         return
     end = sample.response_length

@@ -22,8 +22,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch_plugin.config.settings import VerifyWeights
-from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled
+from mismatch_plugin.sglang.fingerprints import STAGES_S, SentWeights, WeightUpdateError, settled, states_of
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -125,7 +124,7 @@ class WeightUpdates:
                 result = own(updater, *args, **kwargs)
             finally:
                 self._sent = None
-            self._judge(_verdict(updater, {} if sent is None else sent.tensors, self._failed, group))
+            self._judge(_verdict(updater, dict(sent or {}), self._failed, group))
             self.version = str(getattr(updater, "weight_version", "")) or None
             return result
 
@@ -222,14 +221,14 @@ def _compared(updater: Any, parts: Sequence[Mapping[str, Any]]) -> Verdict:
     sent = SentWeights()
     for part in parts:
         sent.update(part)
-    if not len(sent):
+    if not sent:
         return Verdict(reason="no tensor was seen on its way.", final=True)
     replies: list[list[Mapping[str, Any]]] = []
     engines = [*updater.rollout_engines]
     if getattr(updater, "use_distribute", False):
         engines += updater.distributed_rollout_engines
     for _ in range(STAGES_S):
-        replies = [_held(reply) for reply in _ask(engines)]
+        replies = [states_of(reply) for reply in _ask(engines)]
         if settled(info for reply in replies for info in reply):
             break
         time.sleep(1.0)
@@ -258,10 +257,3 @@ def _ask(engines: Sequence[Any]) -> list[Any]:
         with opener.open(f"{url}/server_info", timeout=_TIMEOUT) as reply:
             found.append(json.load(reply))
     return found
-
-
-def _held(reply: Any) -> list[Mapping[str, Any]]:
-    """What the plugin tells, one of each data-parallel worker."""
-    states = reply.get("internal_states") if isinstance(reply, Mapping) else None
-    found = [state.get(META_KEY) for state in states or () if isinstance(state, Mapping)]
-    return [info for info in found if isinstance(info, Mapping)]

@@ -21,10 +21,10 @@ _state: ServerState | None = None
 
 
 def required_change() -> int:
-    """How many tensors an update must change. Raises ValueError for what is no number."""
+    """How many tensors an update must change. Raises SystemExit for what is no number."""
     given = os.environ.get(REQUIRE, "0")
     if not given.isdecimal():
-        raise ValueError(f"{REQUIRE}={given!r} must be a number of tensors: 1, or 0 for any.")
+        raise SystemExit(f"{REQUIRE}={given!r} must be a number of tensors: 1, or 0 for any.")
     return int(given)
 
 

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
@@ -24,11 +25,11 @@ from mismatch_plugin.sglang.plugin import hooks
 logger = logging.getLogger("mismatch_plugin")
 SWITCH = "MISMATCH_PLUGIN_SGLANG"
 _SWITCH = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
-_MANAGERS = "sglang.srt.managers"
-_SCHEDULER = f"{_MANAGERS}.scheduler"
-_PARTS = f"{_MANAGERS}.scheduler_components"
+_SCHEDULER, _PARTS = "sglang.srt.managers.scheduler", "sglang.srt.managers.scheduler_components"
 _UPDATER = f"{_PARTS}.weight_updater.SchedulerWeightUpdaterManager"
 _STREAMER = f"{_PARTS}.output_streamer.SchedulerOutputStreamer"
+_STATE = f"{_PARTS}.internal_state.SchedulerInternalStateController"
+_OLD_STATE = f"{_SCHEDULER}.Scheduler.get_internal_state"
 
 
 class Target(NamedTuple):
@@ -53,14 +54,7 @@ TARGETS = (
     Target((f"{_UPDATER}.check_weights",), ("self", "recv_req"), hooks.checked, optional=True),
     Target((f"{_STREAMER}.__post_init__",), ("self",), hooks.streamer_made),
     Target((f"{_STREAMER}.build_additional_customized_info",), ("self", "reqs"), hooks.add_to_replies),
-    Target(
-        (
-            f"{_PARTS}.internal_state.SchedulerInternalStateController.get_internal_state",
-            f"{_SCHEDULER}.Scheduler.get_internal_state",
-        ),
-        ("self", "recv_req"),
-        hooks.add_to_server_info,
-    ),
+    Target((f"{_STATE}.get_internal_state", _OLD_STATE), ("self", "recv_req"), hooks.add_to_server_info),
 )
 
 
@@ -77,13 +71,9 @@ def register() -> None:
     switch = os.environ.get(SWITCH, "on").lower()
     if switch not in _SWITCH:
         raise SystemExit(f"{SWITCH}={switch!r} is unknown: say on or off.")
-    try:
-        hooks.required_change()
-    except ValueError as error:
-        raise SystemExit(str(error)) from None
-    if not _SWITCH[switch]:
-        return
-    if _SCHEDULER not in sys.modules:  # importing it in other processes would cost them time and memory
+    hooks.required_change()
+    # Importing the scheduler in other processes would cost them time and memory.
+    if not _SWITCH[switch] or _SCHEDULER not in sys.modules:
         return
     missing = [reason for target in TARGETS if (reason := _missing(target))]
     if missing:
@@ -103,15 +93,11 @@ def register() -> None:
 
 def _path(target: Target) -> str | None:
     """The first of the target's paths that exists."""
-    return next((path for path in target.paths if _exists(path)), None)
-
-
-def _exists(path: str) -> bool:
-    try:
-        resolve_name(path)
-    except (ImportError, AttributeError):
-        return False
-    return True
+    for path in target.paths:
+        with suppress(ImportError, AttributeError):
+            resolve_name(path)
+            return path
+    return None
 
 
 def _missing(target: Target) -> str:
@@ -135,14 +121,11 @@ def harmless(hook: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(hook)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         nonlocal broken
-        if not broken:
-            try:
-                return hook(*args, **kwargs)
-            except Exception:
-                broken = hook not in hooks.TOGETHER
-                logger.exception(
-                    "mismatch_plugin: its hook %s failed%s", hook.__name__, " and is off" if broken else ""
-                )
-        return None
+        try:
+            return None if broken else hook(*args, **kwargs)
+        except Exception:
+            broken = hook not in hooks.TOGETHER
+            logger.exception("mismatch_plugin: its hook %s failed%s", hook.__name__, " and is off" if broken else "")
+            return None
 
     return guarded

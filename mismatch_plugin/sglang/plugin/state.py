@@ -8,9 +8,7 @@ import logging
 import os
 import socket
 from functools import cache
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from mismatch_plugin.sglang.fingerprints import some, written
 from mismatch_plugin.sglang.plugin.weights import LoadedWeights
@@ -19,17 +17,9 @@ logger = logging.getLogger("mismatch_plugin")
 _TOP_K_OFF = 1 << 30
 _MOST_GREEDY, _LONGEST_ID = 10_000, 200
 _EVENTS, _SENT = "mismatch_plugin_events", "mismatch_plugin_sent"
-"""Attributes of SGLang's requests."""
+"""Attributes of SGLang's requests. Events: (fingerprint, since, tokens) of the weights that made tokens up to there."""
 _PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "min_new_tokens": 0}
 _CONSTRAINTS = ("logit_bias", "json_schema", "regex", "ebnf", "structural_tag", "watermark")
-
-
-class Event(NamedTuple):
-    """The weights changed when the request had so many tokens. fingerprint, since: of the weights that made those."""
-
-    fingerprint: str | None
-    since: str | None
-    tokens: int
 
 
 class ServerState:
@@ -111,35 +101,29 @@ class ServerState:
         if told is None:  # other pipeline stages or ranks are not done
             return self._log(what)
         what += f" changed {told['changed']} of {told['tensors']} tensors"
-        partly = told["changed_matrices"] < told["matrices"]
-        if partly and told["changed"]:
-            what += f", not {some(self.weights.unchanged)}"
-        self._log(f"WARNING: {what}" if partly else what, warn=partly)
+        if told["changed_matrices"] == told["matrices"]:
+            return self._log(what)
+        unchanged = f", not {some(self.weights.unchanged)}" if told["changed"] else ""
+        return self._log(f"WARNING: {what}{unchanged}", warn=True)
 
     def _mark_requests(self) -> None:
+        """Note on each request under way which weights made its tokens so far."""
         try:
-            self._mark()
+            self.weights.complete()
+            scheduler, told = self._scheduler, self.weights.fingerprint
+            for req in {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, scheduler.chunked_req} - {None}:
+                if req.output_ids:
+                    event = (told, self._since.get(told or ""), len(req.output_ids))
+                    setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
         except Exception:  # the other ranks wait for this one
             logger.exception(
                 "mismatch_plugin: requests under way could not be marked: their spans are not to be trusted"
             )
 
-    def _mark(self) -> None:
-        self.weights.complete()
-        scheduler = self._scheduler
-        waiting = [*scheduler.waiting_queue, *([scheduler.chunked_req] if scheduler.chunked_req is not None else [])]
-        for req in {*scheduler.collect_inflight_reqs(), *waiting}:
-            if req.output_ids:
-                told = self.weights.fingerprint
-                event = Event(told, self._since_of(told), len(req.output_ids))
-                setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
-
     def _log(self, what: str, warn: bool = False) -> None:
+        told = f"{self._facts['server']}, {what}: {self.weights.fingerprint} as version {label()!r}"
         level = logging.WARNING if warn else logging.INFO
-        told = f"{what}: {self.weights.fingerprint} as version {label()!r}"
-        logger.log(
-            level, "mismatch_plugin: weights of %s, %s; %.3f s", self._facts["server"], told, self.weights.seconds
-        )
+        logger.log(level, "mismatch_plugin: weights of %s; %.3f s", told, self.weights.seconds)
 
     def before_batch(self, batch: Any) -> None:
         """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
@@ -173,7 +157,7 @@ class ServerState:
         return [*filled, None] if self._cuts_streams and req.stream and length > sent else []
 
     def reply(self, req: Any) -> dict[str, Any]:
-        """The object of `rollout.served.Served` for a request that ended."""
+        """The object of `data.served.Served` for a request that ended."""
         params = req.sampling_params
         filters = {"top_p": params.top_p < 1.0, "top_k": 1 < params.top_k < _TOP_K_OFF, "min_p": params.min_p > 0.0}
         shifts = [name for name, off in _PENALTIES.items() if getattr(params, name) != off]
@@ -204,16 +188,13 @@ class ServerState:
         events = () if again else getattr(req, _EVENTS, ())
         spans: list[dict[str, Any]] = []
         now = self.weights.fingerprint
-        for told, since, until in [*events, (now, self._since_of(now), length)]:
+        for told, since, until in [*events, (now, self._since.get(now or ""), length)]:
             start, end = spans[-1]["end"] if spans else 0, min(until, length)
             if spans and spans[-1]["fingerprint"] == told:
                 spans[-1]["end"] = max(end, start)
             elif end > start:
                 spans.append({"fingerprint": told, "since": since, "start": start, "end": end})
         return spans
-
-    def _since_of(self, fingerprint: str | None) -> str | None:
-        return None if fingerprint is None else self._since.get(fingerprint)
 
     def info(self) -> dict[str, Any]:
         """For /server_info: settings, fingerprint, last update, and the digest of every tensor."""
@@ -236,8 +217,8 @@ def facts(scheduler: Any) -> dict[str, Any]:
     settings = {**vars(scheduler.server_args), **context.get_context().resolved_server_args_dict()}
     given = " ".join(os.environ.get("MISMATCH_SERVER_ID", "").encode(errors="replace").decode().split())
     name = given[:_LONGEST_ID] or f"{socket.gethostname()}:{settings['port']}/{os.getppid()}"
-    processor = getattr(runner.model, "logits_processor", None)
-    dtype = _named(scheduler.model_config.dtype)
+    processor, model = getattr(runner.model, "logits_processor", None), scheduler.model_config
+    dtype, cache_dtype = (str(kind).removeprefix("torch.") for kind in (model.dtype, runner.kv_cache_dtype))
     return {
         "server": name,
         "dp_rank": parallel.dp_rank,
@@ -246,12 +227,12 @@ def facts(scheduler: Any) -> dict[str, Any]:
         "pp_rank": parallel.pp_rank,
         "pp_size": parallel.pp_size,
         "ep_size": settings.get("ep_size") or 1,
-        "kv_heads_repeated": _kv_heads_repeated(scheduler),
+        "kv_heads_repeated": model.get_total_num_kv_heads() < parallel.tp_size,  # more ranks than there are heads
         "sglang": importlib.metadata.version("sglang"),
         "dtype": dtype,
         "head_dtype": "float32" if getattr(processor, "use_fp32_lm_head", False) else dtype,
-        "kv_cache_dtype": _named(runner.kv_cache_dtype),
-        "quantization": scheduler.model_config.quantization,
+        "kv_cache_dtype": cache_dtype,
+        "quantization": model.quantization,
         "speculative": settings.get("speculative_algorithm"),
         "deterministic": bool(settings.get("enable_deterministic_inference")),
         "on_policy_target": settings.get("rl_on_policy_target"),
@@ -271,14 +252,3 @@ def _length(req: Any) -> int:
 @cache
 def _module(name: str) -> Any:
     return importlib.import_module(name)
-
-
-def _named(dtype: torch.dtype | str) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _kv_heads_repeated(scheduler: Any) -> bool:
-    """Whether tensor parallelism has more ranks than the model has key and value heads."""
-    return (
-        scheduler.model_config.get_total_num_kv_heads() < _module("sglang.srt.runtime_context").get_parallel().tp_size
-    )

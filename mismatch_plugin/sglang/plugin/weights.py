@@ -16,8 +16,6 @@ from mismatch_plugin.sglang.fingerprints import Digest, combined, digests, finge
 
 logger = logging.getLogger("mismatch_plugin")
 _REQUIRED = "MISMATCH_REQUIRE_CHANGE"
-
-
 _KEPT = 8
 """Generations of what pipeline stages tell each other: one may be some updates behind."""
 _PATIENCE = timedelta(seconds=60)
@@ -43,16 +41,6 @@ def all_ready(ready: bool) -> bool:
     return store.compare_set("mismatch_plugin/verdict", "", verdict) == b"on"
 
 
-def exchanged(scheduler: Any, own: Any) -> list[Any]:
-    """What each rank of this pipeline stage has. Collectives: one gather of objects, if there are several."""
-    group = scheduler.weight_updater.tp_cpu_group
-    ranks: list[Any] = [own]
-    if dist.get_world_size(group) > 1:
-        ranks = [None] * dist.get_world_size(group)
-        dist.all_gather_object(ranks, own, group=group)
-    return ranks
-
-
 class Stage(NamedTuple):
     """Of one pipeline stage. tensors: digests of whole ones. same: those that all ranks have as they were. kept: these,
     and all tensors of a rank that has all its matrices as they were. None: not known."""
@@ -70,9 +58,8 @@ def _stage(before: Sequence[Mapping[str, Digest]] | None, after: Sequence[Mappin
     matrices = [{name for name, (_, _, dimensions) in now.items() if dimensions > 1} for now in after]
     idle = [own for own, of_rank in zip(same, matrices, strict=True) if of_rank and of_rank <= own]
     names = dict.fromkeys(name for now in after for name in now)
-    everywhere = [
-        name for name in names if all(name in own for own, now in zip(same, after, strict=True) if name in now)
-    ]
+    changed = set().union(*(now.keys() - own for now, own in zip(after, same, strict=True)))
+    everywhere = [name for name in names if name not in changed]
     return Stage(combined(after), everywhere, [*everywhere, *set().union(*idle).difference(everywhere)])
 
 
@@ -102,20 +89,21 @@ class LoadedWeights:
         """Matrices that the last update left as they were."""
         self.seconds = 0.0
 
-    def take(self) -> None:
-        """The digests as they are now: of loaded weights, or after something else than an update changed them."""
-        self._take(None)
+    def take(self, success: bool | None = None) -> list[bool]:
+        """The digests as they are now: of loaded weights, or after something else than an update changed them.
 
-    def _take(self, success: bool | None) -> list[bool]:
-        """success: of the update on this rank; it is returned of each rank. One host sync; one exchange among the ranks
-        of a stage."""
+        success: of an update on this rank; it is returned of each rank. One host sync; one gather of objects among the
+        ranks of a stage."""
         started = time.perf_counter()
         own: dict[str, Digest] | None = None
         try:
             own = digests(self._scheduler.tp_worker.model_runner.model.named_parameters())
         except Exception:  # the other ranks wait for an answer
             logger.exception("mismatch_plugin: no fingerprint of the weights could be taken")
-        told = exchanged(self._scheduler, (own, success))
+        group = self._scheduler.weight_updater.tp_cpu_group
+        told: list[Any] = [(own, success)] * dist.get_world_size(group)
+        if len(told) > 1:
+            dist.all_gather_object(told, (own, success), group=group)
         whole = [rank for rank, _ in told if rank is not None]
         before, self._ranks = self._ranks, whole if len(whole) == len(told) else None
         self._stage = Stage({}) if self._ranks is None else _stage(before, whole)
@@ -155,7 +143,7 @@ class LoadedWeights:
         self.number += 1
         update, self.update = self.update, None
         before = self._stage.tensors
-        done = self._take(success)
+        done = self.take(success)
         tensors, _, kept = self._stage
         if not any(done) and tensors and tensors == before:
             self.number, self.update, self._updated = self.number - 1, update, False

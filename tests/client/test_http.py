@@ -1,8 +1,10 @@
-"""Addresses and credentials: what is no address is refused at once, and nothing that is shown holds a secret."""
+"""Addresses, credentials and bodies: what is no address is refused, nothing shown holds a secret, odd replies fail."""
 
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import logging
 import traceback
 import warnings
@@ -11,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.rollout.records import SamplingParameters
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.sglang.client import GenerateError, Retries, SGLangClient
 from mismatch_plugin.sglang.http import Server, shown
-from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
+from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
 
 ONE = SamplingParameters(max_new_tokens=1)
 PASSWORD, TOKEN = "hunter-2-hunter", "tok-1234567"
@@ -22,33 +24,19 @@ HEADERS = {"Authorization": f"Bearer {TOKEN}", "X-Run": "plain-value"}
 
 
 @pytest.mark.parametrize(
-    ("url", "says"),
+    "url",
     [
-        ("127.0.0.1:30000", "must begin with http:// or https://"),
-        ("localhost", "must begin with http:// or https://"),
-        ("ftp://host:1", "must begin with http:// or https://"),
-        ("", "must begin with http:// or https://"),
-        ("http://", "names no host"),
-        ("http://:30000", "names no host"),
-        ("http://host:99999999", "port must be 1 to 65535"),
-        ("http://host:0", "port must be 1 to 65535"),
-        ("http://host:-1", "port must be 1 to 65535"),
-        ("http://host:http", "port must be 1 to 65535"),
-        ("http://ho\0st:1", "a space, a backslash or a control character"),
-        ("http://host:1/\r\nX: 1", "a space, a backslash or a control character"),
-        ("http://ho st:1", "a space, a backslash or a control character"),
-        ("http://[::1", "host cannot be read"),
-        ("http://a..b:1", "host cannot be read"),
-        (f"http://{'a' * 64}.example:1", "host cannot be read"),
-        ("http://host:1?model=x", "a query or fragment"),
-        ("http://host:1#x", "a query or fragment"),
-        (None, "url is NoneType"),
+        *("127.0.0.1:30000", "localhost", "ftp://host:1", "", "http://", "http://:30000", None),
+        *("http://host:99999999", "http://host:0", "http://host:-1", "http://host:http"),
+        *("http://ho\0st:1", "http://host:1/\r\nX: 1", "http://ho st:1"),
+        *("http://[::1", "http://a..b:1", f"http://{'a' * 64}.example:1"),
+        *("http://host:1?model=x", "http://host:1#x"),
     ],
 )
-def test_what_is_no_address_is_refused_at_construction(url: Any, says: str) -> None:
-    with pytest.raises(ValueError, match=says) as caught:
+def test_what_is_no_address_is_refused_at_construction(url: Any) -> None:
+    with pytest.raises(ValueError, match="is not a server's address: give it as http://host:port") as caught:
         SGLangClient(url)
-    assert "give it as http://host:port" in str(caught.value).lower()
+    assert repr(shown(str(url))) in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -151,16 +139,45 @@ def test_no_failure_and_no_log_shows_credentials(name: str, caplog: pytest.LogCa
     assert "sample 0" in text and TOKEN not in text and PASSWORD not in text
 
 
-def test_credentials_reach_the_server_and_not_the_records() -> None:
+def test_credentials_reach_the_server_and_not_the_samples() -> None:
     seen: list[str] = []
 
     async def run(server: FaultyServer) -> None:
         async with SGLangClient(server.url.replace("http://", "http://user:p%40ss@")) as client:
-            (record,) = await client.generate([[1]], ONE)
-            seen.append(record.model_dump_json())
+            (sample,) = await client.generate([[1]], ONE)
+            seen.append(repr(sample))
 
     with FaultyServer(honest) as server:
         asyncio.run(run(server))
         # base64 of user:p@ss
         assert {request.headers["authorization"] for request in server.requests} == {"Basic dXNlcjpwQHNz"}
         assert server.url in seen[0] and "p@ss" not in seen[0] and "p%40ss" not in seen[0]
+
+
+LIMIT = 1_000_000
+TOO_LARGE = f"more than {LIMIT} bytes: raise max_reply_bytes"
+ZIPPED = Reply(body=gzip.compress(b"{}"), headers={"Content-Encoding": "gzip"})
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind", "says"),
+    [
+        (Reply(body=b'"' + b"x" * LIMIT + b'"'), "content", TOO_LARGE),
+        (Reply(body=b"x" * (LIMIT + 1), status=500), "content", TOO_LARGE),
+        (ZIPPED, "content", "'gzip' was not asked for"),
+        (Reply(body=b'{"text": "", "n": ' + b"7" * 6000 + b"}"), "content", "JSON that cannot be read .*digits"),
+        (Reply(body=b'{"text": "\xff\xfe!"}'), "content", "JSON that is not utf-8, from byte 10 on"),
+        (Reply(body='{"text": "\u00e9'.encode()[:-1]), "connection", "JSON cut off after 11 bytes"),
+        (Reply(body=json.dumps({"padding": "x" * (LIMIT - 20)}).encode()), "reply", "no meta_info"),  # read and judged
+    ],
+)
+def test_a_reply_that_cannot_be_read_fails_its_sample(reply: Reply, kind: str, says: str) -> None:
+    def respond(request: Request) -> Reply:
+        return reply if request.json["input_ids"] == [1] else honest(request)
+
+    with FaultyServer(respond) as server, pytest.raises(GenerateError, match=says) as caught:
+        call(server, lambda client: client.generate([[0], [1], [2]], ONE), retries=2, max_reply_bytes=LIMIT)
+    assert {request.headers["accept-encoding"] for request in server.requests} == {"identity"}
+    # What was cut off is asked for again, and nothing else.
+    attempts = 3 if kind == "connection" else 1
+    assert [(at, e.kind, e.attempts) for at, e in caught.value.failures.items()] == [(1, kind, attempts)]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mismatch_plugin.rollout.records import SamplingParameters
-from mismatch_plugin.sglang.client import Retries, SGLangClient
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.sglang.client import GenerateError, Retries, SGLangClient
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, honest
 
 ONE = SamplingParameters(max_new_tokens=1)
@@ -18,10 +18,6 @@ LANES = 64
 TOTAL = 10_000
 GUARD_S = 240
 """Ends a test that hangs; nothing is judged by it."""
-
-
-def prompts(count: int) -> list[list[int]]:
-    return [[number] for number in range(count)]
 
 
 def moody(chance: random.Random) -> Any:
@@ -48,17 +44,19 @@ async def storm(client: SGLangClient, chance: random.Random) -> Counter[str]:
         way = chance.choice(["cancel", "cancel", "deadline", "timeout"])
         asked = [[number] for number in range(first, first + count)]
         deadline = chance.random() * 0.02 * count / 8 if way == "deadline" else None
-        task = asyncio.create_task(client.generate_outcomes(asked, ONE, deadline=deadline))
+        task = asyncio.create_task(client.generate(asked, ONE, deadline=deadline))
         if way == "cancel":
             for _ in range(chance.randrange(200)):
                 await asyncio.sleep(0)
             task.cancel()
         (result,) = await asyncio.gather(task, return_exceptions=True)
-        if isinstance(result, BaseException):
+        if isinstance(result, GenerateError):
+            seen.update(failure.kind for failure in result.failures.values())
+        elif isinstance(result, BaseException):
             assert isinstance(result, asyncio.CancelledError), result
             seen["cancelled"] += 1
         else:
-            seen.update("done" if outcome.failure is None else outcome.failure.kind for outcome in result)
+            seen["done"] += 1
 
     size, together = 20, 10
     for first in range(0, TOTAL, size * together):
@@ -78,7 +76,7 @@ def test_every_lane_answers_after_ten_thousand_requests_cancelled_late_and_broke
             client._server.timeout = GUARD_S
             # All lanes at once: no reply before 64 requests are under way.
             records = await client.generate([[TOTAL + number] for number in range(LANES)], ONE)
-            assert [record.prompt_ids[0] for record in records] == [TOTAL + number for number in range(LANES)]
+            assert [int(record.prompt_ids[0]) for record in records] == [TOTAL + number for number in range(LANES)]
             return seen
 
     def together(request: Request) -> Reply:
@@ -134,20 +132,16 @@ def test_closing_loses_nothing_that_had_come(attempts: int) -> None:
 
     async def run(server: FaultyServer) -> None:
         client = SGLangClient(server.url, concurrency=1, retries=Retries(attempts, 0.01, 0.01))
-        came = asyncio.Event()
-        pending = asyncio.create_task(
-            client.generate_outcomes([[1], [2], [3]], ONE, progress=lambda progress: came.set())
-        )
-        await came.wait()
+        pending = asyncio.create_task(client.generate([[1], [2], [3]], ONE))
         while [2] not in [body["input_ids"] for body in server.bodies("/generate")]:
             await asyncio.sleep(0.01)
         await client.close()
-        first, second, third = await pending
-        assert first.value is not None and first.value.prompt_ids == [1]
-        assert second.failure is not None and second.failure.kind == ("connection" if attempts == 1 else "closed")
-        assert second.attempts == 1
-        assert third.failure is not None and (third.failure.kind, third.attempts) == ("closed", 0)
-        assert "this client is closed: open another one" in third.failure.message
+        with pytest.raises(GenerateError, match="this client is closed: open another one") as caught:
+            await pending
+        first, *others = caught.value.came
+        assert first.prompt_ids.tolist() == [1] and others == [None, None]
+        told = {at: (failure.kind, failure.attempts) for at, failure in caught.value.failures.items()}
+        assert told == {1: ("connection" if attempts == 1 else "closed", 1), 2: ("closed", 0)}
 
     with FaultyServer(respond) as server:
         asyncio.run(asyncio.wait_for(run(server), GUARD_S))

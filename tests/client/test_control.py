@@ -1,4 +1,4 @@
-"""Weight updates, pauses, aborts and questions: what goes over the wire, in which order, and what a refusal does."""
+"""Weight updates, pauses and questions: what goes over the wire, in which order, and what a refusal does."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.rollout.records import SamplingParameters
 from mismatch_plugin.sglang.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint, written
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest
@@ -51,14 +51,12 @@ class Trainee:
             return Reply({"weight_version": self.version, "model_path": "m"})
         if request.path.startswith("/update_weights"):
             self.version = request.json.get("weight_version") or self.version
-        if request.path == "/abort_request":
-            return Reply(body=b"", content_type="")
         return Reply({"success": True, "message": "ok"})
 
 
 def orders(server: FaultyServer) -> list[str]:
     """Paths that change something, in order."""
-    return [path for path in server.paths() if not path.endswith(("_info", "/weights_checker"))]
+    return [path for path in server.paths() if not path.endswith("_info")]
 
 
 def unpacked(body: Any) -> dict[str, torch.Tensor]:
@@ -217,18 +215,17 @@ def test_weights_that_are_none_are_refused_before_anything_is_sent(weights: Any,
 def test_a_pause_does_not_wait_for_the_requests_it_is_to_pause() -> None:
     async def pause_while_busy(client: SGLangClient) -> None:
         sampling = SamplingParameters(max_new_tokens=1)
-        busy = asyncio.create_task(client.generate_outcomes([[1], [2]], sampling))
+        busy = asyncio.create_task(client.generate([[1], [2]], sampling))
         while len(server.bodies("/generate")) < 2:
             await asyncio.sleep(0.005)
         await client.pause("abort")
-        await client.abort(all=True)
         await client.continue_()
         busy.cancel()
 
     with FaultyServer(Trainee()) as server:
         call(server, pause_while_busy, concurrency=2)
-        assert orders(server)[2:] == ["/pause_generation", "/abort_request", "/continue_generation"]
-        assert server.bodies("/abort_request") == [{"rid": "", "abort_all": True}]
+        assert orders(server)[2:] == ["/pause_generation", "/continue_generation"]
+        assert server.bodies("/pause_generation") == [{"mode": "abort"}]
 
 
 def test_generation_continues_after_an_error_under_a_pause() -> None:
@@ -242,12 +239,11 @@ def test_generation_continues_after_an_error_under_a_pause() -> None:
         assert orders(server) == ["/pause_generation", "/continue_generation"]
 
 
-@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation", "/abort_request"])
+@pytest.mark.parametrize("path", ["/pause_generation", "/continue_generation"])
 def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
     async def order(client: SGLangClient) -> None:
         await client.pause()
         await client.continue_()
-        await client.abort(all=True)
 
     trainee = Trainee()
     trainee.refuse[path] = Reply({"success": False, "message": "busy loading"})
@@ -255,30 +251,11 @@ def test_an_order_that_the_server_did_not_follow_is_an_error(path: str) -> None:
         call(server, order)
 
 
-def test_orders_that_mean_nothing_are_refused() -> None:
-    async def both(client: SGLangClient) -> None:
-        with pytest.raises(ValueError, match="mode='soft' is unknown"):
-            await client.pause("soft")  # pyright: ignore[reportArgumentType]
-        with pytest.raises(ValueError, match="one request_id, or say all=True"):
-            await client.abort()
-        with pytest.raises(ValueError, match="one request_id, or say all=True"):
-            await client.abort("x", all=True)
-
+def test_a_pause_of_another_kind_is_refused() -> None:
     with FaultyServer(Trainee()) as server:
-        call(server, both)
+        with pytest.raises(ValueError, match="mode='soft' is unknown"):
+            call(server, lambda client: client.pause("soft"))  # pyright: ignore[reportArgumentType]
         assert server.requests == []
-
-
-def test_health_is_yes_or_no() -> None:
-    trainee = Trainee()
-    with FaultyServer(trainee) as server:
-        assert call(server, lambda client: client.health()) is True
-        trainee.refuse["/health"] = Reply(status=503)
-        assert call(server, lambda client: client.health()) is False
-        trainee.refuse["/health"] = Reply(hang=True)
-        assert call(server, lambda client: client.health(timeout=0.1)) is False
-        server.kill()
-        assert call(server, lambda client: client.health()) is False
 
 
 def test_server_info_holds_what_the_last_update_left() -> None:
@@ -309,7 +286,7 @@ def test_server_info_asks_again_and_refuses_what_is_none() -> None:
     ],
 )
 def test_settings_that_widen_the_mismatch_are_named(settings: dict[str, Any], says: str | None) -> None:
-    risks = ServerInfo.from_replies(settings, {}).risks()
+    risks = ServerInfo(**settings).risks()
     assert len(risks) == (says is not None) and all(says in risk for risk in risks if says)
 
 
@@ -361,7 +338,7 @@ WORKER = """
 import sys, torch, torch.distributed as dist
 from mismatch_plugin.sglang.control import join_weights_update_group
 group = join_weights_update_group(
-    "127.0.0.1", int(sys.argv[1]), world_size=2, group_name="weight_update_group", backend="gloo", timeout=60, rank=1
+    "127.0.0.1", int(sys.argv[1]), world_size=2, backend="gloo", timeout=60, rank=1
 )
 received = []
 for shape, dtype in (([2, 3], "float32"), ([2], "bfloat16"), ([4], "float32")):
