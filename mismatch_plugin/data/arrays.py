@@ -51,9 +51,7 @@ def vector(value: Any, integers: bool = False) -> np.ndarray[Any, Any]:
         return np.frombuffer(array("q" if integers else "d", value), dtype=np.int64 if integers else np.float64)
     except (TypeError, OverflowError, ValueError):
         fits = (int,) if integers else (int, float)
-        wrong = (
-            at for at, item in enumerate(value) if not isinstance(item, fits) or (integers and abs(item) > _MAX_ID)
-        )
+        wrong = (at for at, item in enumerate(value) if not isinstance(item, fits) or abs(item) > _MAX_ID * integers)
         at = next(wrong, 0)
         says = "an integer" if integers else "a number"
         raise ValueError(f"position {at} is {shown(value[at])}, not {says}") from None

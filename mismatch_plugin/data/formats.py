@@ -15,7 +15,6 @@ from mismatch_plugin.data.columns import (
     NAMES,
     TRAINER,
     Columns,
-    Options,
     Table,
     count,
     named,
@@ -38,17 +37,14 @@ class Format:
     name: str
     holds: str
     recognises: Callable[[Source], bool]
-    read: Callable[[Source, Options], Table]
-    join: Callable[[Iterable[tuple[Path, Table]], Options], Table] | None = None
+    read: Callable[[Source], Table]
+    join: Callable[[Iterable[tuple[Path, Table]]], Table] | None = None
 
 
 # Our own files: samples as JSONL or Parquet, and JSONL of the training side's log-probs.
 
-_ARRAYS: dict[str, Callable[[Any], Any]] = {
-    **dict.fromkeys(IDS, as_ids),
-    **dict.fromkeys(MASKS, as_mask),
-    **dict.fromkeys(FLOATS, as_floats),
-}
+_ARRAYS = {**dict.fromkeys(IDS, as_ids), **dict.fromkeys(MASKS, as_mask), **dict.fromkeys(FLOATS, as_floats)}
+_ARRAYS |= dict.fromkeys(("advantages", "entropy"), one_or_many)
 _OWN = {"sampling", "log_probs_of", "weight_versions", "kept_ids", "behaviour_log_probs", "top_log_probs", "served"}
 _OF_TRAINER = {
     "token_ids": "trained_ids",
@@ -57,8 +53,9 @@ _OF_TRAINER = {
     "weight_version": "trainer_version",
     "weight_fingerprint": "trainer_fingerprint",
     "temperature": "trainer_temperature",
+    **{name: name for name in (*TRAINER, "advantages", "sample_id", "index") if name != "entropy"},
 }
-"""Short names in a file of the training side alone."""
+"""Name in a file of the training side alone → field of a sample."""
 
 
 def _is_samples(source: Source) -> bool:
@@ -75,43 +72,33 @@ def _own_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> di
     """A row of our names, null left out."""
     found: dict[str, Any] = {"place": place}
     for name, value in row.items():
+        field = names.get(name, name)
         if value is not None:
-            field = names.get(name, name)
             found[field] = named(f"{place}: {name}", _ARRAYS[field], value) if field in _ARRAYS else value
     return found
 
 
-def _read_samples(source: Source, options: Options) -> Table:
+def _read_samples(source: Source) -> Table:
     table = Table()
     for place, row in source.rows():
-        fields = _own_row(place, own_fields(row) if source.kind == "parquet" else row, {})
-        if options.log_probs_of is not None:
-            fields["log_probs_of"] = options.log_probs_of
-        if options.temperature is not None:
-            fields["sampling"] = {**fields.get("sampling", {}), "temperature": options.temperature}
-        table.rows.append(fields)
+        table.rows.append(_own_row(place, own_fields(row) if source.kind == "parquet" else row, {}))
+        if lacking := [name for name in ("response_ids", "rollout_log_probs") if name not in table.rows[-1]]:
+            raise ValueError(f"{place} has no {lacking[0]}: give one for each token of the response.")
     return table
 
 
-def _read_training(source: Source, options: Options) -> Table:
-    table = Table(
-        missing="it holds the training side's log-probs alone: give the rollout records first and it as TRAINING"
-    )
-    allowed = {*TRAINER, *_OF_TRAINER, "advantages", "sample_id", "index"} - {"entropy"}
+def _read_training(source: Source) -> Table:
+    table = Table(missing="it holds the training side's log-probs alone: give the rollout records first")
+    table.missing += " and it as TRAINING"
     for place, line in source.rows():
-        if "train_log_probs" not in line or (unknown := line.keys() - allowed):
-            says = "has no train_log_probs" if "train_log_probs" not in line else f"has {min(unknown)}"
-            raise ValueError(
-                f"{place} {says}: a line is one JSON object with train_log_probs and, if wanted, "
-                f"{', '.join(sorted({*_OF_TRAINER, 'advantages', 'sample_id', 'index'}))}."
-            )
-        row = _own_row(place, line, _OF_TRAINER)
+        if (unknown := line.keys() - _OF_TRAINER) or line.get("train_log_probs") is None:
+            says = f"has {min(unknown)}" if unknown else "has no train_log_probs"
+            raise ValueError(f"{place} {says}: a line has train_log_probs and, if wanted, {', '.join(_OF_TRAINER)}.")
+        table.rows.append(row := _own_row(place, line, _OF_TRAINER))
         n = len(row["train_log_probs"])
-        row["advantages"] = named(f"{place}: advantages", lambda value: one_or_many(value, n), row.get("advantages"))
         for name in ("trained_mask", "advantages"):
-            if row.get(name) is not None and len(row[name]) != n:
+            if len(row.get(name, range(n))) != n and not isinstance(line.get(name), (int, float)):
                 raise ValueError(f"{place}: {name} has {len(row[name])} entries for {n} log-probs: give one for each.")
-        table.rows.append({name: value for name, value in row.items() if value is not None})
     return table
 
 
@@ -119,7 +106,11 @@ def _read_training(source: Source, options: Options) -> Table:
 # "format_version" and "dp_shards" too, and samples already gathered over data and context parallel ranks.
 
 
-def _read_slime(source: Source, options: Options) -> Table:
+def _is_slime(source: Source) -> bool:
+    return source.kind == "torch" and {"rollout_id", "samples"} <= {*source.keys}
+
+
+def _read_slime(source: Source) -> Table:
     samples = source.content.get("samples") if isinstance(source.content, Mapping) else None
     if not isinstance(samples, list) or not samples or not all(isinstance(sample, Mapping) for sample in samples):
         raise ValueError(f"{source.path} holds no list of samples: it is no dump of slime or miles, or it is empty.")
@@ -134,9 +125,9 @@ def _read_slime(source: Source, options: Options) -> Table:
     columns = Columns([*keys], str(source.path), leave=("step", "total_length", *leave))
     step = number if isinstance(number := source.content.get("rollout_id"), int) else None
     places = [sample.get("rollout_position") for sample in samples]
-    table = read_rows(columns, each(samples, f"{source.path}, sample"), options, step=step)
+    table = read_rows(columns, each(samples, f"{source.path}, sample"), step=step)
     for row, place in zip(table.rows, places, strict=True):
-        if "log_probs" in columns.found and place is not None:
+        if "log_probs" in columns.names and place is not None:
             at = named("rollout_position", count, place)
             row["index"] = at if step is None else (step, at)
     if "rollout_top_p_token_ids" in keys:
@@ -159,7 +150,7 @@ def _is_rank(source: Source) -> bool:
     return source.kind == "torch" and {"rollout_id", "rollout_data"} <= {*source.keys}
 
 
-def _read_rank(source: Source, options: Options) -> Table:
+def _read_rank(source: Source) -> Table:
     path, pack = source.path, source.content
     columns = pack.get("rollout_data") if isinstance(pack, Mapping) else None
     if not isinstance(columns, Mapping) or not {"tokens", "response_lengths"} <= {*columns}:
@@ -187,7 +178,7 @@ def _read_rank(source: Source, options: Options) -> Table:
     return table
 
 
-def _join_ranks(files: Iterable[tuple[Path, Table]], options: Options) -> Table:
+def _join_ranks(files: Iterable[tuple[Path, Table]]) -> Table:
     whole: dict[Any, dict[str, Any]] = {}
     for path, table in files:
         own = set()
@@ -212,7 +203,7 @@ def _join_ranks(files: Iterable[tuple[Path, Table]], options: Options) -> Table:
     ranks = [whole[key] for key in sorted(whole, key=lambda key: (key[0] is not None, key[0] or 0, key[1]))]
     keys = dict.fromkeys(name for rank in ranks for name in (*rank["row"], *rank["slices"]))
     columns = Columns([*keys], ranks[0]["place"].rsplit(",", 1)[0], leave=["total_length"])
-    return read_rows(columns, (_gathered(rank) for rank in ranks), options)
+    return read_rows(columns, (_gathered(rank) for rank in ranks))
 
 
 def _gathered(rank: Mapping[str, Any]) -> Row:
@@ -264,7 +255,7 @@ def _is_text(source: Source) -> bool:
     return source.kind == "jsonl" and {"input", "output", "score", "step"} <= {*source.keys}
 
 
-def _read_verl(source: Source, options: Options) -> Table:
+def _read_verl(source: Source) -> Table:
     path, content, extra = source.path, source.content, None
     if _is_text(source):
         raise ValueError(
@@ -289,7 +280,7 @@ def _read_verl(source: Source, options: Options) -> Table:
         }
     if isinstance(content, Mapping) and "rollout_log_probs" not in content and "old_log_probs" in content:
         raise ValueError(f"{path} has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True.")
-    table = read_columns(source, content, options, padded=["response_ids", "prompt_ids"])
+    table = read_columns(source, content, padded=["response_ids", "prompt_ids"])
     sides = [(row.get("train_log_probs"), row.get("rollout_log_probs")) for row in table.rows]
     if sides and all(train is not None and np.array_equal(train, rollout) for train, rollout in sides):
         table.notes.append("old_log_probs are rollout_log_probs to the last bit: verl's bypass_mode copies them")
@@ -303,11 +294,11 @@ def _read_verl(source: Source, options: Options) -> Table:
 # begins at the first token of token_mask. A line of the log holds a batch of one: each value in a list.
 
 
-def _read_nemo(source: Source, options: Options) -> Table:
+def _read_nemo(source: Source) -> Table:
     if source.kind != "jsonl":
-        return read_columns(source, source.content, options, padded=["sequence"])
+        return read_columns(source, source.content, padded=["sequence"])
     columns = Columns(source.keys, str(source.path), leave=["sample_id"])  # idx is the place in the file
-    return read_rows(columns, _unlisted(source, {*columns.found.values()}), options, padded=["sequence"])
+    return read_rows(columns, _unlisted(source, {*columns.names.values()}), padded=["sequence"])
 
 
 def _unlisted(source: Source, names: set[str]) -> Iterator[Row]:
@@ -322,13 +313,14 @@ def _unlisted(source: Source, names: set[str]) -> Iterator[Row]:
 # completion_ids, completion_mask, advantages [B], tool_mask. It asks vLLM for log-probs after temperature and filters.
 
 
-def _read_trl(source: Source, options: Options) -> Table:
-    return read_columns(source, source.content, options, padded=["response_ids"], log_probs_of="filtered")
+def _read_trl(source: Source) -> Table:
+    return read_columns(source, source.content, padded=["response_ids"], log_probs_of="filtered")
 
 
-# What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one JSON document. Log-probs are
-# of the raw logits unless the server runs with --logprobs-mode processed_logprobs.
+# What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
+# the raw logits unless the server runs with --logprobs-mode processed_logprobs.
 
+AS_RAW = "log-probs are taken as raw: before temperature and filters, vLLM's default logprobs_mode"
 _ASK = "ask for return_token_ids=true (or return_tokens_as_token_ids=true) and logprobs"
 
 
@@ -338,12 +330,11 @@ def _is_vllm(source: Source) -> bool:
     return source.kind in ("json", "jsonl") and told
 
 
-def _read_vllm(source: Source, options: Options) -> Table:
+def _read_vllm(source: Source) -> Table:
     keys = ("response_ids", "prompt_ids", "rollout_log_probs", "sample_id", "group", "finish_reason", "temperature")
     columns = Columns(keys, str(source.path))
-    table = read_rows(columns, _choices(source), options, log_probs_of="raw")
-    if options.log_probs_of is None:
-        table.notes.append("log-probs are taken as raw: before temperature and filters, vLLM's default logprobs_mode")
+    table = read_rows(columns, _choices(source), log_probs_of="raw")
+    table.notes.append(AS_RAW)
     return table
 
 
@@ -393,64 +384,37 @@ def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]
     if ids is None:
         ids = [str(name).removeprefix("token_id:") for name in names]
         if text := next(
-            (name for name, number in zip(names, ids) if number == str(name) or not number.isdigit()), None
+            (name for name, number in zip(names, ids, strict=True) if number == str(name) or not number.isdigit()), None
         ):
             raise ValueError(f"{place} holds text ({str(text)[:20]!r}) but no token ids: {_ASK}.")
         ids = [int(number) for number in ids]
     return list(ids), log_probs
 
 
-FORMATS: dict[str, Format] = {
-    one.name: one
-    for one in (
-        Format("records", "rollout records of this package, .jsonl or .parquet", _is_samples, _read_samples),
-        Format(
-            "training",
-            "the training side's log-probs, .jsonl",
-            lambda source: (
-                source.kind == "jsonl" and "train_log_probs" in source.keys and "response_ids" not in source.keys
-            ),
-            _read_training,
-        ),
-        Format(
-            "slime",
-            "slime's and miles' --save-debug-rollout-data, slime's --save-debug-train-data",
-            lambda source: source.kind == "torch" and {"rollout_id", "samples"} <= {*source.keys},
-            _read_slime,
-        ),
-        Format(
-            "slime_train",
-            "older slime's --save-debug-train-data, one file a rank",
-            lambda source: _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys},
-            _read_rank,
-            _join_ranks,
-        ),
-        Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, _read_rank, _join_ranks),
-        Format(
-            "verl",
-            "verl's DataProto, TensorDict or tensors: responses, response_mask, rollout_log_probs",
-            _is_verl,
-            _read_verl,
-        ),
-        Format(
-            "nemo_rl",
-            "NeMo-RL's train_data_step*.jsonl, or its input_ids, token_mask, generation_logprobs, prev_logprobs",
-            lambda source: "generation_logprobs" in source.keys,
-            _read_nemo,
-        ),
-        Format(
-            "trl",
-            "TRL's batch: completion_ids, completion_mask, sampling_per_token_logps, old_per_token_logps, advantages",
-            lambda source: {"completion_ids", "sampling_per_token_logps"} <= {*source.keys},
-            _read_trl,
-        ),
-        Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, .json or .jsonl", _is_vllm, _read_vllm),
-        Format(
-            "generic",
-            "columns or rows with known names, .pt, .npz, .parquet, .json or .jsonl",
-            lambda source: True,  # the last that is asked: what it cannot read, it says with the names it knows
-            lambda source, options: read_columns(source, source.content, options),
-        ),
-    )
-}
-"""By the name that --format takes. The first that recognises a file reads it; the last recognises all."""
+def _is_training(source: Source) -> bool:
+    return source.kind == "jsonl" and "train_log_probs" in source.keys and "response_ids" not in source.keys
+
+
+def _has(*names: str) -> Callable[[Source], bool]:
+    return lambda source: {*names} <= {*source.keys}
+
+
+def _is_older_slime(source: Source) -> bool:
+    return _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys}
+
+
+_ALL = (
+    Format("records", "rollout records of this package, .jsonl or .parquet", _is_samples, _read_samples),
+    Format("training", "the training side's log-probs, .jsonl", _is_training, _read_training),
+    Format("slime", "slime's and miles' --save-debug-rollout-data, slime's train data", _is_slime, _read_slime),
+    Format("slime_train", "older slime's train data, one file a rank", _is_older_slime, _read_rank, _join_ranks),
+    Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, _read_rank, _join_ranks),
+    Format("verl", "verl's DataProto, TensorDict or tensors", _is_verl, _read_verl),
+    Format("nemo_rl", "NeMo-RL's train_data_step*.jsonl, or its tensors", _has("generation_logprobs"), _read_nemo),
+    Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
+    Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, .json or .jsonl", _is_vllm, _read_vllm),
+    # The last that is asked: what it cannot read, it says with the names it knows.
+    Format("generic", "columns or rows with known names", _has(), lambda source: read_columns(source, source.content)),
+)
+FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
+"""By the name that --format takes. The first that recognises a file reads it."""

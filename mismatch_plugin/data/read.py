@@ -13,8 +13,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from mismatch_plugin.data.columns import TRAINER, Options, Table
-from mismatch_plugin.data.formats import FORMATS, Format
+from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, of_temperature
+from mismatch_plugin.data.formats import AS_RAW, FORMATS, Format
 from mismatch_plugin.data.sample import LogProbsOf, Sample, plain_fault
 from mismatch_plugin.data.source import READ, Source, open_source
 
@@ -56,13 +56,12 @@ def read(
     Raises ValueError naming file, sample and position where something cannot be read, is cut, or does not fit;
     InputError where the two sides do not.
     """
-    options = Options(log_probs_of, temperature)
     path = Path(path)
     if training is None and (path / "rollout_data").is_dir():  # a folder of slime's or miles' --dump-details
         training = path / "train_data" if (path / "train_data").is_dir() else None
         path = path / "rollout_data"
     files, own = _pair(path) if path.is_dir() and format is None else (path, None)
-    name, table = _read(files, format, options)
+    name, table = _read(files, format)
     rows, notes = table.rows, table.notes
     if table.missing or not rows:
         raise ValueError(f"{path}: {table.missing or 'it holds no response'}.")
@@ -70,7 +69,7 @@ def read(
         notes.append(f"{own} was left out: the training side is {training}")
     training = training or own
     if training is not None:
-        _, side = _read(Path(training), None, options)
+        _, side = _read(Path(training), None)
         if not side.rows or "train_log_probs" not in side.rows[0]:
             raise ValueError(f"{training} holds no log-probs of the training side.")
         for row, at in zip(rows, _partners(rows, side.rows), strict=True):
@@ -84,9 +83,19 @@ def read(
         if (more := len(side.rows) - len(rows)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
+    if log_probs_of is not None:
+        notes = [note for note in notes if not note.endswith(AS_RAW)]
+    if temperature is not None:
+        notes, sampling = [note for note in notes if not note.endswith(NO_TEMPERATURE)], of_temperature(temperature)
     has_training = all("train_log_probs" in row for row in rows)
     samples = []
     for at, row in enumerate(rows):
+        if log_probs_of is not None:
+            row["log_probs_of"] = log_probs_of
+        if temperature is not None:
+            row["sampling"] = (
+                {**row["sampling"], "temperature": temperature} if name == "records" and "sampling" in row else sampling
+            )
         samples.append(_sample(row))
         rows[at] = {}
     return Dump(samples, has_training, name, tuple(dict.fromkeys(notes)))
@@ -103,7 +112,7 @@ def _sample(row: dict[str, Any]) -> Sample:
         ) from None
 
 
-def _read(path: Path, format: str | None, options: Options) -> tuple[str, Table]:
+def _read(path: Path, format: str | None) -> tuple[str, Table]:
     if format is not None and format not in FORMATS:
         raise ValueError(f"--format {format} is unknown: choose from {', '.join(FORMATS)}.")
     files, notes = _files(path)
@@ -122,14 +131,14 @@ def _read(path: Path, format: str | None, options: Options) -> tuple[str, Table]
                 )
             found = chosen
             with _named(file, chosen):
-                table = chosen.read(source, options)
+                table = chosen.read(source)
             yield file, table
 
     each = tables()
     first = next(each)
     assert found is not None
     with _named(path, found):
-        table = found.join(chain([first], each), options) if found.join else _joined(chain([first], each))
+        table = found.join(chain([first], each)) if found.join else _joined(chain([first], each))
     table.notes = [*notes, *table.notes]
     return found.name, table
 

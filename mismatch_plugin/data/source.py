@@ -196,15 +196,16 @@ def _zip_names(path: Path, file: Any) -> list[str]:
     """What a zip file holds. Raises ValueError where it is cut, damaged, or an array in it is too large."""
     try:
         with zipfile.ZipFile(file) as archive:
-            members = archive.infolist()
-            if (largest := max((one.file_size for one in members if one.compress_type), default=0)) > MAX_ARRAY:
-                raise ValueError(f"{path} packs {largest / MIB:.0f} MiB into one array, 4096 at most are read.")
+            names = archive.namelist()
+            packed = max((one.file_size for one in archive.infolist() if one.compress_type), default=0)
+            if packed > MAX_ARRAY or (packed and any(name.endswith("data.pkl") for name in names)):
+                raise ValueError(f"{path}: {packed / MIB:.0f} MiB are packed into it: save with torch.save or numpy.savez.")
             damaged = archive.testzip()
     except _DAMAGED as error:
         raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
     if damaged is not None:
         raise ValueError(f"{path} is damaged: the checksum of {damaged} is another.")
-    return [one.filename for one in members]
+    return names
 
 
 class _Arrays(Mapping[str, Any]):
