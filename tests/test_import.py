@@ -6,9 +6,11 @@ The order of the folders is docs/design.md's: data flows upwards from settings t
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,15 @@ FOLDERS = (
     ),  # downwards only
 )
 LARGEST_SHARE = 0.2
+# Modules whose dependency is called otherwise, or that come with it.
+DEPENDENCY = {
+    "megatron": "megatron-core",
+    "yaml": "pyyaml",
+    "yarl": "aiohttp",
+    "PIL": "matplotlib",
+    "google": "tensorboard",
+    "triton": "torch",
+}
 
 
 def _run(code: str) -> str:
@@ -67,6 +78,20 @@ def test_import_initialises_neither_processes_nor_gpus():
         "print(dist.is_available() and dist.is_initialized(), torch.cuda.is_initialized())"
     )
     assert _run(code) == "False False"
+
+
+def test_every_module_imported_is_of_a_dependency():
+    """Or of an extra for users, not of those for tests and developers. slime's modules are imported inside slime."""
+    lines = [line for line in requires("mismatch-plugin") or [] if not re.search(r"extra == .(test|dev)", line)]
+    declared = {re.split(r"[^\w-]", line)[0] for line in lines}
+    known = {*sys.stdlib_module_names, "mismatch_plugin", "slime"}
+    unknown = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in FILES
+        for name in _imports(ast.parse(path.read_text()))
+        if (top := name.split(".")[0]) not in known and DEPENDENCY.get(top, top.replace("_", "-")) not in declared
+    ]
+    assert unknown == []
 
 
 def test_every_public_name_is_there():

@@ -92,8 +92,9 @@ def steps_of(tokens: int, width: int, vocab: int, device: torch.device) -> list[
     megatron_groups(model=True)
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
+    from mismatch_plugin.data.sample import Sample
     from mismatch_plugin.hooks.megatron_core import MegatronLoss
-    from mismatch_plugin.hooks.megatron_core.batch import Sample, make_batch
+    from mismatch_plugin.hooks.megatron_core.batch import make_batch
     from tests.megatron_cpu import ModelSettings, build_model, run_step
 
     heads = max(2, width // 64)
@@ -107,8 +108,8 @@ def steps_of(tokens: int, width: int, vocab: int, device: torch.device) -> list[
     for _ in range(tokens // length):
         ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
         old = (-8.0 - torch.rand(length - length // 5, generator=generator)).tolist()
-        logged = {"rollout_log_probs": [value + 0.01 for value in old], "old_log_probs": old}
-        samples.append(Sample(ids[: length // 5], ids[length // 5 :], 1.0, **logged))
+        logged = {"rollout_log_probs": [value + 0.01 for value in old], "train_log_probs": old}
+        samples.append(Sample(prompt_ids=ids[: length // 5], response_ids=ids[length // 5 :], advantages=1.0, **logged))
     batch = make_batch(samples, device=device)
 
     def hooked(**options: Any) -> Callable[[], None]:

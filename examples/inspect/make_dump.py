@@ -1,12 +1,11 @@
 """A dump to try `mismatch-plugin inspect` on: from a real SGLang server on CPU and a trainer of megatron-core.
 
-    python -W ignore -m examples.inspect.make_dump runs/dump --tokens 1000000
+    python -W ignore -m examples.inspect.make_dump runs/dump.parquet --tokens 1000000
 
 The small model of examples/megatron_core is warmed up, and then, step by step: the server gets its weights and samples,
 megatron-core scores the responses with the same weights in float32, both are written, and an optimizer step of GRPO
-moves the weights. So the dump is of a healthy run. OUT/rollouts.parquet holds the records, OUT/training.jsonl the
-trainer's log-probs, in the form that `mismatch-plugin check --help` tells. Needs the environments of `make test` and
-`make sglang`; memory does not grow with --tokens.
+moves the weights. So the dump is of a healthy run. Each sample in it has both sides. Needs the environments of
+`make test` and `make sglang`; memory does not grow with --tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ import time
 from collections.abc import Coroutine, Iterator
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, TextIO, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
+from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.megatron_core.train import (
@@ -34,13 +34,10 @@ from examples.megatron_core.train import (
     warm_up,
     write_checkpoint,
 )
-from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.files import replacing
-from mismatch_plugin.hooks.megatron_core import Sample
-from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.records import RolloutRecord
+from examples.sglang_server import start_cpu_server
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 
 PROMPTS, SAMPLES, PART = 16, 8, 16
@@ -59,7 +56,7 @@ class Dtype(str, Enum):
 
 
 class Run:
-    """Trainer and server; `records` yields what is sampled and writes the trainer's side next to it."""
+    """Trainer and server; `samples` yields what is sampled, with the trainer's side."""
 
     def __init__(self, url: str, seed: int) -> None:
         initialize()
@@ -74,88 +71,79 @@ class Run:
         self._wait(self.client.close())
         self.loop.close()
 
-    def records(self, tokens: int, training: TextIO) -> Iterator[RolloutRecord]:
+    def samples(self, tokens: int) -> Iterator[Sample]:
         """Steps until at least so many response tokens are there."""
         while self.tokens < tokens:
             version = f"step-{self.steps}"
             start = time.perf_counter()
-            records = self._roll_out(version)
+            samples = self._roll_out(version)
             self.seconds["rollout"] += time.perf_counter() - start
             start = time.perf_counter()
-            scored = self._score_and_train(records)
+            scored = self._score_and_train(samples)
             self.seconds["trainer"] += time.perf_counter() - start
-            for record, values in zip(records, scored, strict=True):
-                told = TrainingSample(train_log_probs=values, sample_id=record.sample_id, weight_version=version)
-                training.write(told.model_dump_json(exclude_none=True) + "\n")
-                yield record
+            for sample, values in zip(samples, scored, strict=True):
+                yield sample.replace(train_log_probs=values, trainer_version=version)
             self.steps += 1
-            self.tokens += sum(len(record.response_ids) for record in records)
+            self.tokens += sum(map(len, samples))
             print(f"step {self.steps}: {self.tokens} tokens", flush=True)
 
-    def _roll_out(self, version: str) -> list[RolloutRecord]:
+    def _roll_out(self, version: str) -> list[Sample]:
         """The server takes the weights and answers PROMPTS prompts, each group with a length of its own."""
         self._wait(self.client.update_weights_from_tensors(self.trainer.weights(), version))
         prompts = questions(PROMPTS, self.draw.randrange(2**31))
 
-        async def sample() -> list[RolloutRecord]:
+        async def sample() -> list[Sample]:
             groups = []
             for prompt in prompts:
                 length = int(LENGTHS[0] * (LENGTHS[1] / LENGTHS[0]) ** self.draw.random())
                 sampling = SamplingParameters(max_new_tokens=length, ignore_eos=True)
                 groups.append(self.client.generate([prompt], sampling, samples_per_prompt=SAMPLES))
-            return [record for group in await asyncio.gather(*groups) for record in group]
+            return [sample for group in await asyncio.gather(*groups) for sample in group]
 
         return [
-            record.model_copy(
-                update={
-                    "sample_id": f"{version}-{index}",
-                    "request_id": None,
-                    "reward": reward(record.prompt_ids, record.response_ids[:7]),
-                }
+            sample.replace(
+                sample_id=f"{version}-{index}",
+                request_id=None,
+                reward=reward(sample.prompt_ids.tolist(), sample.response_ids[:7].tolist()),
             )
-            for index, record in enumerate(self._wait(sample()))
+            for index, sample in enumerate(self._wait(sample()))
         ]
 
-    def _score_and_train(self, records: list[RolloutRecord]) -> list[list[float | None]]:
+    def _score_and_train(self, samples: list[Sample]) -> list[Tensor]:
         """The trainer's log-probs with the weights that sampled; then one optimizer step on them."""
-        groups = [row // SAMPLES for row in range(len(records))]
-        advantages = mp.group_advantages([record.reward or 0.0 for record in records], groups).tolist()
-        samples = [
-            Sample(record.prompt_ids, record.response_ids, advantage, rollout_log_probs=record.rollout_log_probs)
-            for record, advantage in zip(records, advantages, strict=True)
-        ]
+        groups = [row // SAMPLES for row in range(len(samples))]
+        advantages = mp.group_advantages([sample.reward or 0.0 for sample in samples], groups).tolist()
+        samples = [sample.replace(advantages=a) for sample, a in zip(samples, advantages, strict=True)]
         batches = [self.trainer.batch(samples[start : start + PART]) for start in range(0, len(samples), PART)]
         scored = torch.cat([self.trainer.log_probs(batch) for batch in batches])
         self.trainer.step(batches)
-        return [row.tolist() for row in scored.split([len(sample.response_ids) for sample in samples])]
+        return list(scored.split([len(sample) for sample in samples]))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(work)
 
 
 def make_dump(
-    out: Annotated[Path, typer.Argument(help="Folder for rollouts.parquet and training.jsonl.")],
+    out: Annotated[Path, typer.Argument(help="File to write, .jsonl or .parquet.")],
     tokens: Annotated[int, typer.Option(min=1, help="Response tokens, at least.")] = 1_000_000,
     dtype: Annotated[Dtype, typer.Option(help="Of the server; the trainer is float32.")] = Dtype.bfloat16,
     seed: Annotated[int, typer.Option(help="Of weights and prompts; SGLang's sampling on CPU follows none.")] = 0,
 ) -> None:
     """Sample on a real SGLang server, score with megatron-core, write both sides."""
-    out.mkdir(parents=True, exist_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(folder, context=CONTEXT)
         with start_cpu_server(folder, dtype=dtype.value, arguments=SERVER_ARGUMENTS) as server:
             run = Run(server.url, seed)
             start = time.perf_counter()
             try:
-                with replacing(out / "training.jsonl") as part, part.open("w") as training:
-                    count = write_records(out / "rollouts.parquet", run.records(tokens, training))
+                count = write_samples(out, run.samples(tokens))
             finally:
                 run.close()
     seconds = time.perf_counter() - start
     rates = ", ".join(f"{name} {run.tokens / spent:,.0f} tokens/s" for name, spent in run.seconds.items())
     print(f"{count} responses, {run.tokens} response tokens, {run.steps} steps in {seconds:.0f} s ({rates})")
-    for name in ("rollouts.parquet", "training.jsonl"):
-        print(f"{out / name}: {(out / name).stat().st_size / 2**20:.1f} MiB")
+    print(f"{out}: {out.stat().st_size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

@@ -38,12 +38,12 @@ from torch.nn import functional as F
 
 import mismatch_plugin as mp
 from examples.megatron_core import cpu_shim
-from mismatch_plugin.hooks.megatron_core import MegatronBatch, MegatronLoss, Sample, make_batch
+from examples.sglang_server import start_cpu_server
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.hooks.megatron_core import MegatronBatch, MegatronLoss, make_batch
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
-from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import start_cpu_server
 from mismatch_plugin.sglang.client import SGLangClient
 
 cpu_shim.install()  # before megatron-core asks for a GPU
@@ -243,7 +243,7 @@ class Server:
         if self.client is not None:
             self.loop.run_until_complete(self.client.update_weights_from_tensors(weights, version))
 
-    def sample(self, prompts: list[list[int]], samples: int) -> list[RolloutRecord]:
+    def sample(self, prompts: list[list[int]], samples: int) -> list[Sample]:
         """`samples` responses to each prompt, with the log-probs of their tokens as the server returned them."""
         box: list[Any] = [None]
         if self.client is not None:
@@ -265,7 +265,8 @@ def warm_up(steps: int = 70, seed: int = 0) -> dict[str, Any]:
     trainer = Trainer(mp.MismatchConfig(metrics="off"), lr=2e-3)
     for step in range(steps):
         prompts = questions(128, f"warm-up {step}")
-        trainer.step([trainer.batch([Sample(prompt, answer(prompt), 1.0) for prompt in prompts])])
+        shown = [Sample(prompt_ids=prompt, response_ids=answer(prompt), advantages=1.0) for prompt in prompts]
+        trainer.step([trainer.batch(shown)])
     return copy.deepcopy(trainer.model[0].module.state_dict())
 
 
@@ -275,10 +276,10 @@ def train(trainer: Trainer, server: Server, rollouts: int, update_every: int, na
     for number in range(rollouts):
         if number % update_every == 0:
             server.update(trainer.weights(), f"{name}-{number}")
-        records = server.sample(questions(PROMPTS, number), SAMPLES)
-        rewards = [reward(record.prompt_ids, record.response_ids) for record in records]
-        advantages = mp.group_advantages(rewards, [row // SAMPLES for row in range(len(records))]).tolist()  # ours
-        samples = [Sample.from_record(*pair) for pair in zip(records, advantages, strict=True)]  # ours
+        samples = server.sample(questions(PROMPTS, number), SAMPLES)
+        rewards = [reward(sample.prompt_ids.tolist(), sample.response_ids.tolist()) for sample in samples]
+        advantages = mp.group_advantages(rewards, [row // SAMPLES for row in range(len(samples))]).tolist()  # ours
+        samples = [sample.replace(advantages=a) for sample, a in zip(samples, advantages, strict=True)]  # ours
         # Each mini-batch has its share of every prompt's responses. π_old of all of them is from before the first step.
         batches = [trainer.batch(samples[part::MINI_BATCHES]) for part in range(MINI_BATCHES)]
         if not trainer.hook.config.use_rollout_log_probs:
@@ -315,8 +316,8 @@ def main() -> None:
             trainer = Trainer(own, state=start)
             history = train(trainer, server, args.rollouts, args.update_every, name)
             server.update(trainer.weights(), f"{name}-end")
-            records = server.sample(questions(256, "held out"), SAMPLES)
-            exact = statistics.fmean(record.response_ids == answer(record.prompt_ids) for record in records)
+            samples = server.sample(questions(256, "held out"), SAMPLES)
+            exact = statistics.fmean(s.response_ids.tolist() == answer(s.prompt_ids.tolist()) for s in samples)
             kl = statistics.fmean(step.get("rollout_corr/kl", math.nan) for step in history)
             norm = max(step["grad_norm"] for step in history)
             table.append(f"{name:27}  {exact:11.3f}  {kl:20.4f}  {norm:21.2f}")

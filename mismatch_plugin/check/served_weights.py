@@ -11,8 +11,8 @@ from mismatch_plugin.check.populations import FIX as BEHIND_FIX
 from mismatch_plugin.check.populations import called
 from mismatch_plugin.check.served_pieces import MOST_NAMES, Key, Piece, counted, few, finding, names_of
 from mismatch_plugin.check.versions import version_number
-from mismatch_plugin.rollout.packing import INITIAL_VERSION
 from mismatch_plugin.data.served import LastUpdate
+from mismatch_plugin.data.versions import INITIAL_VERSION
 
 _OLD_FIX = (
     "The servers still compute with old weights: read what the update returned on every rank and the server's log, "

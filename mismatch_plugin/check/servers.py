@@ -19,8 +19,8 @@ from mismatch_plugin.check.level import mismatch
 from mismatch_plugin.check.sources import Checkpoint, rescore
 from mismatch_plugin.check.training import InputError
 from mismatch_plugin.check.weights import SHARE, way_back
-from mismatch_plugin.rollout.responses import Floats, Response, Scored
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.rollout.responses import Floats, Response, Scored
 from mismatch_plugin.sglang.http import shown
 
 BARS = {"float32": 0.003, "quantised": 0.2, "16 bits": 0.07}

@@ -50,10 +50,10 @@ def vector(value: Any, integers: bool = False) -> np.ndarray[Any, Any]:
     try:
         return np.frombuffer(array("q" if integers else "d", value), dtype=np.int64 if integers else np.float64)
     except (TypeError, OverflowError, ValueError):
-        fits = (int,) if integers else (int, float)
-        wrong = (at for at, item in enumerate(value) if not isinstance(item, fits) or abs(item) > _MAX_ID * integers)
-        at = next(wrong, 0)
-        says = "an integer" if integers else "a number"
+        fits, says = (int, "an integer") if integers else ((int, float), "a number")
+        # The first of another type; else one that 64 bits do not hold.
+        at = next((at for at, item in enumerate(value) if not isinstance(item, fits)), -1)
+        at = max(range(len(value)), key=lambda i: abs(value[i])) if at < 0 else at
         raise ValueError(f"position {at} is {shown(value[at])}, not {says}") from None
 
 
@@ -81,7 +81,10 @@ _WORDS: dict[Any, float] = {None: NULL, "NaN": np.nan, "Infinity": np.inf, "-Inf
 
 def as_mask(value: Any) -> Bools:
     """[n] booleans of numbers that are 0 or 1."""
-    found = vector(value)
+    try:
+        found = np.frombuffer(bytes(value), dtype=np.uint8) if isinstance(value, list) else vector(value)
+    except (TypeError, ValueError):  # no small whole numbers: said below, or by `vector`
+        found = vector(value)
     if found.dtype.kind != "b" and not ((found == 0) | (found == 1)).all():
         at = int(np.flatnonzero((found != 0) & (found != 1))[0])
         raise ValueError(f"holds {found[at]:g} at position {at}: 1 where a token trains, else 0")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -113,6 +113,10 @@ class Sample(BaseModel):
     trainer_temperature: float | None = Field(default=None, gt=0)
     """What it divided its logits by."""
 
+    if TYPE_CHECKING:  # a list, tensor or array of numbers will do for each array
+
+        def __init__(self, **fields: Any) -> None: ...
+
     def __eq__(self, other: object) -> bool:
         return self is other  # arrays have no one truth value
 
@@ -151,6 +155,10 @@ class Sample(BaseModel):
 
     def __len__(self) -> int:
         return len(self.response_ids)
+
+    def replace(self, **fields: Any) -> Sample:
+        """The same with some fields replaced, checked again."""
+        return Sample(**{name: getattr(self, name) for name in self.model_fields_set} | fields)
 
     def with_fields(self, **fields: Any) -> Sample:
         """The same with some fields replaced, unchecked: for arrays that are already of this form."""

@@ -118,7 +118,8 @@ def build(settings: Settings, weights: Mapping[str, Tensor]) -> list[Any]:
 
 def roll_out(settings: Settings, weights: Weights, seed: int, step: int, version: int) -> tuple[list[Any], Any]:
     """The hook's samples, prompt by prompt, and what is reported of them: with plain lists, scored one by one."""
-    from mismatch_plugin.hooks.megatron_core import Sample
+    from mismatch_plugin.data.sample import Sample
+    from mismatch_plugin.data.versions import spans_of
 
     task, drawn_with = get_task(settings.task), seed_for(seed, "rollout", step)
     prompts = task.prompts(settings.prompts_per_batch, seed_for(seed, "prompts", step))
@@ -137,7 +138,13 @@ def roll_out(settings: Settings, weights: Weights, seed: int, step: int, version
     groups = [row // settings.samples_per_prompt for row in range(len(asked))]
     advantages = mp.group_advantages(rewards, groups).tolist()
     samples = [
-        Sample(prompt, response, advantage, rollout_log_probs=row, weight_versions=[version] * len(response))
+        Sample(
+            prompt_ids=prompt,
+            response_ids=response,
+            advantages=advantage,
+            rollout_log_probs=row,
+            weight_versions=spans_of([version] * len(response)),
+        )
         for prompt, response, advantage, row in zip(asked, responses, advantages, log_probs, strict=True)
     ]
     exact = statistics.fmean(value == 1.0 for value in rewards)

@@ -17,7 +17,7 @@ from mismatch_plugin.config.presets import PRESETS, THREE_POLICIES, find_preset,
 from mismatch_plugin.report.presets import preset_table, presets_table
 
 _SEEDS: list[dict[str, Any]] = yaml.safe_load(
-    (Path(__file__).parents[1] / "data" / "seed_configs.yaml").read_text(encoding="utf-8")
+    (Path(__file__).parents[1] / "fixtures" / "seed_configs.yaml").read_text(encoding="utf-8")
 )
 _GEO_PAGE = ("sequence_mean", "ratio", 1 / 1.001, 1.001)
 _GEO_VERL = ("sequence_mean", "ratio", 0.999, 1.001)

@@ -1,4 +1,4 @@
-"""Peers' answers on fixed inputs (`data/peers.json`): slime's mis.py and verl's rollout_corr_helper.py of two dates.
+"""Peers' answers on fixed inputs (`fixtures/peers.json`): slime's mis.py and verl's rollout_corr_helper.py of two dates.
 
 Every case runs through `compat`. Weights × accepted mask, accepted masks and the guide's metrics must agree to 1e-6,
 but for the differences listed here, each of which the contract asks for.
@@ -18,7 +18,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.core import validity
 
-CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "data" / "peers.json").read_text())["cases"]
+CASES: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "fixtures" / "peers.json").read_text())["cases"]
 TOLERANCE = 1e-6
 
 AFTER_BOUNDING = {

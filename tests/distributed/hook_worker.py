@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, Sample, make_batch
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_of_tokens
+from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch, make_batch
 
 VOCAB = 61
 TRAINER_VERSION = 5
+VERSIONS = {str(number): number for number in range(10)}
 
 
 @dataclass(frozen=True)
@@ -169,7 +172,7 @@ def megatrons_losses(data: Any, model: Any) -> tuple[Tensor, Any]:
 def plain_log_probs(gpt: Any, sample: Sample, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
     """(log π, entropy) of every response token by `log_softmax` over the real vocabulary or the kept ids, with
     gradient."""
-    ids = torch.tensor([*sample.prompt_ids, *sample.response_ids])
+    ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.response_ids.tolist()])
     logits = gpt(ids[None], torch.arange(len(ids))[None], None)
     start = len(sample.prompt_ids)
     rows = logits[0, start - 1 : len(ids) - 1, :VOCAB] / temperature
@@ -210,10 +213,10 @@ def run_plainly(layout: Layout) -> list[Outcome]:
         packed = mp.PackedSequences.from_lists(
             rollout_log_probs=column("rollout_log_probs"),
             loss_masks=[s.loss_mask for s in samples],
-            advantages=column("advantage"),
-            old_log_probs=column("old_log_probs") if samples[0].old_log_probs is not None else None,
+            advantages=column("advantages"),
+            old_log_probs=column("train_log_probs") if len(samples[0].train_log_probs) else None,
             ref_log_probs=column("ref_log_probs"),
-            weight_versions=[s.weight_versions for s in samples],
+            weight_versions=[torch.from_numpy(version_of_tokens(s.weight_versions, VERSIONS, len(s))) for s in samples],
             trainer_version=TRAINER_VERSION,
             entropy=[entropy for _, entropy in pairs] if keep_entropy else None,
         )

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_core import Sample
+from mismatch_plugin.data.sample import Sample
 from tests.distributed.launch import launch
 
 pytestmark = pytest.mark.skipif(
@@ -49,12 +49,15 @@ def train(tp: int) -> Trained:
     prompts = example.questions(16, "held out")
     samples = [
         Sample(
-            prompt, example.answer(prompt)[: 7 - i % 3], 1.0 - i % 2, rollout_log_probs=[-1.0 - 0.1 * i] * (7 - i % 3)
+            prompt_ids=prompt,
+            response_ids=example.answer(prompt)[: 7 - i % 3],
+            advantages=1.0 - i % 2,
+            rollout_log_probs=[-1.0 - 0.1 * i] * (7 - i % 3),
         )
         for i, prompt in enumerate(prompts)
     ]
     metrics = [trainer.step([trainer.batch(samples[:10]), trainer.batch(samples[10:])]) for _ in range(3)]
-    mine = [Sample(prompt, example.answer(prompt), 0.0) for prompt in prompts]
+    mine = [Sample(prompt_ids=prompt, response_ids=example.answer(prompt), advantages=0.0) for prompt in prompts]
     log_probs = trainer.log_probs(trainer.batch(mine)).view(-1, 7)
     weights = trainer.weights()
     if dist.get_rank() > 0:  # transformers writes on the first rank alone

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from mismatch_plugin.rollout.files import write_records
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.rollout.files import write_records
 from tests.sglang import stories
 from tests.sglang.world import PROMPTS, SIZES, STEPS, Records, Size, State, Training, World, make_world, training_sample
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from examples.megatron_core.train import SERVER_ARGUMENTS, write_checkpoint
-from mismatch_plugin.rollout.server import CpuServer, ServerDtype, start_cpu_server
+from examples.sglang_server import CpuServer, ServerDtype, start_cpu_server
 from tests.sglang.world import World, make_world
 
 DTYPES: tuple[ServerDtype, ...] = ("float32", "bfloat16")

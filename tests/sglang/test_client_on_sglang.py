@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from examples.megatron_core.train import VOCAB
+from examples.sglang_server import CpuServer
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import CpuServer
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
 from tests.fixtures.faulty_server import call
 

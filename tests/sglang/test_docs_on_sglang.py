@@ -10,11 +10,11 @@ from typing import Any
 import httpx
 import pytest
 
+from examples.sglang_server import CpuServer
 from mismatch_plugin.check.batch import make_batch
 from mismatch_plugin.check.run import check_batch
 from mismatch_plugin.rollout.files import read_records
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.rollout.server import CpuServer
 
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
 

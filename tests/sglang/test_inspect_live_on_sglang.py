@@ -8,8 +8,8 @@ from typing import Any
 
 from typer.testing import CliRunner
 
+from examples.sglang_server import CpuServer
 from mismatch_plugin.cli import app
-from mismatch_plugin.rollout.server import CpuServer
 
 
 def _inspect(*arguments: object) -> tuple[int, dict[str, Any]]:

@@ -20,13 +20,13 @@ from typer.testing import CliRunner
 
 import mismatch_plugin
 from ci.sglang_cpu.tiny_model import tiny_model, write_tiny_model
+from examples.sglang_server import CpuServer, ServerError, find_python, start_cpu_server
 from mismatch_plugin.check.training import TrainingSample
 from mismatch_plugin.cli import app
-from mismatch_plugin.rollout.files import write_records
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
-from mismatch_plugin.rollout.server import CpuServer, ServerError, find_python, start_cpu_server
+from mismatch_plugin.rollout.files import write_records
+from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.control import serialised
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
@@ -353,7 +353,7 @@ def _norms(state: State) -> State:
 def test_ranks_have_one_fingerprint(
     model: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[str, str], bind: str
 ) -> None:
-    from mismatch_plugin.rollout import server as server_module
+    from examples import sglang_server as server_module
 
     monkeypatch.setitem(server_module._ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND", bind)
     with ExitStack() as stack:

@@ -20,11 +20,11 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from examples.megatron_core import train as example
+from examples.sglang_server import CpuServer
+from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.hooks.megatron_core import Sample
 from mismatch_plugin.rollout.packing import to_packed
 from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import CpuServer
 from mismatch_plugin.sglang.client import SGLangClient
 from tests.fixtures.faulty_server import call
 from tests.sglang.load import until_running

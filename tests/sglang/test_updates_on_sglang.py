@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ci.sglang_cpu.tiny_model import Family, tiny_model, write_tiny_model
-from mismatch_plugin.rollout import server as server_module
-from mismatch_plugin.rollout.records import RolloutRecord
+from examples import sglang_server as server_module
+from examples.sglang_server import CpuServer, start_cpu_server
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import CpuServer, start_cpu_server
+from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from tests.fixtures.faulty_server import call

@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from examples.sglang_server import start_cpu_server
 from mismatch_plugin.check.training import TrainingSample
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.rollout.server import start_cpu_server
+from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.client import SGLangClient
 from tests.sglang import stories
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchWarning
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.data.arrays import Ids
+from mismatch_plugin.data.pack import pack
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.parallel.context import (
     ContextLayout,
     LocalTokens,
@@ -26,63 +28,6 @@ from mismatch_plugin.parallel.context import (
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
 from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
-from mismatch_plugin.rollout.packing import numbered_versions
-from mismatch_plugin.rollout.records import RolloutRecord
-from mismatch_plugin.data.sampling import remaining_bias
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One response. Per-token lists are as long as `response_ids`; advantage may be one number or one a token.
-
-    loss_mask: 1 where a response token trains (None: all). rollout_log_probs: what the rollout engine returned.
-    kept_ids: the ids that the sampler's filters left to choose from, a list a token (empty: unfiltered; SGLang's
-    sampling mask). Log-probs are then over these ids alone, and every other one of the sample must be, too.
-    """
-
-    prompt_ids: Sequence[int]
-    response_ids: Sequence[int]
-    advantage: float | Sequence[float]
-    rollout_log_probs: Sequence[float | None] | None = None
-    old_log_probs: Sequence[float] | Tensor | None = None
-    ref_log_probs: Sequence[float] | Tensor | None = None
-    loss_mask: Sequence[int] | None = None
-    weight_versions: Sequence[int] | None = None
-    kept_ids: Sequence[Sequence[int]] | None = None
-    id: object = None
-
-    @classmethod
-    def from_record(
-        cls, record: RolloutRecord, advantage: float | Sequence[float], *, versions: Mapping[str, int] | None = None
-    ) -> Sample:
-        """One record of a rollout. With kept ids its rollout log-probs are `behaviour_log_probs`, renormalised over
-        them.
-
-        versions: weight version → number, of the whole batch; `rollout.packing.number_versions` makes it. None: left
-            out.
-        Raises ValueError where a token that trains has no version, or a record has kept ids without the log-probs
-        over them. Warns MismatchWarning as `rollout.packing.to_packed`, of the bias that the sampling leaves.
-        """
-        kept, log_probs = record.kept_ids, record.rollout_log_probs
-        if kept is not None:
-            if record.behaviour_log_probs is None:
-                raise ValueError(
-                    f"sample {record.sample_id} has kept_ids and no behaviour_log_probs, the log-probs over them: keep "
-                    f"both of the reply (output_token_sampling_logprobs), or drop the kept ids."
-                )
-            log_probs = record.behaviour_log_probs
-        if note := remaining_bias(record.sampling, has_kept_ids=kept is not None):
-            warnings.warn(note, MismatchWarning, stacklevel=2)
-        return cls(
-            record.prompt_ids,
-            record.response_ids,
-            advantage,
-            rollout_log_probs=log_probs,
-            loss_mask=record.loss_mask,
-            weight_versions=None if versions is None else numbered_versions(record, versions),
-            kept_ids=kept,
-            id=record.sample_id,
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,22 +85,31 @@ def make_batch(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     trainer_version: int | None = None,
+    version_numbers: Mapping[str, int] | None = None,
 ) -> MegatronBatch:
     """One micro-batch for this rank: sequences one after the other (thd) or padded to the longest ([b, s]).
 
     Logits at position p predict token p + 1, so under context parallelism a token's log-prob is computed where its
     predecessor lives. Rows of prompts, tool tokens and padding are left out.
     align: the local length is made a multiple of it (tp under sequence parallelism).
-    trainer_version: number of the weights that are about to train, which `rs.max_staleness` counts back from.
-    Raises ValueError for a sample without prompt, or whose lists differ in length, or whose kept ids lack the sampled
-    one.
+    trainer_version, version_numbers: as in `data.pack.pack`. The samples' `train_log_probs` are log π_old.
+    Where samples have kept ids, all log-probs are over these ids alone.
+    Raises ValueError for a sample without prompt or advantage, or what `pack` refuses, or whose kept ids lack the
+    sampled one. Invalid log-probs are left to the step.
     """
+    for index, sample in enumerate(samples):
+        name = index if sample.sample_id is None else sample.sample_id
+        if not len(sample.prompt_ids):
+            raise ValueError(f"sample {name} has no prompt: its first token has no log-prob to train on.")
+        if sample.advantages is None:
+            raise ValueError(f"sample {name} has no advantages: give one number, or one for each token.")
     groups = groups or ParallelGroups()
     size, rank = groups.cp_size, groups.cp_rank
-    whole = _pack_responses(samples, dtype, trainer_version)
     kept = _kept_ids(samples)
-    totals = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
-    ids = torch.tensor([i for s in samples for i in (*s.prompt_ids, *s.response_ids)])
+    whole = pack(samples, version_numbers=version_numbers, trainer_version=trainer_version, dtype=dtype, checked=False)
+    responses = [s.response_ids if s.trained_ids is None else s.trained_ids for s in samples]
+    totals = [len(s.prompt_ids) + len(ids) for s, ids in zip(samples, responses, strict=True)]
+    ids = _joined([part for s, ids in zip(samples, responses, strict=True) for part in (s.prompt_ids, ids)])
     if form == "thd":
         local = split_tokens(totals, layout=layout, size=size, rank=rank, align=align)
         tokens, positions = local.take(ids, padding_id), local.position_T[None]
@@ -175,9 +129,9 @@ def make_batch(
         position_T, real_T = positions.flatten(), real.flatten()
 
     prompts = torch.tensor([len(s.prompt_ids) for s in samples] + [0])
-    responses = torch.tensor([*whole.lengths, 0])
+    counts_N = torch.tensor([*whole.lengths, 0])
     response_T = position_T + 1 - prompts[sequence_T]  # index of the token that this row predicts in its response
-    predicts = real_T & (response_T >= 0) & (response_T < responses[sequence_T])
+    predicts = real_T & (response_T >= 0) & (response_T < counts_N[sequence_T])
     source_T = torch.where(predicts, whole.offsets[sequence_T] + response_T, 0)
     predicts &= whole.loss_mask[source_T] if whole.loss_mask.numel() else False
     rows = predicts.nonzero().flatten()
@@ -188,59 +142,34 @@ def make_batch(
     chunk = position_T[rows] // (torch.tensor(padded) // chunks)[sequence_T[rows]]
     chunk_T = sequence_T[rows] * chunks + chunk
     packed = select_tokens_of(whole, source, tuple(counts.tolist()), chunk_lengths(chunk_T, chunks, whole))
-    response_ids = torch.tensor([i for s in samples for i in s.response_ids], dtype=torch.int64)
     return MegatronBatch(
         tokens.to(device),
         positions.to(device),
         rows.to(device),
-        response_ids[source].to(device),
+        _joined(responses)[source].to(device),
         packed.to(device).prepared(),
         local,
         None if kept is None else ragged_mask((kept[i] for i in source.tolist()), device),
     )
 
 
-def _rows(samples: Sequence[Sample], name: str) -> list[Any] | None:
-    """A field of every sample; None where none has it."""
-    values = [getattr(s, name) for s in samples]
-    if all(value is None for value in values):
-        return None
-    if any(value is None for value in values):
-        missing = next(s.id if s.id is not None else i for i, s in enumerate(samples) if getattr(s, name) is None)
-        raise ValueError(f"{name} is missing in sample {missing} and present in others: give it in all or none.")
-    return values
+def _joined(rows: Sequence[Ids]) -> Tensor:
+    return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
 
 
 def _kept_ids(samples: Sequence[Sample]) -> list[Sequence[int]] | None:
-    """The kept ids of every response token, sample after sample."""
-    rows = _rows(samples, "kept_ids")
-    for index, (sample, kept) in enumerate(zip(samples, rows or (), strict=False)):
-        check_kept_ids(kept, sample.response_ids, sample.loss_mask, index if sample.id is None else sample.id)
-    return None if rows is None else [kept for row in rows for kept in row]
-
-
-def _pack_responses(samples: Sequence[Sample], dtype: torch.dtype, trainer_version: int | None) -> PackedSequences:
+    """The kept ids of every response token, sample after sample; None where no sample has any."""
+    if all(sample.kept_ids is None for sample in samples):
+        return None
+    chosen: list[Sequence[int]] = []
     for index, sample in enumerate(samples):
-        if not sample.prompt_ids:
-            raise ValueError(f"sample {sample.id or index} has no prompt: its first token has no log-prob to train on.")
-
-    def rows(name: str, kind: torch.dtype = dtype) -> list[Any] | None:
-        values = _rows(samples, name)
-        return None if values is None else [_as_tensor(value, kind) for value in values]
-
-    return PackedSequences.from_lists(
-        rollout_log_probs=rows("rollout_log_probs"),
-        loss_masks=[s.loss_mask if s.loss_mask is not None else [1] * len(s.response_ids) for s in samples],
-        advantages=[torch.as_tensor(s.advantage, dtype=dtype) for s in samples],
-        old_log_probs=rows("old_log_probs"),
-        ref_log_probs=rows("ref_log_probs"),
-        weight_versions=rows("weight_versions", torch.int64),
-        trainer_version=trainer_version,
-        sequence_ids=[i if s.id is None else s.id for i, s in enumerate(samples)],
-    )
-
-
-def _as_tensor(values: Any, dtype: torch.dtype) -> Tensor:
-    if isinstance(values, Tensor):
-        return values.to(dtype)
-    return torch.tensor([float("nan") if v is None else v for v in values], dtype=dtype)
+        name = index if sample.sample_id is None else sample.sample_id
+        if sample.kept_ids is None or (len(sample.rollout_log_probs) and sample.behaviour_log_probs is None):
+            lacking = "kept_ids" if sample.kept_ids is None else "behaviour_log_probs, the log-probs over its kept_ids"
+            raise ValueError(
+                f"sample {name} has no {lacking}: keep both of every reply (output_token_sampling_mask and "
+                f"output_token_sampling_logprobs), or drop them in all."
+            )
+        check_kept_ids(sample.kept_ids, sample.response_ids.tolist(), sample.loss_mask.tolist(), name)
+        chosen += sample.kept_ids
+    return chosen

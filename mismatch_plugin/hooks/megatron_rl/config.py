@@ -11,8 +11,8 @@ from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
 from mismatch_plugin.data.sampling import filter_bias
+from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
 LOG_PROBS_MODE = "inference_dynamic_batching_logprobs_mode"

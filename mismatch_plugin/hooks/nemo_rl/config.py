@@ -9,8 +9,8 @@ from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, nemo_rl_settings
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
-from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 from mismatch_plugin.data.sampling import filter_bias
+from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 
 # Start of the path of a setting that NeMo-RL owns → where it is set.
 _OWNED_BY_NEMO_RL = {

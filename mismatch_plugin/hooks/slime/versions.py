@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.rollout.packing import INITIAL_VERSION
+from mismatch_plugin.data.versions import INITIAL_VERSION
 
 _KEY = "weight_versions"
 _WATCHES = "mismatch_plugin_watches"

@@ -16,9 +16,9 @@ from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, bound_warnin
 from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
+from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 from mismatch_plugin.hooks.verl.groups import check_estimator
-from mismatch_plugin.data.sampling import filter_bias
 
 LOSS_NAME = "mismatch"
 RC, ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"

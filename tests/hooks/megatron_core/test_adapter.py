@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, product
@@ -19,7 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.hooks.megatron_core.batch import Sample
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import spans_of
 from tests.distributed.hook_worker import VOCAB, Layout, Outcome, Run, initial_log_probs, run_layout, run_plainly
 from tests.distributed.launch import launch
 
@@ -78,10 +79,15 @@ def samples() -> tuple[Sample, ...]:
     for i, (prompt, response) in enumerate([(3, 9), (5, 14), (2, 1), (7, 6), (4, 11), (1, 5), (16, 3), (2, 8)]):
         mask = (torch.rand(response, generator=generator) < 0.8).int().tolist()
         mask = [1] if response == 1 else [0] * response if i == 5 else mask
-        advantage = float(torch.randn((), generator=generator))
-        versions = torch.randint(3, 6, (response,), generator=generator).tolist()
-        sample = Sample(ids(prompt), ids(response), advantage, loss_mask=mask, weight_versions=versions, id=f"s{i}")
-        made.append(replace(sample, kept_ids=kept_ids(sample.response_ids, filtered=i % 2 == 1)))
+        sample = Sample(
+            advantages=float(torch.randn((), generator=generator)),
+            weight_versions=spans_of(torch.randint(3, 6, (response,), generator=generator).tolist()),
+            prompt_ids=ids(prompt),
+            response_ids=ids(response),
+            loss_mask=mask,
+            sample_id=f"s{i}",
+        )
+        made.append(sample.replace(kept_ids=kept_ids(sample.response_ids.tolist(), filtered=i % 2 == 1)))
     return tuple(made)
 
 
@@ -103,14 +109,17 @@ def data(position: str) -> tuple[Sample, ...]:
         noise = torch.randn(values.shape, generator=generator, dtype=torch.float64)
         return (values + scale * noise).clamp(max=-1e-3)
 
-    return tuple(
-        replace(
-            sample,
-            rollout_log_probs=near(values, 0.3).tolist(),
-            old_log_probs=near(values, 0.1),
-            ref_log_probs=near(values, 0.2),
-        )
-        for sample, values in zip(layout.samples, own, strict=True)
+    return tuple(rescored(sample, values, near) for sample, values in zip(layout.samples, own, strict=True))
+
+
+def rescored(sample: Sample, values: torch.Tensor, near: Callable[[torch.Tensor, float], torch.Tensor]) -> Sample:
+    """The sample with log-probs of three policies near `values`, the sampler's over its kept ids."""
+    sampled = near(values, 0.3)
+    return sample.replace(
+        rollout_log_probs=sampled,
+        behaviour_log_probs=sampled,
+        train_log_probs=near(values, 0.1),
+        ref_log_probs=near(values, 0.2),
     )
 
 

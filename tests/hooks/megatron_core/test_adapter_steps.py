@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report.log import read_steps, write_step
@@ -39,7 +40,7 @@ INTERLEAVED = {**FOUR_LAYERS, "virtual_stages": 2}
 
 
 def without_old(count: int) -> tuple[Any, ...]:
-    return tuple(replace(sample, old_log_probs=None) for sample in data("rope")[:count])
+    return tuple(sample.replace(train_log_probs=[]) for sample in data("rope")[:count])
 
 
 def runs() -> dict[str, Run]:
@@ -132,18 +133,17 @@ def broken_step() -> dict[str, list[list[Outcome]]]:
     samples have no weight versions: those of one micro-batch, or of one rank under data parallelism.
     """
     samples = data("rope")
-    values = list(samples[3].rollout_log_probs or ())
-    position = [i for i, trained in enumerate(samples[3].loss_mask or ()) if trained][-1]
-    values[position] = float("nan")
-    broken = (*samples[:3], replace(samples[3], rollout_log_probs=values), *samples[4:])
+    values = samples[3].rollout_log_probs.copy()
+    values[samples[3].loss_mask.nonzero()[0][-1]] = float("nan")
+    broken = (*samples[:3], samples[3].replace(behaviour_log_probs=values), *samples[4:])
     config = {**DECOUPLED, "metrics": "full"}
     steps = (Run(config, 2, samples=broken), Run(config, 2), Run(config, 2, forward_only=True))
 
     def mixed(layout: Layout) -> Run:
         has = [i % 2 == 0 if layout.name == "dp2" else i < len(samples) // 2 for i in range(len(samples))]
-        versions = [[7] * len(sample.response_ids) if here else None for sample, here in zip(samples, has, strict=True)]
-        rows = zip(samples, versions, strict=True)
-        return Run(config, 2, samples=tuple(replace(sample, weight_versions=value) for sample, value in rows))
+        rows = zip(samples, has, strict=True)
+        told = (sample.replace(weight_versions=spans_of([7] * len(sample) * here)) for sample, here in rows)
+        return Run(config, 2, samples=tuple(told))
 
     layouts = [replace(x, samples=samples, runs=(*steps, mixed(x))) for x in PARTS]
     return {x.name: ranks for x, ranks in zip(PARTS, launch(run_layout, layouts, 2), strict=True)}
@@ -175,7 +175,7 @@ def test_a_failed_gate_is_raised_on_every_rank_and_a_passed_one_changes_nothing(
 def test_an_invalid_log_prob_is_raised_on_every_rank(name: str) -> None:
     """Otherwise one rank stops and the others wait for it for ever."""
     ranks = broken_step()[name]
-    position = [i for i, trained in enumerate(data("rope")[3].loss_mask or ()) if trained][-1]
+    position = data("rope")[3].loss_mask.nonzero()[0][-1]
     errors = [rank[0].error for rank in ranks]
     assert all(error.startswith("InvalidLogProbError") for error in errors), errors
     assert any(f"position {position}" in error and "s3" in error for error in errors), errors

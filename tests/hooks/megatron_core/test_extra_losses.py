@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.hooks.megatron_core.batch import Sample
+from mismatch_plugin.data.sample import Sample
 from tests.distributed.hook_worker import Layout, Outcome, Run, micro_batches, model_settings, run_layout, run_plainly
 from tests.distributed.launch import launch
 from tests.hooks.megatron_core.test_adapter import assert_gradients, data
@@ -82,15 +82,11 @@ def test_each_loss_keeps_its_weight(layout: Layout) -> None:
 def even_samples() -> tuple[Sample, ...]:
     """Of one length that every layout cuts without padding, which the router would count, too."""
     return tuple(
-        replace(
-            sample,
+        Sample(
             prompt_ids=[1, 2, 3, 4],
-            response_ids=[*sample.response_ids, *range(12)][:12],
-            loss_mask=[1] * 12,
-            weight_versions=None,
-            kept_ids=None,
-            **{name: [-2.0 - 0.1 * i for i in range(12)] for name in ("rollout_log_probs", "old_log_probs")},
-            ref_log_probs=None,
+            response_ids=[*sample.response_ids.tolist(), *range(12)][:12],
+            advantages=float(sample.advantages[0]) if sample.advantages is not None else None,
+            **{name: [-2.0 - 0.1 * i for i in range(12)] for name in ("rollout_log_probs", "train_log_probs")},
         )
         for sample in data("rope")[:4]
     )

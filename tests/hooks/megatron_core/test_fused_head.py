@@ -31,7 +31,7 @@ from tests.distributed.hook_worker import (
     run_plainly,
 )
 from tests.distributed.launch import launch
-from tests.hooks.megatron_core.test_adapter import compare, samples
+from tests.hooks.megatron_core.test_adapter import compare, rescored, samples
 
 needs_megatron = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="needs megatron-core")
 FLAG = "--mismatch-fused-head"
@@ -65,11 +65,7 @@ def data(settings: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
     def near(values: torch.Tensor, scale: float) -> torch.Tensor:
         return (values + scale * torch.randn(values.shape, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
 
-    made = zip(layout.samples, own, strict=True)
-    return tuple(
-        replace(sample, rollout_log_probs=near(v, 0.3).tolist(), old_log_probs=near(v, 0.1), ref_log_probs=near(v, 0.2))
-        for sample, v in made
-    )
+    return tuple(rescored(sample, values, near) for sample, values in zip(layout.samples, own, strict=True))
 
 
 def alone(layout: Layout) -> Layout:
@@ -121,7 +117,7 @@ def largest_tensors(layout: Layout) -> dict[bool, int]:
 def test_no_tensor_of_a_step_has_the_size_of_the_logits() -> None:
     """240 sequences of 12 tokens: logits of one chunk stay below them, and so does everything else."""
     vocab, settings = 4096, {"vocab": 4096, "dtype": "float32"}
-    sample = replace(samples()[0], rollout_log_probs=[-1.0] * 9, old_log_probs=[-1.0] * 9, kept_ids=None)
+    sample = samples()[0].replace(rollout_log_probs=[-1.0] * 9, train_log_probs=[-1.0] * 9, kept_ids=None)
     layout = Layout("large", settings=settings, samples=(sample,) * 240)
     tokens = 240 * len([*sample.prompt_ids, *sample.response_ids])
     (found,) = launch(largest_tensors, [layout], 1)[0]

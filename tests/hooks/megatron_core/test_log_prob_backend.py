@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_core import MegatronLoss, Sample, adapter, make_batch
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, adapter, make_batch
 from mismatch_plugin.hooks.megatron_rl import settings as megatron_rl_settings
 from mismatch_plugin.hooks.nemo_rl.config import settings as nemo_rl_settings
 from mismatch_plugin.hooks.slime.config import read_settings
@@ -20,6 +21,9 @@ from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import Backend, LogProbs
 
 FLAG = "--mismatch-log-prob-backend"
+
+VALUES = [-1.0, -0.5]
+SAMPLE = Sample(prompt_ids=[1], response_ids=[2, 3], advantages=1.0, rollout_log_probs=VALUES, train_log_probs=VALUES)
 
 
 def config_of(line: str) -> mp.MismatchConfig:
@@ -40,8 +44,7 @@ def asked_for(hook: MegatronLoss, monkeypatch: pytest.MonkeyPatch) -> str:
         return LogProbs(logits.sum(-1)[: len(targets)], None)
 
     monkeypatch.setattr(adapter, "vocab_parallel_log_probs", compute)
-    values = [-1.0, -0.5]
-    batch = make_batch([Sample([1], [2, 3], 1.0, rollout_log_probs=values, old_log_probs=values)])
+    batch = make_batch([SAMPLE])
     hook.start([batch])
     hook.loss_func(batch, torch.zeros(1, 3, 5, requires_grad=True))
     (name,) = asked
@@ -111,8 +114,7 @@ def test_hosts_that_compute_log_probs_themselves_refuse_it(host: str, asked: dic
 @pytest.mark.parametrize(("line", "overwrites"), [("", True), ("--mismatch-inplace-logits off", False)])
 def test_the_gradient_is_written_over_logits_that_a_model_made(line: str, overwrites: bool) -> None:
     """Never over the caller's own."""
-    values = [-1.0, -0.5]
-    batch = make_batch([Sample([1], [2, 3], 1.0, rollout_log_probs=values, old_log_probs=values)])
+    batch = make_batch([SAMPLE])
     gradients = []
     for leaf in (True, False):
         hook = hook_of(config_of(line))

@@ -6,7 +6,6 @@ That every parallel layout gives the same with them is in `test_adapter`, half o
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.hooks.megatron_core import MegatronLoss, Sample, make_batch
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import spans_of
+from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
-from mismatch_plugin.rollout.packing import number_versions
-from mismatch_plugin.rollout.records import RolloutRecord, SamplingParameters, WeightSpan
 from tests.fixtures.sglang_check.policies import logits_of, recorded
 
 V, TOP_P = 5, 0.75
@@ -75,10 +74,11 @@ def everything(masks: bool) -> list[Sample]:
     drawn, mu = filtered(ROLLOUT), log_likelihood(filtered(ROLLOUT)).exp()
     return [
         Sample(
-            [0],
-            [a, b],
-            float(chance * REWARD[a, b]),
+            prompt_ids=[0],
+            response_ids=[a, b],
+            advantages=float(chance * REWARD[a, b]),
             rollout_log_probs=[float(drawn[0, a]), float(drawn[1 + a, b])],
+            behaviour_log_probs=[float(drawn[0, a]), float(drawn[1 + a, b])] if masks else None,
             kept_ids=[KEPT[0], KEPT[1 + a]] if masks else None,
         )
         for (a, b), chance in zip(RESPONSES, mu, strict=True)
@@ -141,7 +141,7 @@ def test_the_gradient_is_that_of_the_policy_filtered_as_the_sampler_was() -> Non
 
 
 def test_tokens_under_the_loss_mask_need_no_mask_of_their_own() -> None:
-    samples = [replace(everything(True)[0], loss_mask=[0, 1], kept_ids=[[], KEPT[1]], response_ids=[4, KEPT[1][0]])]
+    samples = [everything(True)[0].replace(loss_mask=[0, 1], kept_ids=[[], KEPT[1]], response_ids=[4, KEPT[1][0]])]
     batch = make_batch(samples, dtype=torch.float64)
     assert batch.sampling_mask is not None and batch.sampling_mask.offsets.tolist() == [0, len(KEPT[1])]
     assert batch.sampling_mask.token_ids.tolist() == KEPT[1]
@@ -150,20 +150,21 @@ def test_tokens_under_the_loss_mask_need_no_mask_of_their_own() -> None:
 
 def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
     first, second, *_ = everything(True)
-    lost = replace(second, id="q7", kept_ids=[second.kept_ids[0], [9]])  # type: ignore[index]
+    lost = second.replace(sample_id="q7", kept_ids=[second.kept_ids[0], [9]])  # type: ignore[index]
     with pytest.raises(ValueError, match=r"sample q7, position 1: the sampled id \d is not among the 1 kept"):
         make_batch([first, lost])
-    with pytest.raises(ValueError, match="kept_ids of sample 1 has 1 entries for 2 response tokens"):
-        make_batch([first, replace(second, kept_ids=[[0, 1, 2, 3, 4]])])
-    with pytest.raises(ValueError, match="kept_ids is missing in sample 1"):
-        make_batch([first, replace(second, kept_ids=None)])
+    with pytest.raises(ValueError, match="kept_ids has 1 entries, response_ids 2"):
+        second.replace(kept_ids=[[0, 1, 2, 3, 4]])
+    with pytest.raises(ValueError, match="sample 1 has no kept_ids"):
+        make_batch([first, second.replace(kept_ids=None)])
+    with pytest.raises(ValueError, match="sample 1 has no behaviour_log_probs, the log-probs over its kept_ids"):
+        make_batch([first, second.replace(behaviour_log_probs=None)])
 
 
 def test_a_real_server_s_masks_make_its_own_weights_agree() -> None:
     """SGLang on CPU, top_k 20 and top_p 0.8, and the model that it served."""
     records = recorded("float32_sampling_mask")
-    samples = [Sample.from_record(record, 1.0) for record in records]
-    batch = make_batch(samples)
+    batch = make_batch([record.replace(advantages=1.0) for record in records])
     logits = torch.cat(logits_of("float32", records))
     assert len(logits) == len(batch.targets)  # one row a response token: all train
     own: dict[bool, Tensor] = {}
@@ -178,28 +179,26 @@ def test_a_real_server_s_masks_make_its_own_weights_agree() -> None:
     assert 0.7 < float(own[False][0]) < 0.95
 
 
-def record(**fields: Any) -> RolloutRecord:
-    return RolloutRecord(prompt_ids=[1], response_ids=[2, 3], rollout_log_probs=[-1.0, -2.0], sample_id="a", **fields)
-
-
-def test_records_become_samples_with_the_log_probs_that_fit() -> None:
-    top_p = SamplingParameters(top_p=0.9)
-    drawn = record(kept_ids=[[2, 4], [3]], behaviour_log_probs=[-0.5, 0.0], loss_mask=[1, 0], sampling=top_p)
-    spans = [WeightSpan(version="v3", start=0, end=1)]
-    sample = Sample.from_record(drawn.model_copy(update={"weight_versions": spans}), 2.0, versions={"v3": 3})
-    assert sample.rollout_log_probs == [-0.5, 0.0] and sample.kept_ids == [[2, 4], [3]]
-    assert sample.weight_versions == [3, 3] and sample.id == "a"
+def test_samples_keep_the_log_probs_that_fit_and_say_what_is_biased() -> None:
+    one = Sample(prompt_ids=[1], response_ids=[2, 3], rollout_log_probs=[-1.0, -2.0], advantages=2.0, sample_id="a")
+    drawn = one.replace(
+        kept_ids=[[2, 4], [3]],
+        behaviour_log_probs=[-0.5, 0.0],
+        sampling={"top_p": 0.9},
+        weight_versions=spans_of(["v3", "v4"]),
+    )
+    packed = make_batch([drawn], version_numbers={"v3": 3, "v4": 4}).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-0.5, 0.0]
+    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4]
     with pytest.warns(mp.MismatchWarning, match="top_p=0.9 without the sampling mask"):
-        plain = Sample.from_record(record(sampling=top_p), 2.0)
-    assert plain.rollout_log_probs == [-1.0, -2.0] and plain.kept_ids is None and plain.weight_versions is None
-    with pytest.raises(ValueError, match="sample a has kept_ids and no behaviour_log_probs"):
-        Sample.from_record(record(kept_ids=[[2], [3]]), 2.0)
-    with pytest.raises(ValueError, match="sample a, position 0 has no weight version"):
-        Sample.from_record(record(), 2.0, versions=number_versions(["v3"]))
+        packed = make_batch([one.replace(sampling={"top_p": 0.9})]).packed
+    assert packed.rollout_log_probs is not None and packed.rollout_log_probs.tolist() == [-1.0, -2.0]
 
 
 def test_the_trainer_s_version_reaches_the_packed_batch() -> None:
-    samples = [replace(sample, weight_versions=[1, 2]) for sample, _ in product(everything(True)[:1], range(2))]
+    samples = [
+        sample.replace(weight_versions=spans_of([1, 2])) for sample, _ in product(everything(True)[:1], range(2))
+    ]
     batch = make_batch(samples, trainer_version=4)
     assert batch.packed.trainer_version == 4 and batch.packed.weight_versions is not None
     assert batch.packed.weight_versions.tolist() == [1, 2, 1, 2]

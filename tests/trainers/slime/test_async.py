@@ -14,7 +14,7 @@ from statistics import mean
 
 import pytest
 
-from mismatch_plugin.rollout.server import start_cpu_server
+from examples.sglang_server import start_cpu_server
 from tests.trainers.columns import Shown
 from tests.trainers.slime.loop import reported, reverse, rewards, versions
 from tests.trainers.slime.test_learned import ALGORITHMS, STEPS

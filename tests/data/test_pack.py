@@ -1,0 +1,253 @@
+"""From samples to packed tensors: the policy's four answers, weight versions, and the kept ids on the training side."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mismatch_plugin as mp
+from mismatch_plugin.data.pack import pack, sampling_mask
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import WeightSpan, spans_of
+from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.sglang.replies import parse_exchange
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"
+
+
+def sampled(log_probs: Any, train: Any = (), **fields: Any) -> Sample:
+    ids = fields.pop("response_ids", range(10, 10 + len(log_probs)))
+    return Sample(prompt_ids=[1], response_ids=[*ids], rollout_log_probs=log_probs, train_log_probs=[*train], **fields)
+
+
+def config(policy: Any) -> mp.MismatchConfig:
+    return mp.MismatchConfig(rollout_log_prob_policy=policy, use_tis=True)
+
+
+def test_values_masks_names_and_rewards_arrive() -> None:
+    samples = [
+        sampled([-1.0, -2.0], [-1.5, -2.5], loss_mask=[1, 0], sample_id="a", reward=0.5, advantages=1.0, entropy=0.5),
+        sampled([-3.0], [-3.5], sample_id="b", reward=1.0, advantages=[-1.0], entropy=[0.25], ref_log_probs=[-4.0]),
+    ]
+    with pytest.raises(ValueError, match="ref_log_probs is missing in sample a and present in others"):
+        pack(samples)
+    packed = pack([samples[0], samples[1].replace(ref_log_probs=None)])
+    expected = {
+        "rollout_log_probs": [-1.0, -2.0, -3.0],
+        "old_log_probs": [-1.5, -2.5, -3.5],
+        "advantages": [1.0, 1.0, -1.0],
+        "entropy": [0.5, 0.5, 0.25],
+        "loss_mask": [True, False, True],
+        "rewards": [0.5, 1.0],
+    }
+    assert {name: getattr(packed, name).tolist() for name in expected} == expected
+    assert packed.sequence_ids == ("a", "b") and packed.weight_versions is packed.ref_log_probs is None
+    metrics = mp.correct(packed, config("error")).statistics.metrics()
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(math.exp(-0.5), rel=1e-6)
+
+
+BAD = [-1.0, None, math.inf, -9999.0, 0.0]
+TRAIN = [-1.0, -1.0, -1.0, -1.0, -8.0]
+
+
+def test_the_default_policy_names_sample_position_and_kind() -> None:
+    bad = [sampled([-1.0], [-1.0]), sampled(BAD, TRAIN, sample_id="q3")]
+    with pytest.raises(mp.InvalidLogProbError) as caught:
+        pack(bad)
+    for says in ("sequence q3, position 1 is missing or NaN", "kind positive", "kind floor", "and 1 more"):
+        assert says in str(caught.value)
+    assert "--rollout-log-prob-policy" in str(caught.value)
+    with pytest.raises(mp.InvalidLogProbError, match="position 0 is missing or NaN"):
+        pack([sampled([None])])  # without a training side too
+    assert pack(bad, checked=False).invalid and pack(bad, mp.MismatchConfig()).invalid  # the second only reports
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept"),
+    [
+        ("neutral", [True] * 6),
+        ("drop-token", [True, True, False, False, False, False]),
+        ("drop-sequence", [True, *[False] * 5]),
+    ],
+)
+def test_the_other_policies_count_each_kind_and_do_what_they_say(policy: str, kept: list[bool]) -> None:
+    packed = pack([sampled([-1.0], [-1.0]), sampled(BAD, TRAIN)], config(policy))
+    correction = mp.correct(packed, config(policy))
+    assert (correction.keep != 0).tolist() == kept
+    metrics = correction.statistics.metrics()
+    counts = {kind: metrics[f"rollout_corr/invalid_{kind}"] for kind in ("nan", "positive", "floor", "zero_fill")}
+    assert counts == {"nan": 1, "positive": 1, "floor": 1, "zero_fill": 1}
+    if policy == "neutral":
+        assert correction.weights.tolist() == pytest.approx([1.0] * 6)
+
+
+@pytest.mark.parametrize(
+    ("sample", "says", "kept", "lost"),
+    [
+        (
+            sampled([-1.0] * 2, [-1.0] * 3, response_ids=[1, 2, 3]),
+            "2 for 3 response tokens (kind length)",
+            [0, 0, 0],
+            3,
+        ),
+        (
+            sampled([-1.0, -2.0], [-1.0, -2.0, -9.0], response_ids=[5, 6], trained_ids=[5, 6, 2]),
+            "2 tokens were sampled, 3 are trained on (kind length)",
+            [1, 1, 0],
+            1,
+        ),
+        (
+            sampled([-1.0, -2.0, -3.0], [-1.0, -2.0], trained_ids=[10, 9]),
+            "position 1: 11 was sampled, 9 is trained on (kind token_ids)",
+            [1, 0],
+            1,
+        ),
+    ],
+)
+def test_what_does_not_fit_is_lost_from_the_first_difference_on(
+    sample: Sample, says: str, kept: list[int], lost: int
+) -> None:
+    with pytest.raises(mp.InvalidLogProbError) as caught:
+        pack([sampled([-1.0], [-1.0]), sample])
+    assert f"sample 1{':' if 'position' not in says else ','}" in str(caught.value) and says in str(caught.value)
+    correction = mp.correct(pack([sample], config("drop-token")), config("drop-token"))
+    assert (correction.keep != 0).int().tolist() == kept
+    assert correction.statistics.metrics()["rollout_corr/invalid_nan"] == lost
+
+
+def spans(*parts: tuple[str, int, int]) -> list[WeightSpan]:
+    return [WeightSpan(version=version, start=start, end=end) for version, start, end in parts]
+
+
+def test_versions_reach_the_metrics() -> None:
+    packed = pack(
+        [
+            sampled([-1.0] * 3, [-1.0, -1.5, -1.5], weight_versions=spans(("step_7", 0, 1), ("step_8", 1, 3))),
+            sampled([-1.0], [-3.0], weight_versions=spans_of(["default"])),
+        ]
+    )
+    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [7, 8, 8, -1]
+    metrics = mp.correct(packed, mp.MismatchConfig(use_tis=True, metrics="full")).statistics.metrics()
+    by_version = {name: value for name, value in metrics.items() if "version" in name}
+    assert by_version and len({round(value, 6) for value in by_version.values()}) >= 3
+    named = sampled([-1.0], weight_versions=spans_of(["latest"]))
+    packed = pack([named], version_numbers={"latest": 4})
+    assert packed.weight_versions is not None and packed.weight_versions.tolist() == [4]
+    with pytest.raises(ValueError, match=r"lacks weight versions .'latest'."):
+        pack([named], version_numbers={"other": 4})
+
+
+def test_an_update_in_flight_reaches_the_packed_tensors() -> None:
+    logged = json.loads((FIXTURES / "weights_updated_in_flight.json").read_text())
+    (flight,) = parse_exchange(logged["request"], logged["response"])
+    packed = pack([flight])
+    assert packed.weight_versions is not None
+    assert packed.weight_versions.tolist() == [-1] * 163 + [2] * 237
+
+
+def test_tool_tokens_need_no_version_but_sampled_ones_do() -> None:
+    both = sampled([-1.0, None, -1.0], loss_mask=[1, 0, 1], weight_versions=spans(("3", 0, 1), ("4", 2, 3)))
+    packed = pack([both])
+    assert packed.weight_versions is not None and packed.weight_versions[[0, 2]].tolist() == [3, 4]
+    with pytest.warns(mp.MismatchWarning, match="no weight version"):
+        assert pack([both, sampled([-1.0])]).weight_versions is None
+
+
+def filtered(temperature: float = 0.8) -> tuple[torch.Tensor, Sample]:
+    """Logits [3, 8] and a response drawn from what top-k 3 keeps of them."""
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(3))
+    full = (logits / temperature).log_softmax(-1)
+    kept = logits.topk(3).indices
+    ids = [int(row[1]) for row in kept]
+    inside = full.gather(-1, kept).log_softmax(-1)
+    return logits, sampled(
+        [float(full[i, token]) for i, token in enumerate(ids)],
+        response_ids=ids,
+        behaviour_log_probs=inside[:, 1],
+        kept_ids=kept.tolist(),
+        sampling={"temperature": temperature, "top_k": 3},
+    )
+
+
+def test_replaying_the_kept_ids_takes_the_bias_away() -> None:
+    logits, drawn = filtered()
+    mask = sampling_mask([drawn])
+    assert mask is not None
+    targets = torch.from_numpy(drawn.response_ids).long()
+    train = vocab_parallel_log_probs(logits, targets, temperature=0.8, sampling_mask=mask).log_probs
+    drawn = drawn.replace(train_log_probs=train)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        packed = pack([drawn])
+    torch.testing.assert_close(packed.rollout_log_probs, train, rtol=0, atol=1e-6)
+    with pytest.warns(mp.MismatchWarning, match="top_k=3 without the sampling mask"):
+        packed = pack([drawn], which="full")
+    assert packed.rollout_log_probs is not None and bool((packed.rollout_log_probs < train - 0.01).all())
+    with pytest.warns(mp.MismatchWarning, match="top_k 3 without a sampling mask.*rollout_is_ratio_mean shows it"):
+        pack([drawn.replace(kept_ids=None)])  # log-probs over kept ids that the trainer is not told
+
+
+def test_the_mask_follows_the_rows_that_train() -> None:
+    _, drawn = filtered()
+    second = sampled([-1.0, -1.0], loss_mask=[0, 1])
+    mask = sampling_mask([drawn, second])
+    assert mask is not None and mask.offsets.tolist() == [0, 3, 6, 9, 9, 9]
+    assert drawn.kept_ids is not None and mask.token_ids.tolist() == [i for row in drawn.kept_ids for i in row]
+    only = sampling_mask([drawn, second], trained_only=True)
+    assert only is not None and only.offsets.tolist() == [0, 3, 6, 9, 9]
+    assert sampling_mask([second]) is None
+    with pytest.raises(ValueError, match="sample 1 was sampled with filters"):
+        sampling_mask([drawn, sampled([-1.0], sampling={"top_k": 3})])
+    lost = [*drawn.kept_ids[:2], [int(drawn.response_ids[2]) + 1]]
+    wrong = drawn.replace(kept_ids=lost, sample_id="q5")
+    with pytest.raises(ValueError, match=r"sample q5, position 2: the sampled id \d+ is not among the 1 kept"):
+        sampling_mask([drawn, wrong])
+    assert sampling_mask([wrong.replace(loss_mask=[1, 1, 0])]) is not None
+
+
+STALE = mp.MismatchConfig(use_tis=True, rs=mp.Rejection(max_staleness=1))
+
+
+def test_tokens_that_are_too_old_are_rejected() -> None:
+    samples = [
+        sampled([-1.0] * 3, [-1.0] * 3, weight_versions=spans(("v5", 0, 1), ("v6", 1, 3))),
+        sampled([-1.0] * 2, [-1.0] * 2, weight_versions=spans(("v7", 1, 2)), loss_mask=[0, 1]),
+    ]
+    for trainer in ("v7", 7):
+        packed = pack(samples, STALE, trainer_version=trainer)
+        assert packed.trainer_version == 7
+        assert mp.correct(packed, STALE).keep.tolist() == [0, 1, 1, 0, 1]
+    numbers = {"v5": 1, "v6": 2, "v7": 3, "v8": 4}
+    packed = pack(samples, STALE, trainer_version="v8", version_numbers=numbers)
+    assert mp.correct(packed, STALE).keep.tolist() == [0, 0, 0, 0, 1]
+
+
+def test_what_staleness_needs_and_a_sample_lacks_is_named() -> None:
+    known = sampled([-1.0], [-1.0], weight_versions=spans_of(["v6"]))
+    lost = sampled([-1.0] * 2, [-1.0] * 2, weight_versions=spans_of(["v6"]), sample_id="q2")
+    with pytest.raises(
+        ValueError, match=r"sample q2, position 1 has no weight version.*or leave --rs-max-staleness out"
+    ):
+        pack([known, lost], STALE, trainer_version=7)
+    with pytest.raises(ValueError, match="trainer_version, which is missing"):
+        pack([known], STALE)
+    with pytest.raises(ValueError, match="version_numbers lacks trainer_version 'v9'"):
+        pack([known], STALE, trainer_version="v9", version_numbers={"v6": 0})
+    with pytest.raises(ValueError, match="'v6' and 'step7' are not one name"):
+        pack([known], STALE, trainer_version="step7")
+
+
+def test_mixtures_of_log_probs_are_refused() -> None:
+    drawn, plain = filtered()[1], sampled([-1.0])
+    with pytest.raises(ValueError, match="some samples have behaviour_log_probs"):
+        pack([drawn, plain])
+    with pytest.raises(ValueError, match="sample 1 has no behaviour_log_probs"):
+        pack([drawn, plain], which="behaviour")
+    with pytest.raises(ValueError, match="which='best' is unknown"):
+        pack([plain], which="best")  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,125 @@
+"""Sampling parameters: to SGLang and back, what is refused, and the bias that they leave in log-probs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from mismatch_plugin.data.sampling import SGLANG_TOP_K_OFF, SamplingParameters, remaining_bias
+
+
+def test_sampling_goes_to_sglang_in_full_and_comes_back() -> None:
+    sampling = SamplingParameters(temperature=0.7, top_p=0.9, top_k=40, max_new_tokens=8, stop_token_ids=(3,), seed=5)
+    sent = sampling.to_sglang()
+    assert sent["sampling_seed"] == 5 and sent["stop_token_ids"] == [3] and sent["min_p"] == 0.0
+    assert SamplingParameters.from_sglang(sent) == sampling
+    # null would lift the bound that absence leaves at the server's default
+    assert "max_new_tokens" not in SamplingParameters().to_sglang()
+
+
+def test_sglangs_spellings_of_off() -> None:
+    assert SamplingParameters(top_k=SGLANG_TOP_K_OFF).top_k == -1
+    assert SamplingParameters.from_sglang(None) == SamplingParameters()
+
+
+SLIME = {
+    "temperature": 0.8,
+    "top_p": 1.0,
+    "top_k": -1,
+    "max_new_tokens": 8192,
+    "stop": None,
+    "stop_token_ids": None,
+    "skip_special_tokens": False,
+    "no_stop_trim": True,
+    "spaces_between_special_tokens": False,
+}
+"""The sampling parameters of a slime rollout, as it builds them."""
+
+
+def test_slimes_own_dict_is_taken_and_sent_as_it_is() -> None:
+    for read in (SamplingParameters.from_sglang(SLIME), SamplingParameters.model_validate(SLIME)):
+        sent = read.to_sglang()
+        assert {name: sent.get(name) for name in SLIME} == SLIME
+        assert SamplingParameters.from_sglang(sent) == read
+        assert remaining_bias(read, has_kept_ids=False) == ""
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({"stop": "</s>"}, {"stop": ["</s>"]}),
+        ({"stop": ["a", "b"], "stop_regex": "x+"}, {"stop": ["a", "b"], "stop_regex": ["x+"]}),
+        ({"stop_token_ids": [7], "ignore_eos": True}, {"stop_token_ids": [7], "ignore_eos": True}),
+        ({"stream_interval": 4}, {"stream_interval": 4}),
+        ({"temperature": None, "top_k": None, "min_p": None}, {"temperature": 1.0, "top_k": -1, "min_p": 0.0}),
+        ({"regex": "", "logit_bias": {}, "custom_params": None, "beam_width": 1}, {"temperature": 1.0}),
+    ],
+)
+def test_what_does_not_change_the_distribution_passes_through(given: dict[str, Any], sent: dict[str, Any]) -> None:
+    sampling = SamplingParameters.from_sglang(given)
+    assert sampling.to_sglang().items() >= sent.items()
+    assert sampling.distribution == SamplingParameters().distribution
+    # What is not given is not sent as an empty list or null.
+    assert all(value not in ((), [], None) for value in sampling.to_sglang().values())
+
+
+UNSEEN = "is .*neither the returned log-probs nor the training side know"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("regex", "[0-9]+", UNSEEN),
+        ("json_schema", "{}", UNSEEN),
+        ("ebnf", "root ::= x", UNSEEN),
+        ("structural_tag", "{}", UNSEEN),
+        ("logit_bias", {"3": 1.0}, UNSEEN),
+        ("custom_params", {"thinking_budget": 1}, UNSEEN),
+        ("watermark", True, UNSEEN),
+        ("beam_width", 4, UNSEEN),
+        ("temprature", 0.7, "Extra inputs"),
+        ("top_k", 0, "=0 must be at least 1"),
+    ],
+)
+def test_what_changes_the_distribution_unseen_is_refused(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValidationError, match=rf"(?s){name}.*{says}"):
+        SamplingParameters.from_sglang({name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "greedy", "temperature"),
+    [
+        ({"temperature": 0.0}, True, 1.0),
+        ({"temperature": 1e-7}, True, 1.0),
+        ({"temperature": 9.99e-7}, True, 1.0),
+        ({"temperature": 1e-6}, False, 1e-6),  # SGLang's bound is exclusive
+        ({"temperature": 0.7, "top_k": 1}, True, 1.0),
+        ({"temperature": 0.7, "top_k": 2}, False, 0.7),
+    ],
+)
+def test_greedy_is_what_sglang_takes_for_it(given: dict[str, Any], greedy: bool, temperature: float) -> None:
+    sampling = SamplingParameters(**given)
+    assert (sampling.greedy, sampling.log_prob_temperature) == (greedy, temperature)
+    note = remaining_bias(sampling, has_kept_ids=True)
+    assert ("at temperature 1, whatever temperature was asked for" in note) == greedy
+
+
+@pytest.mark.parametrize(
+    ("sampling", "has_kept_ids", "says"),
+    [
+        (SamplingParameters(temperature=0.6), False, ""),
+        (SamplingParameters(top_p=0.9), False, "top_p=0.9 without the sampling mask"),
+        (SamplingParameters(top_p=0.9, top_k=5, min_p=0.1), False, "top_p=0.9, top_k=5, min_p=0.1 without"),
+        (SamplingParameters(top_p=0.9, top_k=5), True, ""),
+        (SamplingParameters(repetition_penalty=1.1), True, "penalties are part"),
+        (SamplingParameters(min_new_tokens=4), False, "min_new_tokens=4 forbids"),
+        (SamplingParameters(temperature=0.0), False, "greedy"),
+        (SamplingParameters(temperature=1e-7), False, "greedy"),
+        (SamplingParameters(top_k=1), True, "greedy"),
+    ],
+)
+def test_the_bias_that_remains_is_said(sampling: SamplingParameters, has_kept_ids: bool, says: str) -> None:
+    note = remaining_bias(sampling, has_kept_ids=has_kept_ids)
+    assert note.startswith(says) and bool(note) == bool(says)
