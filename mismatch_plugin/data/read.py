@@ -73,13 +73,7 @@ def read(
         if not side.rows or "train_log_probs" not in side.rows[0]:
             raise ValueError(f"{training} holds no log-probs of the training side.")
         for row, at in zip(rows, _partners(rows, side.rows), strict=True):
-            told = {name: value for name, value in side.rows[at].items() if name in (*TRAINER, "advantages")}
-            if len(told.get("advantages", row["response_ids"])) != len(row["response_ids"]):
-                raise InputError(
-                    f"{side.rows[at]['place']}: advantages has {len(told['advantages'])} entries, the response "
-                    f"{len(row['response_ids'])} tokens."
-                )
-            row.update(told)
+            row.update({name: side.rows[at][name] for name in (*TRAINER, "advantages") if name in side.rows[at]})
         if (more := len(side.rows) - len(rows)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
