@@ -40,28 +40,29 @@ def padded(rows: list[Any], width: int, value: float = 0, left: bool = False) ->
 
 
 def save(path: Path, content: Any) -> Path:
-    """By the suffix. For .jsonl and .parquet: columns, or rows."""
+    """By the suffix: a dict of columns, or a list of rows."""
     path.parent.mkdir(exist_ok=True)
-    plain = (
-        {name: getattr(value, "tolist", lambda v=value: v)() for name, value in dict(content).items()}
-        if (isinstance(content, dict))
-        else content
-    )
-    rows = plain
-    if isinstance(plain, dict) and path.suffix in (".jsonl", ".parquet"):
-        rows = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
     if path.suffix == ".pt":
         torch.save(content, path)
-    elif path.suffix == ".npz":
+        return path
+    if path.suffix == ".npz":
         np.savez_compressed(path, **{name: np.asarray(value) for name, value in content.items()})
-    elif path.suffix == ".parquet":
+        return path
+    if isinstance(content, dict):
+        content = {
+            name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in content.items()
+        }
+    rows = content
+    if isinstance(content, dict):
+        rows = [dict(zip(content, values, strict=True)) for values in zip(*content.values(), strict=True)]
+    if path.suffix == ".parquet":
         pa = pytest.importorskip("pyarrow", reason="Parquet needs the extra [io]")
         table = pa.Table.from_pylist(rows)
         pytest.importorskip("pyarrow.parquet").write_table(table, path, write_page_checksum=True)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
-        path.write_text(
-            "".join(json.dumps(row) + "\n" for row in rows) if path.suffix == ".jsonl" else json.dumps(plain)
-        )
+        path.write_text(json.dumps(content))
     return path
 
 

@@ -14,6 +14,7 @@ from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.formats import FORMATS
 from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.data.versions import version_number
 from tests.data import dumps
 from tests.data.dumps import (
@@ -202,7 +203,7 @@ def _without_text() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("1.jsonl", [{"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 1}], "no token ids and no log-probs"),
+        ("1.jsonl", [{"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 1}], "no token ids and no"),
         ("a.pt", {**dumps.verl(), "rollout_log_probs": None}, "calculate_log_probs=True"),
         ("a.pt", dumps.slime(rollout_log_probs=[None, None]), "no sample has rollout_log_probs"),
         ("a.pt", {"rollout_id": 1, "samples": [1, 2]}, "holds no list of samples"),
@@ -429,3 +430,18 @@ def test_padding_that_may_be_tokens_is_refused(tmp_path: Path, why: str) -> None
         batch["response_ids"][2, 1:3] = 0
     with pytest.raises(ValueError, match=r'ends in \d tokens with log-prob 0.0.*"response_mask".*"response_length"'):
         read(save(tmp_path / "a.pt", batch))
+
+
+def test_what_the_servers_told_goes_with_the_dump(tmp_path: Path) -> None:
+    """Their temperature where the dump tells none; spans that end with the response."""
+    weights = [{"fingerprint": "aa", "start": 0, "end": 2}, {"fingerprint": "bb", "start": 2, "end": 5}]
+    served = {"server": "a:1/7", "sglang": "0.5.23", "dtype": "bfloat16", "head_dtype": "float32", "temperature": 0.7}
+    told = {META_KEY: {**served, "weights": weights}}
+    dump = read(save(tmp_path / "a.pt", dumps.slime(metadata=[told, told])))
+    assert [(sample.temperature, sample.asked) for sample in dump.samples] == [(0.7, False)] * 2 and not dump.notes[1:]
+    assert dump.samples[0].served is not None and dump.samples[0].served.server == "a:1/7"
+    assert [(span.fingerprint, span.end) for span in dump.samples[0].served.weights] == [("aa", 2), ("bb", 3)]
+    half = read(save(tmp_path / "a.pt", dumps.slime(metadata=[told, {META_KEY: {}}])))
+    assert [sample.temperature for sample in half.samples] == [0.7, 1.0] and half.samples[1].served is None
+    assert "1 samples have metadata mismatch_plugin that cannot be read" in half.notes
+    assert any("temperature 1 without filters is assumed" in note for note in half.notes)

@@ -149,10 +149,8 @@ def test_things_that_are_no_dump(tmp_path: Path) -> None:
     refused(tmp_path / "other.zip", "neither of torch.save nor of numpy.savez")
     for name, tensor in (("sparse", torch.eye(3).to_sparse()), ("complex", torch.zeros(1, 3, dtype=torch.complex64))):
         refused(save(tmp_path / f"{name}.pt", {**GOOD, "rollout_log_probs": tensor}), name)
-    with pytest.raises(ValueError, match="line 2 is longer than 0.0001"):
-        list(files.read_lines(tmp_path / "lines.jsonl", limit=50)) and list(
-            files.read_lines(tmp_path / "deep.jsonl", limit=105)
-        )
+    with pytest.raises(ValueError, match=r"lines\.jsonl, line 1 is longer than"):
+        list(files.read_lines(tmp_path / "lines.jsonl", limit=20))
 
 
 def test_jagged_tensors_are_read_where_torch_can_and_named_elsewhere(tmp_path: Path) -> None:
@@ -318,8 +316,8 @@ def test_reading_calls_nothing_a_token(tmp_path: Path) -> None:
         values = [-0.5 - at / 7 for at in range(n)]
         sample = Sample(response_ids=[*range(n)], rollout_log_probs=values, weight_versions=spans)
         write_samples(tmp_path / f"{n}.jsonl", [sample] * 3)
-        save(tmp_path / f"{n}.pt", {name: [row] * 3 for name, row in (("response_ids", [*range(n)]), ("logprobs", values),
-                                                                       ("train_log_probs", values))})  # fmt: skip
+        columns = {"response_ids": torch.arange(3 * n).reshape(3, n), "rollout_log_probs": -torch.rand(3, n)}
+        save(tmp_path / f"{n}.pt", columns)
         return calls(lambda: (read(tmp_path / f"{n}.jsonl"), read(tmp_path / f"{n}.pt")))
 
     few, many = reading(8), reading(2000)
