@@ -161,7 +161,9 @@ def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> It
     for what, value in many.items():
         if len(value) != total:
             raise ValueError(f"{names[what]} has {len(value)} rows, {names[first]} {total}.")
-    widths = {what: value.shape[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2}
+    widths: dict[str, int] = {
+        what: getattr(value, "shape", ())[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2
+    }
     width = widths.get(first, 0)
     of_mask = width + widths.get("prompt_ids", 0) if first == "response_ids" else width
     for what in ("loss_mask", "rollout_log_probs", "log_probs", "advantages", "entropy"):
@@ -416,6 +418,7 @@ class _RowReader:
 
 
 def of_temperature(value: float) -> SamplingParameters:
+    """What was asked for, of a dump that tells the temperature alone."""
     if not value >= 0:
         raise ValueError(f"the temperature {value:g} is none: give a number from 0.")
     return SamplingParameters(temperature=value)

@@ -81,7 +81,7 @@ def _own_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> di
 def _read_samples(source: Source) -> Table:
     table = Table()
     for place, row in source.rows():
-        table.rows.append(_own_row(place, own_fields(row) if source.kind == "parquet" else row, {}))
+        table.rows.append(_own_row(place, own_fields(dict(row)) if source.kind == "parquet" else row, {}))
         if lacking := [name for name in ("response_ids", "rollout_log_probs") if name not in table.rows[-1]]:
             raise ValueError(f"{place} has no {lacking[0]}: give one for each token of the response.")
     return table
@@ -281,8 +281,8 @@ def _read_verl(source: Source) -> Table:
     if isinstance(content, Mapping) and "rollout_log_probs" not in content and "old_log_probs" in content:
         raise ValueError(f"{path} has no rollout_log_probs: set actor_rollout_ref.rollout.calculate_log_probs=True.")
     table = read_columns(source, content, padded=["response_ids", "prompt_ids"])
-    sides = [(row.get("train_log_probs"), row.get("rollout_log_probs")) for row in table.rows]
-    if sides and all(train is not None and np.array_equal(train, rollout) for train, rollout in sides):
+    sides = [(row.get("train_log_probs", ()), row.get("rollout_log_probs", None)) for row in table.rows]
+    if sides and all(rollout is not None and np.array_equal(train, rollout) for train, rollout in sides):
         table.notes.append("old_log_probs are rollout_log_probs to the last bit: verl's bypass_mode copies them")
     for row in table.rows if wrapped and isinstance(step, int) else ():
         row["step"] = step

@@ -77,22 +77,19 @@ def read(
         if (more := len(side.rows) - len(rows)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
         notes += side.notes
-    if log_probs_of is not None:
-        notes = [note for note in notes if not note.endswith(AS_RAW)]
-    if temperature is not None:
-        notes, sampling = [note for note in notes if not note.endswith(NO_TEMPERATURE)], of_temperature(temperature)
-    has_training = all("train_log_probs" in row for row in rows)
-    samples = []
+    has_training, samples = all("train_log_probs" in row for row in rows), list[Sample]()
+    asked = None if temperature is None else of_temperature(temperature)
+    known = (NO_TEMPERATURE,) * (asked is not None) + (AS_RAW,) * (log_probs_of is not None)
     for at, row in enumerate(rows):
+        if asked is not None:  # other parameters of our own samples stay
+            row["sampling"] = (
+                {**row["sampling"], "temperature": temperature} if type(row.get("sampling")) is dict else asked
+            )
         if log_probs_of is not None:
             row["log_probs_of"] = log_probs_of
-        if temperature is not None:
-            row["sampling"] = (
-                {**row["sampling"], "temperature": temperature} if name == "records" and "sampling" in row else sampling
-            )
         samples.append(_sample(row))
         rows[at] = {}
-    return Dump(samples, has_training, name, tuple(dict.fromkeys(notes)))
+    return Dump(samples, has_training, name, tuple(dict.fromkeys(note for note in notes if not note.endswith(known))))
 
 
 def _sample(row: dict[str, Any]) -> Sample:
@@ -142,7 +139,9 @@ def _named(path: Path, item: Format | None) -> Iterator[None]:
     """Content of another shape than a format's can fail anywhere in its reader: said with the file's name."""
     try:
         yield
-    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, MemoryError) as error:
+        if isinstance(error, MemoryError) and not str(error):
+            raise  # but for an array of a size that is told and cannot be
         holds = item.holds if item else READ
         raise ValueError(f"{path} is not as {holds}: {type(error).__name__}: {str(error)[:200]}.") from error
     except ValueError as error:
@@ -248,15 +247,13 @@ def _partners(rows: Sequence[Mapping[str, Any]], side: Sequence[Mapping[str, Any
     # A dump may give one sample_id to several responses and still tell their places.
     unique = [key for key in complete if len({*told[key]}) == len(side) and len({*wanted[key]}) == len(rows)]
     key = (unique or complete)[0]
-    names, values = wanted[key], told[key]
+    names, table = wanted[key], {value: at for at, value in enumerate(told[key])}
     if all(name is None for name in names):
         raise InputError("the training file names samples by sample_id, but no record has one: use index instead.")
-    table = {value: at for at, value in enumerate(values)}
     if len(table) != len(side):
-        twice = next(value for value, count in Counter(values).items() if count > 1)
+        twice = next(value for value, times in Counter(told[key]).items() if times > 1)
         raise InputError(f"the training file has {key} {twice!r} twice.")
-    missing = [name for name in names if name not in table]
-    if missing:
+    if missing := [name for name in names if name not in table]:
         raise InputError(f"the training file has no {key} {missing[0]!r} ({len(missing)} records have no partner).")
     if len({*names}) != len(rows):
         raise InputError(f"the records have a {key} twice: it must name one record.")

