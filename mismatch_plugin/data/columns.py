@@ -162,7 +162,7 @@ def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> It
         if len(value) != total:
             raise ValueError(f"{names[what]} has {len(value)} rows, {names[first]} {total}.")
     widths: dict[str, int] = {
-        what: getattr(value, "shape", ())[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2
+        what: getattr(value, "shape", [0, 0])[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2
     }
     width = widths.get(first, 0)
     of_mask = width + widths.get("prompt_ids", 0) if first == "response_ids" else width
