@@ -11,10 +11,10 @@ from typing import Annotated
 import typer
 
 import mismatch_plugin
-from mismatch_plugin.check.command import check
 from mismatch_plugin.compare.command import compare
+from mismatch_plugin.diagnose.check_command import check
+from mismatch_plugin.diagnose.command import inspect
 from mismatch_plugin.explain.command import SETTINGS, explain
-from mismatch_plugin.inspect.command import inspect
 from mismatch_plugin.patching import app as patching
 from mismatch_plugin.report.table import printable
 

@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -225,7 +226,56 @@ def inspect(device: torch.device, quick: bool, repeats: int) -> list[Row]:
     return rows
 
 
-_ORDER = (log_probs, linear, correction, loss, whole_step, communication, scaling, inspect)
+def samples(device: torch.device, quick: bool, repeats: int) -> list[Row]:
+    """Samples in a JSONL file and packed, next to orjson with numpy's arrays on the same values."""
+    from mismatch_plugin.data.files import row_of, write_samples
+    from mismatch_plugin.data.pack import pack
+    from mismatch_plugin.data.read import read
+    from mismatch_plugin.data.sample import Sample
+
+    count, length = (2, 40) if quick else (400, 1000)
+    made, sides = [], ("rollout_log_probs", "train_log_probs")
+    for at in range(count):
+        draw = torch.Generator().manual_seed(at)
+        logged = {name: -torch.rand(length, generator=draw) for name in sides}
+        ids = torch.randint(0, 150_000, (length,), generator=draw)
+        made.append(Sample(response_ids=ids, prompt_ids=ids[: length // 10], loss_mask=torch.ones(length), **logged))
+    lists: dict[str, Any] = {name: [getattr(sample, name).tolist() for sample in made] for name in sides}
+    masks = [[1] * length] * count
+
+    def by_orjson(path: Path, write: bool) -> Callable[[], Any]:
+        import numpy as np
+
+        orjson: Any = import_module("orjson")  # of `make bench-contenders`
+        if write:
+            return lambda: path.write_bytes(b"\n".join(orjson.dumps(row_of(sample)) for sample in made))
+        names = ("response_ids", "prompt_ids", "loss_mask", *lists)
+        return lambda: [
+            [np.array(row[name]) for name in names] for row in map(orjson.loads, path.read_bytes().splitlines())
+        ]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "samples.jsonl")
+        write_samples(path, made)
+        cases: dict[str, dict[str, Callable[[], Callable[[], Any]]]] = {
+            "read": {"data.read": lambda: lambda: len(read(path).samples), "orjson": lambda: by_orjson(path, False)},
+            "write": {
+                "write_samples": lambda: lambda: write_samples(path, made),
+                "orjson": lambda: by_orjson(Path(folder, "other.jsonl"), True),
+            },
+            "pack": {
+                "pack": lambda: lambda: pack(made).lengths,
+                "from_lists": lambda: lambda: mp.PackedSequences.from_lists(loss_masks=masks, **lists).lengths,
+            },
+        }
+        rows = []
+        for case, makes in cases.items():
+            contenders = [Contender(name, make, results=lambda _: (), counted=False) for name, make in makes.items()]
+            rows += measure(f"{case} {count} samples of {length} tokens", contenders, device, repeats, calls=1)
+    return rows
+
+
+_ORDER = (log_probs, linear, correction, loss, whole_step, communication, scaling, inspect, samples)
 PARTS = {part.__name__: part for part in _ORDER}
 COLUMNS = {"ms": "{:.3g}", "ratio": "{:.2f}", "lowest": "{:.2f}", "highest": "{:.2f}", "extra_mib": "{:.0f}"}
 COLUMNS |= {"memory_ratio": "{:.2f}", "deviation": "{:.0e}"}

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-Ids = NDArray[np.integer[Any]]
+Ints = NDArray[np.integer[Any]]
+Ids = Ints
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 

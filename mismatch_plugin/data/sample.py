@@ -93,6 +93,8 @@ class Sample(BaseModel):
     reward: float | None = None
     step: int | None = None
     """The training step or rollout id."""
+    index: int = Field(default=0, ge=0)
+    """Place in its file or batch, from 0."""
 
     # What the trainer says of it.
     train_log_probs: Floats = _nothing(np.float64)

@@ -19,8 +19,8 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, spread
 from mismatch_plugin.core.units import ActingBounds, acting_bounds
 from mismatch_plugin.core.weights import grown
+from mismatch_plugin.diagnose.levels import units_in
 from mismatch_plugin.explain.numbers import Numbers
-from mismatch_plugin.inspect.levels import units_in
 
 
 class _Model(BaseModel):

@@ -13,9 +13,9 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_GAP
-from mismatch_plugin.files import encodable
 from mismatch_plugin.data.sampling import SamplingParameters, remaining_bias
 from mismatch_plugin.data.served import Served, ServedWeights
+from mismatch_plugin.data.versions import WeightSpan
 
 __all__ = [
     "Fault",
@@ -78,16 +78,6 @@ class Fault:
 
     def __str__(self) -> str:
         return self.message
-
-
-class WeightSpan(BaseModel):
-    """Response tokens [start, end) were sampled from the weights called `version`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: Annotated[str, AfterValidator(encodable)]
-    start: int = Field(ge=0)
-    end: int = Field(ge=0)
 
 
 def versions_by_token(spans: Sequence[WeightSpan], length: int) -> list[str | None]:

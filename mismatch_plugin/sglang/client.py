@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, get_args
 
 from mismatch_plugin.config.settings import InvalidPolicy
-from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.sglang.control import PauseMode, ServerControl, ServerInfo
 from mismatch_plugin.sglang.fingerprints import WeightUpdateError
 from mismatch_plugin.sglang.http import MAX_REPLY_BYTES, Answer, FailureKind, RequestError, Retries, Server

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE
-from mismatch_plugin.rollout.records import FinishReason, RolloutRecord
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY, Served
+from mismatch_plugin.rollout.records import FinishReason, RolloutRecord
 
 ReplyKind = Literal["error_reply", "form", "count", "prompt", "log_probs_lost", "length", "token_ids", "kept_ids"]
 

@@ -1,4 +1,4 @@
-"""Peers' answers on fixed inputs (`fixtures/peers.json`): slime's mis.py and verl's rollout_corr_helper.py of two dates.
+"""Peers' answers on fixed inputs (`fixtures/peers.json`): slime's mis.py, verl's rollout_corr_helper.py of two dates.
 
 Every case runs through `compat`. Weights × accepted mask, accepted masks and the guide's metrics must agree to 1e-6,
 but for the differences listed here, each of which the contract asks for.

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.inspect.figures import Figures
-from mismatch_plugin.inspect.recommend import recommend
-from mismatch_plugin.inspect.rules import CREDIT, RULES, Rule
+from mismatch_plugin.diagnose.figures import Figures
+from mismatch_plugin.diagnose.recommend import recommend
+from mismatch_plugin.diagnose.rules import CREDIT, RULES, Rule
 from mismatch_plugin.report.presets import quiet_preset
 
 ACTIONS = 6

@@ -328,7 +328,7 @@ def test_reading_calls_nothing_a_token(tmp_path: Path) -> None:
 
 _LIMITED = """
 import resource, sys
-import mismatch_plugin.inspect.diagnose, mismatch_plugin.check.inputs, mismatch_plugin.data.read
+import mismatch_plugin.diagnose.diagnosis, mismatch_plugin.diagnose.read, mismatch_plugin.data.read
 from mismatch_plugin.cli import main
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + (24 << 20)

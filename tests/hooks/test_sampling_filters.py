@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
+from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks import megatron_rl, miles, slime
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl
 from mismatch_plugin.hooks.verl import config as verl
 from mismatch_plugin.launch.__main__ import prepare
-from mismatch_plugin.data.sampling import filter_bias
 from tests.hooks.contracts import miles as miles_contract
 from tests.hooks.contracts import slime as slime_contract
 

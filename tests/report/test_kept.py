@@ -8,7 +8,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.report.kept import LARGEST_KL, SHARE, expected_kept, keeps, largest_kl
 from mismatch_plugin.report.presets import KEEPS, PRESET_NAMES, presets_table, quiet_preset
-from tests.inspect.noise import measured, noise
+from tests.diagnose.noise import measured, noise
 
 DIFFERENT = {keeps(quiet_preset(record.name)): record.name for record in reversed(PRESETS)}
 """What the table says → the first preset of which it says so."""

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_plugin.rollout.records import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.rollout.records import SamplingParameters
 from mismatch_plugin.sglang.client import PauseMode, RequestError, ServerInfo, SGLangClient, WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint, written
 from tests.fixtures.faulty_server import FaultyServer, Reply, Request, call, honest

@@ -10,13 +10,14 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from mismatch_plugin.check.batch import make_batch
-from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.data.read import read
+from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.rollout.files import read_records, write_records
 from mismatch_plugin.rollout.records import RolloutRecord
 from mismatch_plugin.rollout.responses import Response
-from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.replies import ReplyError, parse_generate
 
 SERVED: dict[str, Any] = {
@@ -125,7 +126,7 @@ def test_a_dump_that_tells_no_temperature_takes_the_servers(tmp_path: Path):
         torch.save({"rollout_id": 0, "samples": chosen}, tmp_path / name)
     dump = read_dump(tmp_path / "told.pt")
     assert dump.responses[0].sampling.temperature == 0.7 and not [n for n in dump.notes if "temperature" in n]
-    assert check_batch(make_batch(dump.responses)).findings == ()
+    assert check_batch(make_batch(read(tmp_path / "told.pt").samples)).findings == ()
     half = read_dump(tmp_path / "half.pt")
     assert [item.sampling.temperature for item in half.responses] == [0.7, 1.0]
     assert [note for note in half.notes if "temperature 1 without filters is assumed" in note]

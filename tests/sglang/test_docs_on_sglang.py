@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from examples.sglang_server import CpuServer
-from mismatch_plugin.check.batch import make_batch
-from mismatch_plugin.check.run import check_batch
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.rollout.files import read_records
 from mismatch_plugin.rollout.records import RolloutRecord
 

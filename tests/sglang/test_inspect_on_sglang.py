@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from mismatch_plugin.inspect.command import inspect
+from mismatch_plugin.diagnose.command import inspect
 from tests.sglang.cases import write_case
 from tests.sglang.world import SIZES, STEPS, Size, World
 

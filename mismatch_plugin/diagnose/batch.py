@@ -1,0 +1,228 @@
+"""Both sides of a batch as arrays: the form in which the detectors compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.diagnose.findings import (
+    Confidence,
+    FaultName,
+    Finding,
+    Item,
+    LogProbSide,
+    Place,
+    Side,
+    first_place,
+)
+
+DEFAULT_MAX_STALENESS = 1
+
+
+FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Usable tokens of many samples, flat, [T]: log-probs of both sides, and where each token is.
+
+    occurred: its id was earlier in the response: those that SGLang's penalties act on.
+    """
+
+    rollout: Floats
+    training: Floats
+    sample: Ints
+    position: Ints
+    occurred: Bools
+
+    def __len__(self) -> int:
+        return len(self.rollout)
+
+    @cached_property
+    def gap(self) -> Floats:
+        """d = log π_train − log π_rollout."""
+        return self.training - self.rollout
+
+    @cached_property
+    def order(self) -> Ints:
+        """The tokens from the least likely one on by the rollout side; of equal ones the first first."""
+        return stable_order(self.rollout, self.order_down[::-1].copy())
+
+    @cached_property
+    def order_down(self) -> Ints:
+        """The same from the likeliest one on; of equal ones the first first."""
+        return stable_order(-self.rollout)
+
+    def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:
+        """(log-probs of this side, those of the other)."""
+        return (self.rollout, self.training) if side == "rollout" else (self.training, self.rollout)
+
+    def where(self, chosen: Bools) -> Tokens:
+        """The chosen ones alone."""
+        return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
+
+
+class Between(Protocol):
+    """Models between the weights that the run began with and the present ones (`layers.Mix`).
+
+    parts: ways to divide the tensors that differ: name of a part → its parameters.
+    """
+
+    parts: tuple[dict[str, tuple[str, ...]], ...]
+
+    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
+        """[n] with these parameters from the start and all others from now."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """N samples in the order of the records file, `index` being their place, and what else the detectors may know.
+
+    eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
+    float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
+    checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
+    both checkpoints.
+    """
+
+    samples: tuple[Sample, ...]
+    eos_ids: frozenset[int] = frozenset()
+    has_training: bool = True
+    max_staleness: int = DEFAULT_MAX_STALENESS
+    logits: Callable[[Sample], Tensor] | None = None
+    from_checkpoint: bool = False
+    between: Between | None = None
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __iter__(self) -> Iterator[Sample]:
+        return iter(self.samples)
+
+    @property
+    def token_count(self) -> int:
+        """Response tokens that train."""
+        return trained(self.samples)
+
+    @cached_property
+    def tokens(self) -> Tokens:
+        """All usable tokens."""
+        return flat(self.samples)
+
+    def tokens_of(self, samples: Sequence[Sample]) -> Tokens:
+        """The usable tokens of some of its samples; of all of them they are made once."""
+        return self.tokens if len(samples) == len(self) else flat(samples)
+
+    def with_values(self, changed: Mapping[int, Mapping[str, Any]]) -> Batch:
+        """The same batch with fields of some samples replaced, by index. A mask can only lose tokens."""
+        if not any(changed.values()):
+            return self
+        samples = list(self.samples)  # what stays keeps what it has worked out
+        for index, fields in changed.items():
+            samples[index] = samples[index].with_fields(**fields)
+        return replace(self, samples=tuple(samples))
+
+    def finding(
+        self,
+        fault: FaultName,
+        side: Side,
+        evidence: str,
+        fix: str,
+        samples: Sequence[Sample],
+        *,
+        tokens: int | None = None,
+        of_samples: int | None = None,
+        first: Place | None = None,
+        statistics: Mapping[str, float] = {},
+        confidence: Confidence = "likely",
+    ) -> Finding:
+        """A finding about these samples of the batch.
+
+        tokens: all that train, unless given. of_samples: all, unless given. first: the first token of the first sample.
+        """
+        return Finding(
+            fault=fault,
+            side=side,
+            evidence=evidence,
+            statistics=dict(statistics),
+            samples=len(samples),
+            of_samples=len(self) if of_samples is None else of_samples,
+            tokens=trained(samples) if tokens is None else tokens,
+            of_tokens=self.token_count,
+            first=first or first_place(samples[0], np.ones(len(samples[0]), dtype=bool)),
+            fix=fix,
+            confidence=confidence,
+        )
+
+
+def _first_of_equals(ranked: Floats | Ints) -> Bools:
+    """Of values in order, those that the one before does not equal."""
+    first = np.ones(len(ranked), dtype=bool)
+    first[1:] = ranked[1:] != ranked[:-1]
+    return first
+
+
+def stable_order(values: Floats | Ints, order: Ints | None = None) -> Ints:
+    """np.argsort(values, kind="stable") in a third of its time; no NaN. order: one that sorts them; it is changed."""
+    order = np.argsort(values) if order is None else order
+    ranked = values[order]
+    ties = np.flatnonzero(ranked[1:] == ranked[:-1])
+    if len(ties):
+        tied = np.zeros(len(values), dtype=bool)
+        tied[ties] = tied[ties + 1] = True
+        at = np.flatnonzero(tied)
+        run = np.cumsum(_first_of_equals(ranked[at])) * len(values)
+        order[at] = np.sort(run + order[at]) - run
+    return order
+
+
+def median(values: Floats) -> float:
+    """np.median of at least one number, none of them NaN, without its overhead."""
+    middle = len(values) // 2
+    if len(values) % 2:
+        return float(np.partition(values, middle)[middle])
+    return float(np.partition(values, (middle - 1, middle))[middle - 1 : middle + 1].mean())
+
+
+Outcome = tuple[list[Item], Batch]
+"""What a detector found, and the batch in which that is undone as far as possible."""
+
+
+def trained(samples: Sequence[Sample]) -> int:
+    """Their response tokens that train."""
+    return sum(int(sample.mask.sum()) for sample in samples)
+
+
+def flat(samples: Sequence[Sample]) -> Tokens:
+    """The usable tokens of these samples, one after the other."""
+    samples = [sample for sample in samples if sample.usable.any()]
+    ends = np.cumsum([0, *(int(sample.usable.sum()) for sample in samples)])
+    rollout, training = np.empty(ends[-1]), np.empty(ends[-1])
+    index, position = np.empty(ends[-1], dtype=np.int64), np.empty(ends[-1], dtype=np.int64)
+    occurred = np.empty(ends[-1], dtype=bool)
+    for sample, (start, end) in zip(samples, pairwise(ends), strict=True):  # no parts to be joined: half the memory
+        at, here = np.flatnonzero(sample.usable), slice(start, end)
+        rollout[here], training[here] = sample.rollout_log_probs[at], sample.train_log_probs[at]
+        index[here], position[here] = sample.index, at
+        order = stable_order(sample.response_ids)
+        again = np.empty(len(sample), dtype=bool)
+        again[order] = ~_first_of_equals(sample.response_ids[order])
+        occurred[here] = again[at]
+    return Tokens(rollout, training, index, position, occurred)
+
+
+def make_batch(samples: Sequence[Sample], *, eos_ids: Sequence[int] = (), has_training: bool | None = None) -> Batch:
+    """eos_ids: those that the requests name are added. has_training: whether a sample has any, unless given."""
+    stop = (token for sample in samples for token in sample.sampling.stop_token_ids)
+    if has_training is None:
+        has_training = any(len(sample.train_log_probs) for sample in samples)
+    numbered = tuple(sample.with_fields(index=index) for index, sample in enumerate(samples))
+    return Batch(numbered, frozenset((*eos_ids, *stop)), has_training)

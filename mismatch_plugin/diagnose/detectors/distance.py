@@ -1,0 +1,99 @@
+"""How far apart two lists of log-probs are, robustly, and whether another list fits clearly better."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from mismatch_plugin.data.arrays import Bools, Floats
+from mismatch_plugin.data.sample import Sample
+
+CLIP = 3.0
+"""A single token counts for at most so much, in nats."""
+CLIPPED_GAP = f"mean |gap| (no token above {CLIP:g} nats, zeros left out)"
+"""What `distances` averages to, as evidence names it: it differs from the mean |gap| of all tokens."""
+
+
+class Distances(NamedTuple):
+    """[n] |a − b|, clipped, 0 where one has no number; and which tokens have both."""
+
+    values: Floats
+    valid: Bools
+
+    @property
+    def mean(self) -> float:
+        """Over the valid tokens; inf if there is none."""
+        return float(self.values[self.valid].mean()) if self.valid.any() else math.inf
+
+    @property
+    def tokens(self) -> int:
+        """How many are valid."""
+        return int(self.valid.sum())
+
+
+def between(a: Floats, b: Floats, chosen: Bools | bool = True) -> Distances:
+    """Of two arrays of one shape; those not chosen are not valid."""
+    valid = np.isfinite(a) & np.isfinite(b) & chosen
+    values = np.abs(np.subtract(a, b, where=valid, out=np.zeros(valid.shape)))
+    return Distances(np.minimum(values, CLIP), valid)
+
+
+def distances(sample: Sample, training: Floats | None = None) -> Distances:
+    """Of a sample's rollout log-probs to its training ones or to any list, over the shorter length.
+
+    Exact zeros are left out: certain tokens fit everywhere, and fills nowhere.
+    """
+    theirs = sample.train_log_probs if training is None else training
+    shared = min(len(sample.rollout_log_probs), len(theirs), len(sample))
+    ours, theirs = sample.rollout_log_probs[:shared], theirs[:shared]
+    return between(ours, theirs, sample.mask[:shared] & (ours != 0.0) & (theirs != 0.0))
+
+
+def pooled(parts: list[Distances]) -> Distances:
+    """Of several samples as one list."""
+    return Distances(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+class Comparison(NamedTuple):
+    """Two candidates over the tokens that both can judge. deviations: (own − other) in standard errors of the paired
+    differences."""
+
+    own: float
+    other: float
+    deviations: float
+    tokens: int
+
+    def clearly_better(self, factor: float, standard_errors: float, minimum: float) -> bool:
+        """The other fits better: below `factor` times the own distance, far outside chance, by `minimum` nats."""
+        return self.other < factor * self.own and self.deviations > standard_errors and self.own - self.other > minimum
+
+
+def compare(own: Distances, other: Distances) -> Comparison:
+    """Paired, token by token, over the shorter length."""
+    shared = min(len(own.values), len(other.values))
+    valid = own.valid[:shared] & other.valid[:shared]
+    count = int(valid.sum())
+    if count < 2:
+        return Comparison(math.inf, math.inf, 0.0, count)
+    a, b = own.values[:shared][valid], other.values[:shared][valid]
+    error = float((a - b).std(ddof=1)) / math.sqrt(count)
+    return Comparison(float(a.mean()), float(b.mean()), float((a - b).mean()) / max(error, 1e-12), count)
+
+
+CERTAIN = 0.02
+"""Tokens whose probability is nearer to 1 tell nothing of the logits."""
+
+
+def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
+    """[n] T (ours − theirs) / (1 − p), p the smaller of the two probabilities; NaN where it tells nothing.
+
+    To first order a change of the logits moves log p by (1 − p) of it over T, so that this measures the change itself:
+    the tokens of sure and of unsure responses are then equally far apart.
+    """
+    temperature = sample.log_prob_temperature
+    with np.errstate(invalid="ignore", over="ignore"):
+        left = -np.expm1(np.minimum(ours, theirs))
+        chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)
+        return np.where(chosen, temperature * np.clip(ours - theirs, -CLIP, CLIP) / np.where(chosen, left, 1.0), np.nan)

@@ -1,0 +1,201 @@
+"""Do the servers hold the checkpoint's weights now, and all the same ones? Each rescores, and is compared."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.read import InputError
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.diagnose.batch import Batch, make_batch
+from mismatch_plugin.diagnose.detectors.distance import logit_gap
+from mismatch_plugin.diagnose.detectors.level import mismatch
+from mismatch_plugin.diagnose.detectors.weights import SHARE, way_back
+from mismatch_plugin.diagnose.findings import Finding, Place, place_of
+from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
+from mismatch_plugin.sglang.http import shown
+
+BARS = {"float32": 0.003, "quantised": 0.2, "16 bits": 0.07}
+"""Median logit gap to a float32 checkpoint that a server's precision explains. Measured with a tiny model: float32
+1e-6; bf16 0.013 to 0.038; int8 weights 0.06 to 0.1."""
+RATIO, STANDARD_ERRORS, FLOOR = 1.5, 4.0, 0.003
+"""Among servers: one that is so much further from the checkpoint than the nearest one is named; gaps below FLOOR count
+as FLOOR. Servers of one precision differed by less than 1.1."""
+TIMEOUT = 10.0
+"""Seconds for a router to tell its workers."""
+FIX = (
+    "Send the checkpoint's weights to {which} again: read the return code of the update, compare POST /weights_checker "
+    '{{"action": "checksum"}} before and after (our client compares where our plugin serves) and between servers, look '
+    "for names that the server does not know (a `module.` prefix); or give the checkpoint that the servers hold."
+)
+
+
+class Rescored(NamedTuple):
+    """What one server says of the responses at temperature 1. bar: what its precision explains, and its name."""
+
+    url: str
+    values: list[Floats]
+    risks: list[str]
+    precision: str
+
+
+def workers_of(url: str) -> list[str]:
+    """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`); else the URL itself."""
+    from mismatch_plugin.sglang.http import RequestError, Retries, Server
+
+    async def ask() -> list[str]:
+        server = Server(url, timeout=TIMEOUT, connect_timeout=TIMEOUT)
+        try:
+            for path in ("/workers", "/list_workers"):
+                try:
+                    told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=TIMEOUT)).json
+                except RequestError as error:
+                    if error.kind == "connection":
+                        return []
+                    continue
+                if found := _urls(told):
+                    return found
+        finally:
+            await server.close()
+        return []
+
+    try:
+        return asyncio.run(ask()) or [url]
+    except ValueError as error:
+        raise InputError(f"--url: {error}") from None
+
+
+def _urls(told: Any) -> list[str]:
+    """Addresses in a router's answer, without the `@rank` of one that routes to data-parallel ranks."""
+    if not isinstance(told, dict):
+        return []
+    listed: Any = told.get("urls") or [item.get("url") for item in told.get("workers") or [] if isinstance(item, dict)]
+    found = [re.sub(r"@\d+$", "", item) for item in listed if isinstance(item, str) and item.startswith("http")]
+    return list(dict.fromkeys(found))
+
+
+def compare_servers(
+    urls: Sequence[str], records: Sequence[Sample], model: Checkpoint | None, start: Checkpoint | None = None
+) -> tuple[list[str], list[Finding]]:
+    """Notes and findings. At least a checkpoint and one server, or two servers.
+
+    With a checkpoint each server is compared with it; without one, with the median of three or more servers, or the two
+    with each other. start: the weights that the run began with.
+
+    Raises InputError where a server does not answer.
+    """
+    servers = [_rescored(url, records, model.vocab if model else None) for url in urls]
+    neutral = [one.with_fields(sampling=SamplingParameters(), behaviour_log_probs=None) for one in records]
+    sides = model.scored(neutral) if model else _consensus(servers)
+    neutral = [with_training(*pair) for pair in zip(neutral, sides, strict=True)]
+    if start is not None and model is not None:
+        neutral = with_reference(neutral, start)
+    against = "the checkpoint" if model else "the median of all servers" if len(servers) > 2 else shown(urls[0])
+    notes: list[str] = []
+    batches: list[tuple[Rescored, Batch, list[Floats], bool]] = []
+    for server in servers if model or len(servers) > 2 else servers[1:]:
+        both = zip(neutral, server.values, strict=True)
+        batch = make_batch([one.with_fields(rollout_log_probs=values) for one, values in both], has_training=True)
+        level = mismatch(batch)
+        what = f"the server at {shown(server.url)}, rescoring at temperature 1, against {against}: "
+        notes += [*server.risks, what + ("no token can be compared" if level is None else str(level))]
+        if level is None:
+            continue
+        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
+        fits = way is not None and way.share > SHARE and way.to_start < way.to_now and way.nearer > STANDARD_ERRORS
+        batches.append((server, batch, _by_sample(batch.samples), fits))
+    if not batches:
+        return notes, []
+    nearest = min((table for _, _, table, _ in batches), key=_level)
+    findings = []
+    for server, batch, table, fits in batches:
+        bar, gap = BARS[server.precision], _level(table)
+        further = _further(table, nearest) if len(batches) > 1 else 0.0
+        ratio = max(gap, FLOOR) / max(_level(nearest), FLOOR)
+        odd = further > STANDARD_ERRORS and ratio > RATIO
+        if not (gap > bar or odd or fits):
+            continue
+        why = [f"where its precision ({server.precision}) explains {bar:g}"] if gap > bar else []
+        why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
+        why += ["and they fit the weights that the run began with better"] if fits else []
+        findings.append(
+            batch.finding(
+                "server_differs",
+                "rollout",
+                f"The server at {shown(server.url)} does not hold the weights of {against}: rescored at temperature 1 "
+                f"its log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}.",
+                FIX.format(which=shown(server.url)),
+                batch.samples,
+                first=_worst(batch.samples),
+                statistics={"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
+                confidence="likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
+            )
+        )
+    return notes, findings
+
+
+def _rescored(url: str, records: Sequence[Sample], vocab: int | None) -> Rescored:
+    return Rescored(url, *rescore(url, records, vocab), _precision(url))
+
+
+def _precision(url: str) -> str:
+    """By what the server tells of itself; "16 bits" where it tells nothing."""
+    from mismatch_plugin.sglang.client import RequestError, SGLangClient
+    from mismatch_plugin.sglang.control import ServerInfo
+
+    async def ask() -> ServerInfo:
+        async with SGLangClient(url, retries=0) as client:
+            return await client.server_info()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            info = asyncio.run(ask())
+        except (RequestError, ValueError, TypeError, LookupError):
+            return "16 bits"
+    cache = info.kv_cache_dtype not in (None, "auto", info.dtype, "float32", "bfloat16", "float16")
+    if info.quantization or cache:
+        return "quantised"
+    return "float32" if info.dtype in ("float32", "float") else "16 bits"
+
+
+def _consensus(servers: Sequence[Rescored]) -> list[Floats]:
+    """Token by token the median of three or more servers, or the first of two."""
+    if len(servers) < 3:
+        return servers[0].values
+    return [np.median(each, axis=0) for each in zip(*(server.values for server in servers), strict=True)]
+
+
+def _by_sample(samples: Sequence[Sample]) -> list[Floats]:
+    """|logit gap| of each sample's tokens, NaN where it tells nothing."""
+    return [np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs)) for sample in samples]
+
+
+def _level(table: Sequence[Floats]) -> float:
+    values = np.concatenate(table)
+    return float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else 0.0
+
+
+def _further(table: Sequence[Floats], nearest: Sequence[Floats]) -> float:
+    """By how many standard errors over samples a server is further off than the nearest one."""
+    gains = [float(np.nansum(a - b)) for a, b in zip(table, nearest, strict=True)]
+    error = math.sqrt(len(gains)) * float(np.std(gains, ddof=1)) if len(gains) > 1 else math.inf
+    return float(np.sum(gains)) / max(error, 1e-12)
+
+
+def _worst(samples: Sequence[Sample]) -> Place | None:
+    """The token with the largest gap."""
+    gaps = [
+        np.where(s.usable, np.abs(s.train_log_probs - s.rollout_log_probs), -1.0) if s.comparable else np.zeros(0)
+        for s in samples
+    ]
+    at = max(range(len(gaps)), key=lambda index: float(gaps[index].max(initial=-1.0)))
+    return place_of(samples[at], int(gaps[at].argmax())) if len(gaps[at]) else None

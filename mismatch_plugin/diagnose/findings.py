@@ -1,0 +1,153 @@
+"""What a check can say: the faults it knows, one finding with its evidence, and the result of a whole check."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from mismatch_plugin.data.arrays import Bools
+from mismatch_plugin.data.sample import Sample
+
+FaultName = Literal[
+    "missing", "nan", "infinite", "positive", "floor", "zero_fill",
+    "length", "token_ids", "prompt_ids", "eos_appended", "boundary", "shift_by_one", "swapped_samples",
+    "sign", "probabilities", "log_base",
+    "temperature", "truncation", "penalty",
+    "mixed_versions", "staleness",
+    "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
+    "wrong_prompt", "retokenised",
+    "quantised", "moe_routing", "far_apart",
+    "bf16", "fp16", "rounded",
+    "unrelated",
+]  # fmt: skip
+FAULTS: tuple[FaultName, ...] = get_args(FaultName)
+LogProbSide = Literal["rollout", "training"]
+SIDES: tuple[LogProbSide, ...] = get_args(LogProbSide)
+Side = Literal["rollout", "training", "both"]
+Status = Literal["clean", "faults", "undecided"]
+Severity = Literal["fault", "note"]
+"""note: a cause that is named without being wrong, such as routers of a MoE model at an ordinary size of the gap: it
+does not make a batch faulty."""
+Confidence = Literal["certain", "likely", "possible"]
+"""certain: the values themselves show it (an id, a null, an exact form). likely: statistics that nothing else known
+here gives. possible: they fit it, and other causes too."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Place(_Model):
+    """Where a fault is seen first. sample: place in the file, from 0. position: response token, from 0, or None."""
+
+    sample: int
+    sample_id: str | None = None
+    position: int | None = None
+    rollout: float | int | str | None = None
+    training: float | int | str | None = None
+
+    def __str__(self) -> str:
+        name = f"sample {self.sample}" + (f" ({self.sample_id})" if self.sample_id is not None else "")
+        where = "" if self.position is None else f", position {self.position}"
+        sides = (("rollout", self.rollout), ("training", self.training))
+        shown = [(side, f"{value:.6g}" if isinstance(value, float) else value) for side, value in sides]
+        values = ", ".join(f"{side} {value}" for side, value in shown if value is not None)
+        return f"{name}{where}" + (f": {values}" if values else "")
+
+
+def place_of(sample: Sample, position: int | None = None, *, rollout: Any = None, training: Any = None) -> Place:
+    """A sample of a batch as the place of a fault, with both values at the position where they exist."""
+    told = {"rollout": rollout, "training": training}
+    for side in SIDES:
+        if told[side] is None and position is not None and position < len(sample.values(side)):
+            told[side] = float(sample.values(side)[position])
+    return Place(sample=sample.index, sample_id=sample.sample_id, position=position, **told)
+
+
+def first_place(sample: Sample, chosen: Bools) -> Place:
+    """The first chosen token, or the sample as a whole where there is none."""
+    found = np.flatnonzero(chosen)
+    return place_of(sample, int(found[0])) if len(found) else place_of(sample)
+
+
+class Finding(_Model):
+    """One fault, why it is believed, and what to change.
+
+    evidence: one sentence with the numbers. statistics: the same numbers by name. samples, tokens: how many are
+    affected; of_samples, of_tokens: how many were looked at. accepted: the user said that this fault is meant.
+    """
+
+    fault: FaultName
+    side: Side | None = None
+    evidence: str
+    statistics: dict[str, float] = {}
+    samples: int
+    of_samples: int
+    tokens: int
+    of_tokens: int
+    first: Place | None = None
+    fix: str
+    confidence: Confidence = "likely"
+    severity: Severity = "fault"
+    accepted: bool = False
+
+    @property
+    def counts(self) -> bool:
+        """It makes the batch faulty."""
+        return self.severity == "fault" and not self.accepted
+
+
+class Undecided(_Model):
+    """Faults that could be neither found nor excluded, and why."""
+
+    faults: tuple[FaultName, ...]
+    reason: str
+
+
+Item = Finding | Undecided
+
+
+def too_few(what: str, *faults: FaultName) -> Undecided:
+    """The data are too few to tell. what: how many there are, and how many are needed."""
+    return Undecided(faults=faults, reason=f"not enough tokens to tell: {what}")
+
+
+class Mismatch(_Model):
+    """How far apart the two sides are, over the tokens that both have. d = log π_train − log π_rollout, in nats.
+
+    kl: mean of −d (the k1 estimate of KL(rollout ‖ training)). k3_kl: mean of e^d − 1 − d. Both with d clamped to ±20.
+    abs_*: mean, quantiles and largest of |d|. correlation: of the two sides' log-probs, NaN if one is constant.
+    effective_sample_size: (Σρ)² / (n Σρ²) of ρ = e^d.
+    """
+
+    tokens: int = Field(title="tokens compared")
+    samples: int
+    kl: float = Field(title="KL(rollout ‖ training), k1, nat a token")
+    k3_kl: float = Field(title="the same, k3")
+    abs_mean: float = Field(title="|gap| mean, nat")
+    abs_p50: float = Field(title="|gap| p50, nat")
+    abs_p90: float = Field(title="|gap| p90, nat")
+    abs_p99: float = Field(title="|gap| p99, nat")
+    abs_max: float = Field(title="|gap| largest, nat")
+    correlation: float = Field(title="correlation")
+    effective_sample_size: float = Field(title="effective sample size")
+
+    def __str__(self) -> str:
+        return f"k3 {self.k3_kl:.3g}, 99 % of gaps below {self.abs_p99:.3g} nats"
+
+
+class CheckResult(_Model):
+    """All of it. mismatch: as the two sides were given; fixed: with what the findings explain undone, where that is
+    possible and changes anything. notes: what was read, and what does not count as a fault."""
+
+    status: Status
+    verdict: str
+    samples: int
+    tokens: int
+    findings: tuple[Finding, ...]
+    undecided: tuple[Undecided, ...] = ()
+    mismatch: Mismatch | None = None
+    fixed: Mismatch | None = None
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,250 @@
+"""What gap is normal: published figures by kind of pair, and where a measured one lies to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+from mismatch_plugin.diagnose.findings import Mismatch
+from mismatch_plugin.diagnose.result import Comparable, Figure
+from mismatch_plugin.report.table import Table, figure
+
+Pair = Literal[
+    "aligned kernels", "fp16", "dense bf16", "bf16 engine, fp32 trainer", "MoE bf16", "MoE bf16, routing replayed",
+    "fp8, both sides alike", "fp8, quantised differently", "fp8 or fp4 engine, bf16 trainer", "int8 engine",
+    "int4 engine", "int4, both sides alike", "stale rollouts",
+]  # fmt: skip
+"""Engine and trainer, by what sets the size of the gap."""
+Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
+LOOSE = 2.0
+"""Most figures are of one run: up to so many times the largest of a kind is still its size."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published gap of one kind of pair: `figure` from low to high, nats a token.
+
+    what: model and engines. faulty: the source reports it as a fault, so that nothing is normal by it. noted: how the
+    figure was obtained from another, or what is uncertain about it.
+    """
+
+    pair: Pair
+    figure: Figure
+    low: float
+    high: float
+    what: str
+    source: str
+    faulty: bool = False
+    noted: str = ""
+
+
+_ABS: Figure = "mean |Δ log p|"
+_RMS = "from the RMS of Δ log p: k3 ≈ RMS²/2"
+_FAST_LLM = "https://github.com/ServiceNow/Fast-LLM/pull/525"
+_VIME = "https://github.com/vllm-project/vime/issues/64"
+_MILES = "https://github.com/radixark/miles/issues"
+_XTUNER = "https://github.com/InternLM/xtuner/pull/2044"
+_NEMO = "https://github.com/NVIDIA-NeMo/RL"
+_VERL = "https://github.com/verl-project/verl/pull"
+_SKYRL = "https://github.com/NovaSky-AI/SkyRL/pull/1862"
+_REPLAY = f"{_NEMO}/tree/main/tests/test_suites/llm (comment of a routing-replay recipe)"
+_LAB = "this project, its small comparison"
+_SGLANG = "this project, SGLang's CPU server and megatron-core"
+
+# fmt: off
+PUBLISHED = (
+    Published("aligned kernels", "k3", 0.0, 0.0, "DeepSeek-V4, vLLM and Megatron with batch-invariant kernels",
+        f"{_VERL}/7688"),
+    Published("fp16", "k3", 1.3e-5, 2.8e-5, "Qwen2.5-0.5B, two trainers and vLLM, each against its own fp32", _FAST_LLM,
+        noted="from relative errors of 0.10 to 0.146 % at a mean |log p| of 3.61, √2 for two sides: k3 ≈ RMS²/2"),
+    Published("dense bf16", _ABS, 0.0049, 0.0049, "a 4B model, SGLang and FSDP",
+        "https://github.com/Tencent-Hunyuan/UniRL/pull/310", noted="mean |ρ − 1|"),
+    Published("dense bf16", _ABS, 0.011, 0.011, "Qwen3-4B, Megatron with vLLM (30 steps) and SGLang (step 0)", _VIME),
+    Published("dense bf16", "k3", 2.5e-4, 8.3e-4, "Qwen2.5-7B and 0.5B, Fast-LLM and DeepSpeed against vLLM", _FAST_LLM,
+        noted=_RMS),
+    Published("bf16 engine, fp32 trainer", _ABS, 0.03, 0.03, "tiny model, SGLang on CPU, megatron-core", _SGLANG),
+    Published("bf16 engine, fp32 trainer", "k3", 8e-4, 8e-4, "tiny model, SGLang on CPU, megatron-core", _SGLANG),
+    Published("MoE bf16", _ABS, 0.013, 0.014, "Qwen3.5-35B-A3B, SGLang and Megatron, step 0", f"{_MILES}/1186"),
+    Published("MoE bf16", "k3", 8.6e-4, 8.7e-4, "an MoE recipe of NeMo-RL, vLLM", _REPLAY),
+    Published("MoE bf16", "k3", 1.59e-3, 1.65e-3, "Qwen3.8-Flash-Next with LoRA, vLLM and FSDP", f"{_VERL}/7749"),
+    Published("MoE bf16", "k3", 5.2e-3, 5.2e-3, "DeepSeek-V4, vLLM and VeOmni, no routing replay", f"{_VERL}/7242"),
+    Published("MoE bf16, routing replayed", _ABS, 0.007, 0.007, "Qwen3.5-35B-A3B, SGLang and Megatron, step 0",
+        f"{_MILES}/1186"),
+    Published("MoE bf16, routing replayed", "k3", 3.7e-4, 3.7e-4, "an MoE recipe of NeMo-RL, vLLM", _REPLAY),
+    Published("fp8, both sides alike", "k3", 3.3e-4, 3.8e-4, "Qwen3.5-35B-A3B, quantised from the same bf16 weights",
+        _XTUNER),
+    Published("fp8, both sides alike", "KL", 1.4e-3, 1.8e-3, "Qwen3.5-9B, blockwise fp8, vLLM and Megatron",
+        f"{_NEMO}/pull/2744"),
+    Published("fp8, both sides alike", "KL", 2.4e-3, 5e-3, "Qwen3.5-35B-A3B, blockwise fp8, vLLM and Megatron",
+        f"{_NEMO}/pull/2744"),
+    Published("fp8, quantised differently", "k3", 8.7e-3, 8.7e-3,
+        "Qwen3.5-35B-A3B after one update, trainer quantised from fp32 and rollout from bf16", _XTUNER, faulty=True),
+    Published("fp8 or fp4 engine, bf16 trainer", _ABS, 0.041, 0.067, "DeepSeek-V4-Flash, routing replayed, SGLang and "
+        "Megatron", f"{_MILES}/2722"),
+    Published("int8 engine", "k3", 1e-4, 1e-4, "tiny model, weights rounded to int8, fp32 trainer", _LAB,
+        noted="no figure of a large model was found"),
+    Published("int4 engine", _ABS, 0.026, 0.032, "Qwen3.6-35B-A3B, int4 weights in vLLM, bf16 in Megatron", _SKYRL),
+    Published("int4 engine", "k3", 0.018, 0.018, "tiny model, weights rounded to int4, fp32 trainer", _LAB,
+        noted="a tiny model feels four bits more"),
+    Published("int4, both sides alike", _ABS, 0.0118, 0.0141, "Qwen3.6-35B-A3B, the same grid in training", _SKYRL),
+    Published("stale rollouts", "k3", 1.7e-3, 5.4e-3, "Qwen3-0.6B, about one update behind",
+        "https://github.com/marin-community/marin/issues/8955",
+        noted="from a run's smallest ESS, 0.989 to 0.997: k3 ≈ (1/ESS − 1)/2"),
+    Published("stale rollouts", "k3", 0.03, 0.23, "tiny model, large learning rate, 4 and 16 updates behind", _LAB),
+    Published("MoE bf16", _ABS, 0.369, 0.369, "DeepSeek-V4-Flash, routing not replayed", f"{_MILES}/2722", faulty=True),
+    Published("dense bf16", _ABS, 0.011, 0.036, "Qwen3-4B, Megatron and SGLang, growing over 30 steps", _VIME,
+        faulty=True),
+    Published("dense bf16", _ABS, 0.2, 0.4, "Qwen3-4B, training that did not converge",
+        "https://github.com/Gen-Verse/OpenClaw-RL/issues/69", faulty=True),
+    Published("dense bf16", "KL", 0.14, 1.75, "Qwen3-VL-2B, vLLM and DTensor", f"{_NEMO}/issues/2260", faulty=True),
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the records or their user tell of the pair; None: unknown. stale: versions that the rollouts are behind."""
+
+    engine: Format | None = None
+    trainer: Format | None = None
+    moe: bool | None = None
+    routing_replayed: bool = False
+    same_quantisation: bool | None = None
+    stale: float = 0.0
+
+
+class Answer(NamedTuple):
+    """normal: the gap is of the size published for this kind of pair. None: nothing is published for it."""
+
+    normal: bool | None
+    sentence: str
+
+
+def pairs_like(hints: Hints) -> tuple[Pair, ...]:
+    """The kinds of pair that the hints allow, the likeliest first: without any, dense bf16 and its neighbours."""
+    found: tuple[Pair, ...]
+    if hints.engine in ("fp8", "fp4"):
+        alike = hints.same_quantisation
+        alike = alike if alike is not None else (True if hints.trainer == hints.engine else None)
+        pairs: dict[bool | None, tuple[Pair, ...]] = {
+            True: ("fp8, both sides alike",),
+            False: ("fp8, quantised differently", "fp8 or fp4 engine, bf16 trainer"),
+            None: ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike"),
+        }
+        found = pairs[alike]
+    elif hints.engine == "int4":
+        found = ("int4, both sides alike",) if hints.same_quantisation else ("int4 engine",)
+    elif hints.engine == "int8":
+        found = ("int8 engine",)
+    elif hints.engine == "fp16" and hints.trainer in ("fp16", None):
+        found = ("fp16",)
+    elif hints.moe:
+        found = ("MoE bf16, routing replayed",) if hints.routing_replayed else ("MoE bf16",)
+    elif hints.trainer == "fp32":
+        found = ("bf16 engine, fp32 trainer", "dense bf16")
+    elif hints.engine is None and hints.trainer is None and hints.moe is None:
+        found = ("dense bf16", "bf16 engine, fp32 trainer", "MoE bf16")
+    else:
+        found = ("dense bf16",)
+    return ("stale rollouts", *found) if hints.stale else found
+
+
+def compare(level: Mismatch, hints: Hints | None = None) -> tuple[Comparable, ...]:
+    """The published gaps of the same kind of pair, each with this one's figure. Sound ones only; inside is what is at
+    most LOOSE times above or below the range."""
+    pairs = pairs_like(hints or Hints())
+    rows = [row for pair in pairs for row in PUBLISHED if row.pair == pair and not row.faulty]
+    return tuple(_comparable(row, level) for row in rows)
+
+
+def normality(level: Mismatch, hints: Hints | None = None, *, name_others: bool = True) -> Answer:
+    """Whether the gap is of the published size: at most LOOSE times the largest figure of its kind, for every figure
+    that is published of the kind; in one sentence. name_others: where not, name up to two other kinds of this size."""
+    if level.abs_max == 0.0:
+        return Answer(True, "an exact zero: both sides compute the same log-probs, as aligned kernels do.")
+    pairs = pairs_like(hints or Hints())
+    for pair in pairs:
+        ranges = _ranges(pair)
+        if ranges and all(_value(level, name) <= LOOSE * high for name, (_, high) in ranges.items()):
+            beyond = any(_value(level, name) > high for name, (_, high) in ranges.items())
+            below = all(_value(level, name) < low for name, (low, _) in ranges.items())
+            size = f"within twice what is published for {pair}" if beyond else f"as published for {pair}"
+            size = f"below what is published for {pair}" if below else size
+            return Answer(True, f"normal, {size}: {_shown(level, ranges)}.")
+    ranges = _ranges(pairs[0])
+    if not ranges:
+        return Answer(None, f"nothing sound is published for {pairs[0]}.")
+    times = max(_value(level, name) / high for name, (_, high) in ranges.items())
+    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest published: {_shown(level, ranges)}"
+    others = [f'"{pair}"' for pair in _others(level, pairs)[:2]] if name_others else []
+    return Answer(False, f"{sentence}; of the size of {' or '.join(others)}." if others else f"{sentence}.")
+
+
+def is_normal(level: Mismatch, hints: Hints | None = None) -> str:
+    """The sentence of `normality`."""
+    return normality(level, hints).sentence
+
+
+def normal_table() -> Table:
+    """The published gaps, for docs/inspect.md."""
+    rows = tuple(
+        (row.pair, row.figure, _span(row.low, row.high), row.what, f"{row.source}{' (a fault)' if row.faulty else ''}",
+         row.noted)
+        for row in sorted(PUBLISHED, key=lambda row: row.faulty)
+    )  # fmt: skip
+    notes = (
+        "k3 is the mean of ρ − 1 − log ρ, nats a token; KL is named so by its source. Most figures are of one run and "
+        f"model: up to {LOOSE:g} times the largest of a kind counts as its size.",
+        "(a fault): its source reports it as something wrong, and nothing is called normal by it.",
+        "Bars of others: slime's CI mean |Δ log p| 0.1 (THUDM/slime#1968), SkyRL's CI for dense models 0.09 "
+        "(NovaSky-AI/SkyRL#1408), NeMo-RL's recipes a mean KL of 0.0006 (routing replayed) to 0.004 (fp8).",
+    )
+    headers = ("pair", "figure", "range", "model and engines", "source", "how")
+    return Table("What gap is normal", headers, rows, notes=notes)
+
+
+def _value(level: Mismatch, figure: Figure) -> float:
+    # Published KL is estimated by k3 (NeMo-RL's gen_kl_error), which the sampling error of −mean Δ does not drown.
+    return level.abs_mean if figure == "mean |Δ log p|" else level.k3_kl
+
+
+def _comparable(row: Published, level: Mismatch) -> Comparable:
+    value = _value(level, row.figure)
+    where: Literal["below", "inside", "above"]
+    where = "below" if value < row.low / LOOSE else "above" if value > row.high * LOOSE else "inside"
+    about = {"pair": row.pair, "what": row.what, "source": row.source, "figure": row.figure}
+    return Comparable(**about, low=row.low, high=row.high, value=value, where=where)  # pyright: ignore[reportArgumentType]
+
+
+def _ranges(pair: Pair) -> dict[Figure, tuple[float, float]]:
+    """Figure → (smallest, largest) published of a kind; k3 and KL are one."""
+    found: dict[Figure, tuple[float, float]] = {}
+    for row in PUBLISHED:
+        if row.pair == pair and not row.faulty:
+            name: Figure = "k3" if row.figure == "KL" else row.figure
+            low, high = found.get(name, (row.low, row.high))
+            found[name] = min(low, row.low), max(high, row.high)
+    return found
+
+
+def _others(level: Mismatch, pairs: tuple[Pair, ...]) -> list[Pair]:
+    """Other kinds that fit by every figure of theirs; none where the mean, or k3, is of no other kind's size."""
+    kinds = [pair for pair in get_args(Pair) if pair not in pairs]
+    fits = {
+        (pair, of): low / LOOSE <= _value(level, of) <= LOOSE * high
+        for pair in kinds
+        for of, (low, high) in _ranges(pair).items()
+    }
+    if {of for (_, of), fit in fits.items() if fit} != {_ABS, "k3"}:
+        return []
+    return [pair for pair in kinds if (own := [fit for (kind, _), fit in fits.items() if kind == pair]) and all(own)]
+
+
+def _shown(level: Mismatch, ranges: dict[Figure, tuple[float, float]]) -> str:
+    return ", ".join(
+        f"{name} {figure(_value(level, name), 2)} (published {_span(*span)})" for name, span in ranges.items()
+    )
+
+
+def _span(low: float, high: float) -> str:
+    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"

@@ -1,0 +1,191 @@
+"""What `inspect` says of a dump, as data: the form of `--json`; the terminal's summary and the page are made of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from mismatch_plugin.diagnose.findings import CheckResult, Confidence, Place, Severity
+
+Verdict = Literal["fault", "large", "normal", "undecided"]
+Figure = Literal["mean |Δ log p|", "k3", "KL"]
+EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
+"""Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Cause(_Model):
+    """One finding of `check`. kind: its name. severity: a note is no fault. first: where it is seen first."""
+
+    kind: str
+    severity: Severity = "fault"
+    confidence: Confidence
+    evidence: str
+    first: Place | None
+    fix: str
+
+
+class Prediction(_Model):
+    """What a setting would do to these data, without training. Formulas: `predict`.
+
+    setting: its name, a preset or "algorithm 2, token, truncate 2". settings: as a file for --mismatch-config has them.
+    kept: share of the response tokens that stay in the loss; _positive, _negative: of those with A > 0 and A < 0, None
+    without such; by_length: of the shortest, middle and longest third of the responses, () where lengths do not differ.
+    unit: what has one weight: token, turn or sequence. ess: effective sample size of the weights in them, as a share.
+    variance: Σ (w A − mean)² / (Σ |w A|)² over units. noise: Σ (w A)² / (Σ |w A|)² as a multiple of that without
+    weights, comparable across units. bias: |Σ (w − ρ) A| / Σ |ρ A|, ρ of the setting's own level. clipped: share where
+    the PPO clip is active before any step. groups_changed, advantages_changed: shares of groups and of accepted
+    responses whose advantage changes if rejected responses leave mean and deviation of their group; None where nothing
+    rejects or groups are unknown.
+    second_pass: a forward pass for π_old is needed. own: of the user's own settings.
+    """
+
+    setting: str
+    settings: dict[str, Any]
+    algorithm: int
+    kept: float
+    kept_positive: float | None = None
+    kept_negative: float | None = None
+    kept_by_length: tuple[float, ...] = ()
+    mean_weight: float
+    max_weight: float
+    ess: float
+    variance: float
+    bias: float
+    noise: float = 1.0
+    unit: str = "token"
+    clipped: float = 0.0
+    groups_changed: float | None = None
+    advantages_changed: float | None = None
+    second_pass: bool
+    own: bool = False
+
+
+class Recommendation(_Model):
+    """One setting. flags: what to paste, by host (slime, miles, megatron-lm, verl, nemo-rl, python). watch: what to
+    look at in the first ten steps. preset: its name where one gives the settings."""
+
+    setting: str
+    preset: str | None
+    settings: dict[str, Any]
+    flags: dict[str, str]
+    reasons: tuple[str, ...]
+    watch: tuple[str, ...]
+
+
+class Comparable(_Model):
+    """A published gap of the same kind of pair. low, high: range of `figure`, nats a token. what: the model and the
+    engines. where: how the measured value lies to it."""
+
+    pair: str
+    what: str
+    figure: Figure
+    low: float
+    high: float
+    value: float
+    where: Literal["below", "inside", "above"]
+    source: str
+
+
+class Gate(_Model):
+    """bar: the largest k3 that passes, nats a token. passed: None where the tokens are too few to tell. source: where
+    the bar comes from."""
+
+    value: float
+    bar: float
+    passed: bool | None
+    source: str
+
+
+class Group(_Model):
+    """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats a token; ess: of the tokens' ratios."""
+
+    name: str
+    tokens: int
+    abs_mean: float
+    kl: float
+    k3_kl: float
+    ess: float
+
+
+class Size(_Model):
+    """How large the mismatch is. edges, counts: histogram of the log-ratio (len(edges) = len(counts) + 1; the first and
+    last bin hold what lies beyond). quantiles: of the log-ratio, by "p0.1" … "p99.9". breakdowns: by what → its groups.
+    separated: what of the gap is the engine's and what is staleness, where versions or a rescoring tell, by name."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+    quantiles: dict[str, float]
+    breakdowns: dict[str, tuple[Group, ...]]
+    separated: dict[str, float] = {}
+
+
+class LevelHistogram(_Model):
+    """The units of one level in the bins that any unit falls into, column by column.
+
+    bins: i holds edges[i − 1] ≤ l < edges[i] of `Histograms.edges`; 0 and len(edges) are open outwards. units: how
+    many. tokens, positive, negative: their response tokens, those with A > 0 and with A < 0. ratio, squared: Σ ρ and
+    Σ ρ² over units. by_token: Σ ρ over their tokens. ρ within e^±20.
+    """
+
+    bins: tuple[int, ...]
+    units: tuple[int, ...]
+    tokens: tuple[int, ...]
+    positive: tuple[int, ...]
+    negative: tuple[int, ...]
+    ratio: tuple[float, ...]
+    squared: tuple[float, ...]
+    by_token: tuple[float, ...]
+
+
+class Histograms(_Model):
+    """What the page's sliders are worked out from, exactly for bounds that are edges. edges: on the log-ratio.
+    levels: by name, turn where a response has several. signed: advantages were there."""
+
+    edges: tuple[float, ...]
+    levels: dict[str, LevelHistogram]
+    signed: bool
+
+
+class Diagnosis(_Model):
+    """All of it. headline: one sentence with the verdict. next_step: what more would tell, where something is open.
+
+    metrics: as training reports them, for the user's settings. normality: whether the gap is of the published size, in
+    one sentence; normal: the figures that it goes by. bounds: level → wished share kept ("99%", "99.9%") → (lower,
+    upper) on the ratio that keep it. histograms: for the page, not in the JSON.
+    one_sided: there is no training side.
+    """
+
+    verdict: Verdict
+    headline: str
+    next_step: str = ""
+    source: str
+    format: str
+    samples: int
+    tokens: int
+    findings: tuple[Cause, ...] = ()
+    undecided: tuple[str, ...] = ()
+    one_sided: bool = False
+    metrics: dict[str, float] = {}
+    size: Size | None = None
+    normal: tuple[Comparable, ...] = ()
+    normality: str = ""
+    predictions: tuple[Prediction, ...] = ()
+    bounds: dict[str, dict[str, tuple[float, float]]] = {}
+    recommendation: Recommendation | None = None
+    gate: Gate | None = None
+    histograms: Histograms | None = Field(default=None, exclude=True, repr=False)
+    check: CheckResult | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def exit_status(self) -> int:
+        """0 nothing wrong, 1 a fault or a failed gate, 3 not decided."""
+        status = EXIT_STATUS[self.verdict]
+        if self.gate is None or self.gate.passed or status == 1:
+            return status
+        return 1 if self.gate.passed is False else 3

@@ -1,1 +1,0 @@
-"""`mismatch-plugin inspect`: from a run's metrics to what they mean."""

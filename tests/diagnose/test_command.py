@@ -1,0 +1,317 @@
+"""`mismatch-plugin inspect` of a dump: from files to verdict, JSON, page and exit status."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+import mismatch_plugin as mp
+from mismatch_plugin.cli import app
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.diagnose.diagnosis import own_settings
+from mismatch_plugin.diagnose.kinds import kind_of
+from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
+
+CLEAN = "bfloat16_temperature_1.0"
+RECORDS = FOLDER / f"{CLEAN}.jsonl"
+HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"}
+
+
+def _inspect(*arguments: object) -> Result:
+    given = ["inspect", *(str(item) for item in arguments)]
+    return CliRunner().invoke(app, given, env={"COLUMNS": "100", "TERM": "dumb"})
+
+
+def _training(
+    folder: Path, change: Callable[[list[Any]], list[Any]] = lambda values: values, first: int = 10**6
+) -> Path:
+    """The float32 trainer's file of the recorded responses."""
+    path = folder / "training.jsonl"
+    samples = training("float32", CLEAN)[:first]
+    path.write_text(
+        "".join(json.dumps({"train_log_probs": change(s.train_log_probs.tolist())}) + "\n" for s in samples)
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("clean")
+    flags = "--use-tis --tis-mode clip --tis-upper-bound 3"
+    result = _inspect(
+        RECORDS, _training(folder), "--json", "--flags", flags, "--gate-kl", "0.01", "--out", folder / "page"
+    )
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout) | {"folder": folder / "page"}
+
+
+def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
+    assert clean["verdict"] == "normal" and clean["findings"] == []
+    assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
+    assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["check"]["mismatch"]["k3_kl"], rel=1e-9)
+    own = clean["predictions"][0]
+    assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
+    assert {"setting", "kept", "ess", "bias", "variance", "second_pass"} <= own.keys()
+    assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
+    advice = clean["recommendation"]
+    assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]
+    assert "--mismatch-preset seq_is" in advice["flags"]["verl"]
+    assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0
+
+
+def test_page_and_pictures_are_written(clean: dict[str, Any]) -> None:
+    assert {path.name for path in clean["folder"].iterdir()} >= {"report.html", "distribution.png", "predictions.png"}
+    assert "Normal" in (clean["folder"] / "report.html").read_text()
+
+
+def test_one_screen_with_the_verdict_first(tmp_path: Path) -> None:
+    result = _inspect(RECORDS, _training(tmp_path), "--no-report", "--host", "verl")
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and lines[0].startswith("NORMAL") and lines[1].startswith("Is this normal? Yes")
+    assert len(lines) <= 40 and "-m mismatch_plugin.launch -m verl.trainer.main_ppo" in result.output
+    assert not (tmp_path / "training_inspect").exists()
+
+
+def test_a_fault_is_named_first_and_nothing_is_recommended(tmp_path: Path) -> None:
+    path = _training(tmp_path, lambda values: [*values[1:], values[0]])
+    result = _inspect(RECORDS, path, "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and told["recommendation"] is None
+    finding = told["findings"][0]
+    assert finding["kind"] == "shift_by_one" and set(finding) >= {"kind", "confidence", "evidence", "first", "fix"}
+    assert finding["first"]["sample"] == 0 and told["headline"].startswith("Fault: shift_by_one")
+    screen = _inspect(RECORDS, path, "--no-report").output
+    assert screen.startswith("FAULT FOUND") and "No setting is recommended: fix the fault first" in screen
+
+
+def test_an_accepted_fault_is_none(tmp_path: Path) -> None:
+    samples = training("float32", CLEAN)
+    path = tmp_path / "training.jsonl"
+    lines = [{"train_log_probs": s.train_log_probs.tolist(), "temperature": 0.9} for s in samples]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert _inspect(RECORDS, path, "--no-report").exit_code == 1
+    assert _inspect(RECORDS, path, "--no-report", "--accept", "temperature").exit_code == 0
+    unknown = _inspect(RECORDS, path, "--accept", "temprature")
+    assert unknown.exit_code == 2 and "--accept temprature is no fault" in unknown.output
+
+
+def test_few_tokens_are_not_decided(tmp_path: Path) -> None:
+    write_samples(tmp_path / "few.jsonl", [recorded(CLEAN)[0]])
+    result = _inspect(tmp_path / "few.jsonl", _training(tmp_path, first=1), "--json", "--no-report")
+    assert result.exit_code == 3 and json.loads(result.stdout)["verdict"] == "undecided"
+    alone = _inspect(RECORDS, "--json", "--no-report")
+    told = json.loads(alone.stdout)
+    assert alone.exit_code == 3 and told["verdict"] == "undecided" and told["recommendation"] is None
+
+
+def test_the_gate_fails_above_its_bar(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+    failed = _inspect(RECORDS, path, "--json", "--no-report", "--gate-kl", "1e-9")
+    gate = json.loads(failed.stdout)["gate"]
+    assert failed.exit_code == 1 and gate["passed"] is False and gate["bar"] == 1e-9
+    assert _inspect(RECORDS, path, "--no-report", "--gate-kl", "0").exit_code == 2
+
+
+def test_what_cannot_be_read_is_status_2(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut")
+    for path in (tmp_path / "absent.pt", tmp_path / "empty.jsonl", tmp_path / "cut.pt"):
+        result = _inspect(path, "--json")
+        told = json.loads(result.stdout)
+        assert result.exit_code == 2 and told["verdict"] == "cannot_read" and path.name in told["headline"]
+    assert "nothing to inspect" in _inspect().output
+    assert "--host nemo is unknown" in _inspect(RECORDS, "--host", "nemo").output
+    for host in ("megatron-lm", "megatron_lm", "megatron_rl", "nemo-rl", "nemo_rl"):
+        assert "is unknown" not in _inspect(tmp_path / "absent.pt", "--host", host).output
+
+
+def test_own_settings_come_from_one_place() -> None:
+    assert own_settings(None, None, None) is None
+    assert own_settings(None, "token_is", None) == mp.preset("token_is")
+    assert own_settings(None, None, "--use-tis --tis-upper-bound 5") == mp.MismatchConfig.build(
+        {"use_tis": True, "tis": {"upper_bound": 5.0}}
+    )
+    with pytest.raises(ValueError, match=r"--preset and --flags all name your settings"):
+        own_settings(None, "token_is", "--use-tis")
+    with pytest.raises(ValueError, match=r"--lr is no flag of this package"):
+        own_settings(None, None, "--use-tis --lr 1")
+    with pytest.raises(ValueError, match=r"--flags '--tis-level tok'"):
+        own_settings(None, None, "--tis-level tok")
+    with pytest.raises(ValueError, match=r"--tis-upper-bound 3\.0 contradicts --tis-upper-bound 2\.0, give it once"):
+        own_settings(None, None, "--use-tis --tis-upper-bound 2 --tis_upper_bound 3")
+    again = "--use-tis --use-tis --tis-upper-bound 2 --tis-upper-bound 2.0 --rs-criterion token:k2:1"
+    several = own_settings(None, None, f"{again} --rs-criterion sequence_max:k2:2")
+    assert several is not None and several.tis.upper_bound == 2.0 and len(several.criteria) == 2
+
+
+def test_sampling_that_cannot_be_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("[1, 2]\n")
+    asked = ("--url", "http://127.0.0.1:1", "--prompts", tmp_path / "prompts", "--temperature")
+    for value, why in (("nan", "nan: it should be a finite number"), ("-1", "-1.0: it should be greater than or eq")):
+        result = _inspect(*asked, value)
+        assert result.exit_code == 2 and result.stderr.startswith(f"cannot inspect: --temperature is {why}")
+        assert result.stderr.count("\n") == 1
+    assert "127.0.0.1:1" in _inspect(*asked, "0.5").stderr  # it asks the server
+
+
+def test_one_thread_unless_told_otherwise_or_a_model_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    try:
+        for given, environment, threads in (((), {}, 1), ((), {"OMP_NUM_THREADS": "2"}, 2),
+                                            (("--checkpoint", tmp_path), {}, 2)):  # fmt: skip
+            torch.set_num_threads(2)
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            for name, value in environment.items():
+                monkeypatch.setenv(name, value)
+            _inspect(RECORDS, "--json", "--no-report", *given)
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_metrics_and_dumps_are_told_apart(tmp_path: Path) -> None:
+    assert kind_of(RECORDS) == "dump"
+    export = tmp_path / "history.jsonl"
+    export.write_text('{"_step": 0, "train/loss": 1.0}\n{"_step": 1, "train/rollout_corr/kl": 0.1}\n')
+    assert kind_of(export) == "metrics"
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "0.pt").write_bytes(b"")
+    assert kind_of(tmp_path / "steps") == "dump"
+    (tmp_path / "metrics.jsonl").write_text('{"rollout_corr/kl": 0.1}\n')
+    assert kind_of(tmp_path) == "metrics"
+    result = _inspect(tmp_path, "--checkpoint", tmp_path)
+    assert result.exit_code == 2 and "holds a run's metrics: --checkpoint is not for that" in result.output
+
+
+def test_a_fault_in_every_number_is_named_though_nothing_can_be_measured(tmp_path: Path) -> None:
+    """Probabilities in place of log-probs: no token is left, and the finding is what counts."""
+    records = [one.with_fields(rollout_log_probs=np.full(len(one), 0.5)) for one in recorded(CLEAN)]
+    write_samples(tmp_path / "probabilities.jsonl", records)
+    result = _inspect(tmp_path / "probabilities.jsonl", _training(tmp_path), "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and told["size"] is None
+    assert "probabilities" in [item["kind"] for item in told["findings"]]
+
+
+def test_what_more_would_tell(tmp_path: Path) -> None:
+    told = json.loads(_inspect(RECORDS, "--json", "--no-report").stdout)
+    assert "no training side" in told["next_step"] and "--checkpoint" in told["next_step"]
+    told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
+    assert told["verdict"] == "normal" and told["next_step"] == ""
+    drifted = tmp_path / "drifted.jsonl"
+    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.03-3", list(recorded(CLEAN)))]
+    drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
+    assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
+    assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
+
+
+def test_a_rollout_side_alone_asks_for_the_other() -> None:
+    result = _inspect(RECORDS, "--no-report")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 3 and "There is no training side: add TRAINING, --checkpoint NOW" in text
+    assert text.lower().count("not decided") == 1 and "larger dump" not in text and "shift_by_one" not in text
+    told = json.loads(_inspect(RECORDS, "--no-report", "--json").stdout)
+    assert told["one_sided"] and "shift_by_one" in told["undecided"][0]
+
+
+def test_help_groups_the_options() -> None:
+    text = _inspect("--help").output
+    places = [text.index(f"─ {name} ─") for name in ("Dump", "Server", "Output", "Run's metrics")]
+    assert places == sorted(places) and "docs/inspect.md has the names" in " ".join(text.replace("│", " ").split())
+
+
+def test_settings_of_ones_own_with_a_gate_are_judged_by_it(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+    for bar, status in (("1e-6", 1), ("0.1", 0)):
+        result = _inspect(RECORDS, path, "--json", "--no-report", "--flags", f"--use-tis --mismatch-gate-kl {bar}")
+        assert result.exit_code == status and json.loads(result.stdout)["gate"]["bar"] == float(bar)
+    result = _inspect(RECORDS, path, "--json", "--flags", "--mismatch-explain-only")
+    assert result.exit_code == 2 and json.loads(result.stdout)["verdict"] == "cannot_read"
+
+
+def test_numbers_that_cannot_be_measured_hide_no_finding(tmp_path: Path) -> None:
+    result = _inspect(RECORDS, _training(tmp_path, lambda values: [-1e308] * len(values)), "--json", "--no-report")
+    told = json.loads(result.stdout)
+    assert result.exit_code == 1 and told["verdict"] == "fault" and "floor" in [f["kind"] for f in told["findings"]]
+
+
+def test_the_page_of_a_folder_lies_next_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dumps = tmp_path / "run.1"
+    dumps.mkdir()
+    write_samples(dumps / "0.jsonl", recorded(CLEAN))
+    monkeypatch.chdir(dumps)
+    _inspect(".", _training(tmp_path))
+    assert (tmp_path / "run.1_inspect" / "report.html").exists()
+
+
+def _strange(folder: Path, name: str = "dump.jsonl") -> Path:
+    """A dump of names that no file takes and of a terminal's commands, with a shift of all tokens."""
+    rows = []
+    for index, sample in enumerate(training("float32", CLEAN)):
+        values = [-0.5 - 0.01 * at for at in range(len(sample.train_log_probs))]
+        shifted = [value - 1.0 for value in values]
+        rows.append({
+            "prompt_ids": [1, 2], "response_ids": list(range(len(values))), "rollout_log_probs": values,
+            "log_probs": shifted, "sample_id": f"\ud800\x1b[31m{index}", "weight_versions": ["\udfff\x1b]0;x\x07"],
+            "group": "\ud801", "\x1b[2Jcolumn": 1,
+        })  # fmt: skip
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("name", ["dump.jsonl", "dump\udcff.jsonl"])
+def test_names_that_no_file_takes_are_told_in_ascii(tmp_path: Path, name: str) -> None:
+    dump = _strange(tmp_path, name)
+    out = tmp_path / "out"
+    result = _inspect(dump, "--json", "--out", out)
+    assert result.exit_code == 1 and result.output, result.exception
+    found = json.loads(result.output)
+    assert Path(found["source"]).name == name.encode("utf-8", "backslashreplace").decode()
+    assert r"\ud800" in str(found["findings"][0]["first"]) or r"\ud800" in result.output
+    assert (out / "report.html").exists()
+    checked = CliRunner().invoke(app, ["check", str(dump), "--json"])
+    assert checked.exit_code == 1 and json.loads(checked.output)["status"] == "faults"
+
+
+def test_no_command_of_a_dump_reaches_the_terminal(tmp_path: Path) -> None:
+    dump = _strange(tmp_path)
+    for command in (["check"], ["inspect", "--no-report"]):
+        result = CliRunner().invoke(app, [*command, str(dump)], env={"COLUMNS": "160", "TERM": "dumb"})
+        assert result.exit_code == 1 and "\x1b" not in result.output and "\x07" not in result.output
+    dump.write_text('{"response_ids": [1], "prompt_ids": [2], "\\u001b[2J": 1}\n')
+    for command, said in (("check", "cannot check: "), ("inspect", "cannot inspect: ")):
+        result = CliRunner().invoke(app, [command, str(dump)])
+        assert result.exit_code == 2 and said in result.output and "?[2J" in result.output, result.output
+        assert "\x1b" not in result.output
+
+
+def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:
+    path = _training(tmp_path)
+
+    def told(*more: str) -> dict[str, Any]:
+        return json.loads(_inspect(RECORDS, path, "--json", "--no-report", *more).stdout)
+
+    assert told("--engine", "int8")["normal"][0]["pair"] == "int8 engine"
+    assert told("--engine", "bf16", "--trainer", "fp32", "--dense")["normal"][0]["pair"] == "bf16 engine, fp32 trainer"
+    assert told("--moe")["normal"][0]["pair"].startswith("MoE")
+    assert told("--expensive-pass", "--one-step")["recommendation"]["preset"] == "pg_is"
+    assert _inspect(RECORDS, path, "--engine", "fp12").exit_code == 2
+
+
+def test_an_exact_zero_is_said_with_both_readings(tmp_path: Path) -> None:
+    path = tmp_path / "same.jsonl"
+    path.write_text(
+        "".join(json.dumps({"train_log_probs": r.rollout_log_probs.tolist()}) + "\n" for r in recorded(CLEAN))
+    )
+    result = _inspect(RECORDS, path, "--no-report")
+    text = " ".join(result.output.split())
+    assert result.exit_code == 0 and "equal to the last bit: aligned kernels work, or one list was given twice" in text

@@ -1,0 +1,413 @@
+"""What settings are predicted to do: by hand, against the gradient of the loss, and against what training reports."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import mismatch_plugin as mp
+from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.units import units_of
+from mismatch_plugin.diagnose.packing import Groups, subset
+from mismatch_plugin.diagnose.predict import predict, predict_settings
+from mismatch_plugin.diagnose.result import Prediction
+from mismatch_plugin.diagnose.tried import OWN, Setting, left_out, measurable, setting_of, settings_for
+from mismatch_plugin.hooks.megatron_core import MegatronLoss
+from mismatch_plugin.parallel.groups import ParallelGroups
+from tests import ragged
+
+OURS = mp.MismatchConfig(
+    use_tis=True,
+    tis=mp.ImportanceSampling(level="sequence", upper_bound=1.1, batch_normalize=True),
+    rs=mp.Rejection.model_validate({"criteria": ["sequence_mean:k3:0.02"], "veto_threshold": 0.4}),
+)
+
+
+def random_batch(sequences: int = 12, spread: float = 0.15, seed: int = 0, **fields: Any) -> mp.PackedSequences:
+    """Responses of 1 to 30 tokens, some of them under the mask, with the advantage of each."""
+    generator = np.random.default_rng(seed)
+    names = ("rollout_log_probs", "old_log_probs", "loss_masks", "advantages", "weight_versions")
+    rows: dict[str, list[Any]] = {name: [] for name in names}
+    for length in generator.integers(1, 31, sequences):
+        rollout = -generator.exponential(0.7, length) - 0.01
+        rows["rollout_log_probs"].append(torch.from_numpy(rollout))
+        rows["old_log_probs"].append(torch.from_numpy(np.minimum(rollout + generator.normal(0, spread, length), 0.0)))
+        rows["loss_masks"].append([1, *generator.integers(0, 4, length - 1).clip(max=1)])
+        rows["advantages"].append(torch.full((length,), float(generator.normal()), dtype=torch.float64))
+        rows["weight_versions"].append(generator.integers(5, 9, length).tolist())
+    given: dict[str, Any] = {**rows, "trainer_version": 8, **fields}
+    return mp.PackedSequences.from_lists(**given)
+
+
+def parts(packed: mp.PackedSequences, count: int) -> list[mp.PackedSequences]:
+    """The same in micro-batches."""
+    names = ("rollout_log_probs", "old_log_probs", "advantages", "weight_versions")
+    rows = {name: packed.unpack(getattr(packed, name)) for name in names}
+    masks = packed.unpack(packed.loss_mask.double())
+    return [
+        mp.PackedSequences.from_lists(
+            loss_masks=masks[start::count],
+            trainer_version=packed.trainer_version,
+            **{name: values[start::count] for name, values in rows.items()},
+        )
+        for start in range(count)
+    ]
+
+
+def agrees(item: Prediction, metrics: dict[str, float], config: mp.MismatchConfig, limit: float) -> None:
+    """What training reports under these names is what was predicted."""
+    after = "rollout_is_weight_after_"
+    told: dict[str, float] = {"accepted_token_fraction": item.kept}
+    if config.weighted:
+        ess = {"token": "", "turn": "turn_", "sequence": "seq_"}[item.unit] + "eff_sample_size"
+        told |= {f"{after}mean": item.mean_weight, f"{after}max": item.max_weight, f"{after}{ess}": item.ess}
+    if config.policy_objective != "reinforce":
+        told["pg_clipfrac"] = item.clipped
+    signs = {"negative": item.kept_negative, "positive": item.kept_positive}
+    told |= {f"accepted_by_advantage_{sign}": kept for sign, kept in signs.items() if kept is not None}
+    for name, value in told.items():
+        assert metrics[f"rollout_corr/{name}"] == pytest.approx(value, rel=limit, abs=limit), name
+
+
+def step(config: mp.MismatchConfig, micro_batches: list[mp.PackedSequences]) -> dict[str, float]:
+    """The metrics of a step through the hook of Megatron-LM, π_θ being π_old."""
+    hook = MegatronLoss(
+        config, SimpleNamespace(calculate_per_token_loss=True, finalize_model_grads_func=None), ParallelGroups()
+    )
+    hook.start(micro_batches)
+    for packed in micro_batches:
+        assert packed.old_log_probs is not None
+        hook.from_log_probs(packed.old_log_probs.clone().requires_grad_(), packed)
+    return hook.metrics()
+
+
+PACKED = random_batch()
+SETTINGS = [*settings_for(PACKED, OURS)]
+
+
+def test_every_setting_equals_what_training_reports():
+    assert PACKED.old_log_probs is not None
+    predicted = predict(PACKED, OURS)
+    assert [item.setting for item in predicted] == [setting.name for setting in SETTINGS]
+    for item, setting in zip(predicted, SETTINGS, strict=True):
+        with no_notes():
+            config = setting.config.replace(metrics="full")
+        result = mp.policy_loss(PACKED.old_log_probs.clone().requires_grad_(), PACKED, config)
+        agrees(item, result.statistics.metrics(), config, 0.0)
+        assert item.algorithm == config.algorithm and item.second_pass == (config.algorithm in (0, 2))
+
+
+def test_every_setting_equals_a_step_of_micro_batches_through_the_hook_of_megatron():
+    micro_batches = parts(PACKED, 3)
+    for item, setting in zip(predict(PACKED, OURS), SETTINGS, strict=True):
+        with no_notes():
+            config = setting.config.replace(metrics="full")
+        agrees(item, step(config, micro_batches), config, 1e-12)
+
+
+def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[float, float, float]:
+    """(variance, bias, noise) with w A taken from the gradient of the loss, and plain sums."""
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None and packed.advantages is not None
+    current = packed.old_log_probs.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(token_loss(current, packed, config).policy.sum(), current)
+    mask = packed.loss_mask.double()
+    log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
+    weighted, plain = -gradient, packed.advantages * mask
+    rows: list[tuple[Any, ...]] = []
+    level = units_of(config).name
+    for w, ratio, a, m in zip(*map(packed.unpack, (weighted, log_ratio, plain, mask)), strict=True):
+        trained, starts = m.bool(), torch.cat([m[:1], (m[1:] - m[:-1]).clamp(min=0)])
+        if level in ("token", "prefix"):
+            logs = ratio.cumsum(0) if level == "prefix" else ratio
+            rows += zip(w[trained], logs[trained], a[trained], strict=True)
+            continue
+        turns = starts.cumsum(0) if level == "turn" else torch.ones_like(m)
+        for turn in turns[trained].unique():
+            own = trained & (turns == turn)
+            rows.append((w[own].sum(), ratio[own].sum(), a[own].sum()))
+    x, logs, a = torch.tensor(rows, dtype=torch.float64).unbind(1)
+    reference = logs.clamp(-20, 20).exp() * a
+    bias = float((x - reference).sum().abs() / reference.abs().sum())
+    if not x.any():
+        return math.inf, bias, math.inf
+    noise = float((x**2).sum() / x.abs().sum() ** 2) / float((a**2).sum() / a.abs().sum() ** 2)
+    variance = float(((x - x.mean()) ** 2).sum() / x.abs().sum() ** 2)
+    return variance, bias, noise
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_variance_bias_and_noise_are_those_of_the_gradient(setting: Setting):
+    (item,) = predict_settings(PACKED, [setting])
+    assert (item.variance, item.bias, item.noise) == pytest.approx(by_gradient(PACKED, setting.config), rel=1e-9)
+
+
+@settings(max_examples=60, deadline=None)
+@given(ragged.batches(torch.float64, min_tokens=1), ragged.configs())
+def test_any_configuration_equals_what_training_reports(batch: ragged.Batch, config: mp.MismatchConfig):
+    packed = batch.packed()
+    assert packed.old_log_probs is not None and packed.advantages is not None
+    (item,) = predict_settings(packed, [setting_of(OWN, config)])
+    with no_notes():
+        config = config.replace(metrics="full", dry_run=False)
+    result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, config)
+    agrees(item, result.statistics.metrics(), config, 0.0)
+    assert 0.0 <= item.kept <= 1.0 and 0.0 <= item.ess <= 1.0 + 1e-12 and 0.0 <= item.clipped <= 1.0
+    assert (item.kept == 0.0) <= (item.ess == 0.0) and item.bias >= 0.0
+    if not math.isinf(item.variance) and (packed.advantages[packed.loss_mask].abs() > 1e-3).all():
+        variance, bias, _ = by_gradient(packed, config)
+        assert (item.variance, item.bias) == pytest.approx((variance, bias), rel=1e-6, abs=1e-9)
+
+
+HAND = mp.PackedSequences.from_lists(
+    rollout_log_probs=[torch.tensor([-1.0, -1.0, -1.0]).double(), torch.tensor([-2.0]).double()],
+    old_log_probs=[
+        torch.tensor([-1.0, -1.0 + math.log(1.5), -1.0 - math.log(2.0)]).double(),
+        torch.tensor([-2.0 + math.log(4.0)]).double(),
+    ],
+    loss_masks=[[1, 1, 1], [1]],
+    advantages=[1.0, -2.0],
+)
+"""ρ = 1, 1.5, 0.5 with A = 1, and 4 with A = −2; the products are 0.75 and 4."""
+
+
+def of_hand(packed: mp.PackedSequences = HAND, **fields: Any) -> Prediction:
+    return predict_settings(packed, [setting_of("hand", mp.MismatchConfig(**fields))])[0]
+
+
+def test_token_weights_by_hand():
+    item = of_hand(use_tis=True, tis={"level": "token", "mode": "truncate", "upper_bound": 2.0})
+    # w = 1, 1.5, 0.5, 2; w A = 1, 1.5, 0.5, −4; ρ A = 1, 1.5, 0.5, −8
+    assert (item.kept, item.kept_positive, item.kept_negative, item.unit) == (1.0, 1.0, 1.0, "token")
+    assert (item.mean_weight, item.max_weight) == pytest.approx((1.25, 2.0))
+    assert item.ess == pytest.approx(5.0**2 / (4 * (1 + 2.25 + 0.25 + 4)))
+    assert item.variance == pytest.approx((1 + 2.25 + 0.25 + 16 - 4 * 0.25**2) / 7.0**2)
+    assert item.noise == pytest.approx((19.5 / 7.0**2) / (7.0 / 5.0**2))
+    assert item.bias == pytest.approx(4.0 / 11.0)
+    assert item.second_pass and item.clipped == 0.0
+
+
+def test_sequence_weights_by_hand():
+    item = of_hand(use_tis=True, tis={"level": "sequence", "mode": "mask", "upper_bound": 2.0})
+    # the second response is rejected; Σ w A = 3 · 0.75; Σ ρ A = 2.25 − 8
+    assert (item.kept, item.kept_positive, item.kept_negative, item.unit) == (0.75, 1.0, 0.0, "sequence")
+    assert (item.mean_weight, item.max_weight, item.ess) == pytest.approx((0.75, 0.75, 0.5))
+    assert item.variance == pytest.approx((2.25**2 - 2 * 1.125**2) / 2.25**2)
+    assert item.bias == pytest.approx(8.0 / 10.25)
+
+
+@pytest.mark.parametrize("level", ["token", "prefix", "sequence"])
+def test_the_bias_is_that_of_the_bounds_and_does_not_see_the_level_s_own(level: str):
+    """Token weights are biased, and show 0 like all others that nothing cuts: page and screen say so."""
+    assert of_hand(use_tis=True, tis={"level": level, "upper_bound": 100.0}).bias == pytest.approx(0.0, abs=1e-12)
+    assert of_hand(use_tis=True, tis={"level": level, "upper_bound": 0.4}).bias > 0.1
+    page = (Path(mp.__file__).parent / "diagnose" / "page.html.j2").read_text(encoding="utf-8")
+    assert "0 does not mean unbiased" in page
+
+
+def test_no_correction_by_hand():
+    item = of_hand()
+    assert (item.kept, item.mean_weight, item.max_weight, item.ess, item.noise) == pytest.approx((1, 1, 1, 1, 1))
+    assert item.bias == pytest.approx(6.0 / 11.0)  # Σ (1 − ρ) A = 0 − 0.5 + 0.5 + 6
+
+
+def test_bypass_has_the_ratio_of_its_clip_for_a_weight():
+    item = of_hand(use_rollout_log_probs=True)
+    # clipped: ρ 1.5 > 1.2 with A > 0; not ρ 0.5 with A > 0, nor ρ 4 with A < 0: w = 1, 0, 0.5, 4
+    assert (item.clipped, item.max_weight, item.mean_weight) == pytest.approx((0.25, 4.0, 5.5 / 4))
+    assert (item.bias, item.second_pass) == (pytest.approx(1.5 / 11.0), False)
+
+
+def test_everything_rejected():
+    item = of_hand(rs={"criteria": ["token:ratio:50:60"]})
+    assert (item.kept, item.kept_positive, item.mean_weight, item.max_weight, item.ess) == (0.0, 0.0, 0.0, 0.0, 0.0)
+    assert math.isinf(item.variance) and math.isinf(item.noise)
+    assert item.bias == pytest.approx(5.0 / 11.0)
+    assert Prediction.model_validate_json(item.model_dump_json()) == item
+
+
+def test_without_advantages_they_count_as_one():
+    packed = HAND.replace(advantages=None)
+    item = of_hand(packed, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
+    assert item.kept_positive is None and item.kept_negative is None
+    assert item.noise == pytest.approx(1.0 / item.ess)
+    assert item.variance == pytest.approx((1.0 / item.ess - 1.0) / 4)
+    assert item.bias == pytest.approx(2.0 / 7.0)
+    with_ones = HAND.replace(advantages=torch.ones(4, dtype=torch.float64))
+    other = of_hand(with_ones, use_tis=True, tis={"level": "token", "mode": "clip", "upper_bound": 2.0})
+    assert other.kept_positive == 1.0 and other.kept_negative is None  # there is no such token
+    assert other.variance == item.variance
+
+
+def test_a_single_token():
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0]], old_log_probs=[[-1.1]], loss_masks=[[1]], advantages=[0.5]
+    )
+    for item in predict(packed):
+        assert item.kept in (0.0, 1.0) and item.kept_by_length == ()
+        assert item.variance == pytest.approx(0.0, abs=1e-12) if item.kept else math.isinf(item.variance)
+
+
+def test_a_dry_run_is_predicted_as_if_it_were_none():
+    tis = {"level": "token", "mode": "mask", "upper_bound": 1.2}
+    dry, wet = (of_hand(use_tis=True, tis=tis, dry_run=dry) for dry in (True, False))
+    assert dry.kept == wet.kept == 0.25
+    assert dry.model_copy(update={"settings": wet.settings}) == wet
+
+
+def test_kept_by_length_is_of_thirds():
+    lengths = [1, 2, 3, 4, 5, 6]
+    rollout = [[-1.0] * length for length in lengths]
+    old = [[-1.0] * length for length in lengths[:4]] + [[-3.0] * 5, [-1.0] * 6]
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * length for length in lengths]
+    )
+    item = of_hand(packed, rs={"criteria": ["sequence_sum:ratio:0.5:2"]})
+    assert item.kept_by_length == pytest.approx((1.0, 1.0, 6 / 11))
+    same = mp.PackedSequences.from_lists(
+        rollout_log_probs=rollout[:1] * 6, old_log_probs=old[:1] * 6, loss_masks=[[1]] * 6
+    )
+    assert of_hand(same).kept_by_length == ()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    ragged.batches(torch.float64, min_tokens=1),
+    st.sampled_from(ragged.LEVELS),
+    st.floats(1.001, 3),
+    st.floats(1.0, 4),
+)
+def test_wider_bounds_keep_more(batch: ragged.Batch, level: str, upper: float, wider: float):
+    packed = batch.packed()
+    with no_notes():
+        masks = [
+            of_hand(packed, use_tis=True, tis={"level": level, "mode": "mask", "upper_bound": bound})
+            for bound in (upper, upper * wider)
+        ]
+    assert masks[0].kept <= masks[1].kept
+    assume(masks[0].kept > 0)
+    assert masks[0].ess > 0 and masks[1].ess > 0
+
+
+def test_the_user_s_own_settings_come_first_and_presets_follow():
+    names = [item.setting for item in predict(PACKED, OURS)]
+    presets = [name.split(",")[0] for name in names[1 : 1 + len(PRESETS)]]
+    assert names[0] == OWN and presets == [preset.short for preset in PRESETS]
+    assert len(names) == len({*names}) and OWN not in [item.setting for item in predict(PACKED)]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_settings_are_a_file_for_mismatch_config(setting: Setting, tmp_path: Any):
+    (item,) = predict_settings(PACKED, [setting])
+    file = tmp_path / "mismatch.json"
+    file.write_text(json.dumps(item.settings))
+    with no_notes():
+        assert mp.MismatchConfig.from_file(file) == setting.config
+
+
+def test_of_more_tokens_whole_responses_are_drawn():
+    packed = random_batch(200)
+    part, notes = subset(packed, tokens=500)
+    assert 400 < sum(part.lengths) <= 500
+    assert notes == (f"settings are predicted on {sum(part.lengths)} of {sum(packed.lengths)} tokens: "
+                     f"{len(part.lengths)} responses drawn at random",)  # fmt: skip
+    assert (
+        subset(packed, tokens=500)[0].sequence_ids == part.sequence_ids != subset(packed, 500, seed=1)[0].sequence_ids
+    )
+    assert packed.old_log_probs is not None and part.old_log_probs is not None
+    rows = packed.unpack(packed.old_log_probs)
+    for index, row in zip(part.sequence_ids, part.unpack(part.old_log_probs), strict=True):
+        assert isinstance(index, int) and torch.equal(rows[index], row)
+    assert subset(packed) == (packed, ())
+
+
+def test_huge_advantages_predict_what_their_ratios_do():
+    packed = random_batch()
+    signs = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64).repeat(sum(packed.lengths))[: sum(packed.lengths)]
+    small, huge = (packed.replace(advantages=signs * scale) for scale in (1.0, 1e308))
+    for left, right in zip(predict(small), predict(huge), strict=True):
+        assert left.variance == pytest.approx(right.variance) and left.bias == pytest.approx(right.bias)
+
+
+# What is new in a batch: advantages, versions, turns, groups ----------------------------------------------------------
+
+
+def test_presets_without_defaults_have_parameters_from_the_data():
+    packed = random_batch(300)
+    for item in predict(packed):
+        if item.setting.startswith(("trm", "opsm")):
+            assert "(keeps 99%)" in item.setting or "(each keeps 99%)" in item.setting
+            assert 0.9 < item.kept < 1.0, item.setting
+
+
+def test_without_advantages_nothing_with_a_condition_is_predicted_and_it_is_said():
+    conditional = {"opsm", "dppo_tv", "dppo_kl"}
+    names = {item.setting.split(",")[0] for item in predict(PACKED)}
+    without = PACKED.replace(advantages=None)
+    assert conditional <= names and not conditional & {item.setting.split(",")[0] for item in predict(without)}
+    (note,) = left_out(without, None, True)
+    assert all(name in note for name in conditional) and left_out(PACKED, None, True) == ()
+
+
+def test_limits_on_staleness_are_those_between_the_versions_that_are_there():
+    names = [name for name in (setting.name for setting in SETTINGS) if "max_staleness" in name]
+    assert names == [f"algorithm {number}, max_staleness {most}" for most in (0, 1, 2) for number in (0, 2)]
+    for batch in (PACKED.replace(weight_versions=None), PACKED.replace(trainer_version=None)):
+        assert not any("max_staleness" in setting.name for setting in settings_for(batch))
+    assert PACKED.weight_versions is not None
+    item = of_hand(PACKED, rs={"max_staleness": 1})
+    versions = PACKED.weight_versions[PACKED.loss_mask]
+    assert item.kept == pytest.approx(float((versions >= 7).double().mean()))
+
+
+def test_own_settings_that_the_data_cannot_decide_are_predicted_without_that_and_it_is_said():
+    own = mp.MismatchConfig.build({"rs": {"criteria": ["token:tv:0.1@away", "token:k2:0.02"], "max_staleness": 1}})
+    bare = PACKED.replace(advantages=None, weight_versions=None)
+    rest = mp.MismatchConfig.build({"rs": {"criteria": ["token:k2:0.02"]}})
+    assert measurable(own, bare) == rest and measurable(own, PACKED) is own
+    assert predict(bare, own)[0].kept == of_hand(bare, rs={"criteria": ["token:k2:0.02"]}).kept
+    assert any("rs.max_staleness" in note for note in left_out(bare, own, True))
+    group = own.replace(rs={"criteria": ["token:k2:0.02"], "group": "exclude"})
+    assert any("predicted as keep" in note for note in left_out(PACKED, group, False))
+
+
+def test_what_excluding_the_rejected_changes_in_their_groups_by_hand():
+    packed = mp.PackedSequences.from_lists(
+        rollout_log_probs=[[-1.0]] * 6, old_log_probs=[[-1.0], [-3.0], [-1.0], [-1.0], [-1.0], [-1.0]],
+        loss_masks=[[1]] * 6, advantages=[0.866, 0.866, -0.866, -0.866, 0.7071, -0.7071],
+    )  # fmt: skip
+    groups = Groups(torch.tensor([1.0, 1, 0, 0, 1, 0], dtype=torch.float64), [1, 1, 1, 1, 2, 2])
+    rules = {"criteria": ["token:k2:0.5"]}
+    keep, exclude = (
+        predict_settings(packed, [setting_of("", mp.MismatchConfig.build({"rs": {**rules, "group": group}}))], groups)[
+            0
+        ]
+        for group in ("keep", "exclude")
+    )
+    # The second response is rejected: of two groups one changes, of five accepted responses three do.
+    assert (keep.groups_changed, keep.advantages_changed) == pytest.approx((0.5, 0.6))
+    assert (keep.kept_positive, keep.kept_negative) == pytest.approx((2 / 3, 1.0))
+    # Advantages 1.155, 0, −0.577, −0.577 and ±0.707.
+    assert (exclude.kept_positive, exclude.kept_negative) == (1.0, 1.0)
+    square = 1.1547**2 + 2 * 0.57735**2 + 2 * 0.70711**2
+    total = 1.1547 + 2 * 0.57735 + 2 * 0.70711
+    assert exclude.variance == pytest.approx(square / total**2, rel=1e-3)
+    plain = predict_settings(packed, [setting_of("", mp.MismatchConfig())], groups)[0]
+    assert plain.groups_changed is None and plain.advantages_changed is None
+
+
+def test_the_clip_of_an_objective_acts_in_the_first_step_of_bypass():
+    settings = {item.setting: item for item in predict(PACKED)}
+    gspo, ppo = settings["algorithm 1, objective gspo"], settings["bypass_ppo_clip"]
+    assert gspo.clipped > 2 * ppo.clipped > 0.0
+    assert settings["algorithm 1, objective cispo"].ess > gspo.ess

@@ -1,0 +1,326 @@
+"""What `inspect` reads besides its own file, and the pictures that it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import mismatch_plugin as mp
+from mismatch_plugin.cli import app
+from mismatch_plugin.core.metrics.registry import METRICS, PLACES
+from mismatch_plugin.diagnose.run_sources import read_source
+from mismatch_plugin.report.log import write_step
+
+KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("before", ["", "train/", "actor/metrics/", "my run, no. 2 - train/"])
+def test_names_may_have_anything_before_them(tmp_path: Path, before: str) -> None:
+    lines = [
+        {"step": 3, f"{before}{KL}": 0.1, "loss": 2.0},
+        {"step": 4, "val/acc": 1.0},
+        {"step": 5, f"{before}{KL}": 0},
+    ]
+    source = read_source(write(tmp_path, "history.jsonl", "".join(json.dumps(line) + "\n" for line in lines)))
+    assert source.rows == ({KL: 0.1}, {KL: 0.0}) and source.numbers == (3.0, 5.0)
+
+
+def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
+    """`run.history()` as lines: every column in every row, null where nothing was logged, NaN as text."""
+    own = {"_runtime": 3.5, "_timestamp": 1.7e9}
+    rows: list[dict[str, object]] = [
+        {"_step": 10, **own, f"train/{KL}": 0.1, "train/step": 1, "eval/reward": None},
+        {"_step": 11, **own, f"train/{KL}": None, "train/step": None, "eval/reward": 0.5},
+        {"_step": 20, **own, f"train/{KL}": "NaN", "train/step": 2, "eval/reward": None},
+        {"_step": 30, **own, f"train/{KL}": "-Infinity", "train/step": 3},
+    ]
+    source = read_source(write(tmp_path, "export.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert source.numbers == (1.0, 2.0, 3.0) and source.rows[0] == {KL: 0.1}
+    assert math.isnan(source.rows[1][KL]) and source.rows[2][KL] == -math.inf
+    for row in rows:
+        row.pop("train/step", None)
+    source = read_source(write(tmp_path, "export.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    assert source.numbers == (10.0, 20.0, 30.0)  # its own count, where there is no other
+
+
+CHART = (
+    '\ufeff"Step","run-7 - train/rollout_corr/kl","run-7 - train/rollout_corr/kl__MIN",'
+    '"run-7 - train/rollout_corr/kl__MAX"\r\n'
+    '"1","0.01","0.01","0.01"\r\n"2","","",""\r\n"3","1.5e-05","1.5e-05","1.5e-05"\r\n'
+)
+TWO = "Step,a - train/rollout_corr/kl,b - train/rollout_corr/kl,b - val/rollout_corr/kl\n1,0.1,0.2,0.3\n"
+
+
+def test_a_csv_export_of_a_chart(tmp_path: Path) -> None:
+    source = read_source(write(tmp_path, "chart.csv", CHART))
+    assert source.rows == ({KL: 0.01}, {KL: 1.5e-5}) and source.numbers == (1.0, 3.0)
+
+
+def test_several_runs_are_told_apart_by_name(tmp_path: Path) -> None:
+    path = write(tmp_path, "two.csv", TWO)
+    with pytest.raises(ValueError, match=r"rollout_corr/kl for several runs, 'a - train/', 'b - train/', .* --run"):
+        read_source(path)
+    assert read_source(path, "a").rows[0] == {KL: 0.1}  # "a" is in "val", too
+    assert read_source(path, "b - val/").rows[0] == {KL: 0.3}
+    with pytest.raises(ValueError, match=r"for several runs, 'b - train/', 'b - val/'"):
+        read_source(path, "b - ")
+    with pytest.raises(ValueError, match=r"--run c is none of those in .*two\.csv: there is 'a - train/'"):
+        read_source(path, "c")
+
+
+def test_families_without_a_metric_in_common_are_one_run(tmp_path: Path) -> None:
+    path = write(tmp_path, "metrics.csv", f"global_step,{KL},actor/{K3}\n1,0.1,0.2\n")
+    assert read_source(path).rows == ({KL: 0.1, K3: 0.2},)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.csv", "Step,loss\n1,2\n", "no step holds a metric that begins with rollout_corr/"),
+        ("a.csv", "", "no step holds a metric"),
+        ("a.csv", f"Step,{KL}\n1,0.1,7\n", r"a\.csv, line 2 has 3 cells for 2 columns"),
+        ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", rf"a\.csv has the column {KL} twice"),
+        ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", r"a\.csv, line \d is no line of a CSV file"),
+        ("a.jsonl", "Step,loss\n1,2\n", r"a\.jsonl, line 1 is no step"),
+        ("a.txt", "{}\n", "no step holds a metric"),
+    ],
+)
+def test_what_holds_nothing_of_ours_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_source(write(tmp_path, name, text))
+
+
+def events(
+    folder: Path,
+    *,
+    new_style: bool = False,
+    start: int = 1,
+    shift: float = 0.0,
+    suffix: str = "",
+    purge_step: int | None = None,
+) -> Path:
+    pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    with SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix) as writer:
+        for step in range(start, start + 3):
+            writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
+            writer.add_scalar("reward", 1.0, step)
+    return folder
+
+
+@pytest.mark.parametrize("new_style", [False, True])
+def test_tensorboard_events(tmp_path: Path, new_style: bool) -> None:
+    events(tmp_path / "logs" / "run", new_style=new_style)
+    for given in (tmp_path, tmp_path / "logs" / "run", next((tmp_path / "logs" / "run").iterdir())):
+        source = read_source(given)
+        assert source.rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75}) and source.numbers == (1.0, 2.0, 3.0)
+
+
+def test_events_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
+    events(tmp_path / "a")
+    events(tmp_path / "b")
+    with pytest.raises(ValueError, match="events of 2 runs: give one of a, b"):
+        read_source(tmp_path)
+
+
+def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path, "events.out.tfevents.1.host", "")
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
+    with pytest.raises(ValueError, match=r"tensorboard is not installed: pip install 'mismatch-plugin\[lab\]'"):
+        read_source(path)
+
+
+def test_a_pipe_among_the_events_is_refused(tmp_path: Path) -> None:
+    events(tmp_path)
+    os.mkfifo(tmp_path / "events.out.tfevents.2.pipe")
+    with pytest.raises(ValueError, match="is a pipe, not a regular file"):
+        read_source(tmp_path)
+
+
+def test_text_and_tensors_under_the_prefix_do_not_hide_the_numbers(tmp_path: Path) -> None:
+    events(tmp_path)
+    from torch.utils.tensorboard.writer import SummaryWriter
+
+    with SummaryWriter(str(tmp_path)) as writer:
+        writer.add_text("rollout_corr/note", "sync every step", 1)
+        writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
+        writer.add_tensor("rollout_corr/shape", torch.ones(2, 2), 1)
+    assert read_source(tmp_path).rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75})
+
+
+def test_two_runs_in_one_folder_are_refused_unless_one_is_chosen(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".first")
+    events(tmp_path, shift=5.0, suffix=".second")
+    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* --run with a part of its name"
+    for run in (None, "tfevents", "third"):
+        with pytest.raises(ValueError, match=says):
+            read_source(tmp_path, run)
+    assert read_source(tmp_path, ".second").rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"])
+    assert result.exit_code == 2 and "both hold 3 steps" in " ".join(result.output.split())
+
+
+def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> None:
+    events(tmp_path / "apart", suffix=".a")
+    events(tmp_path / "apart", start=4, suffix=".b")
+    apart = read_source(tmp_path / "apart")
+    assert apart.numbers == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0) and apart.notes == ()
+    tmp_path /= "overlap"
+    events(tmp_path, suffix=".a")  # 1, 2, 3
+    events(tmp_path, start=3, shift=5.0, suffix=".b")  # 3, 4, 5
+    source = read_source(tmp_path)
+    assert source.numbers == (1.0, 2.0, 3.0, 4.0, 5.0)
+    assert [row[KL] for row in source.rows] == [0.25, 0.5, 5.75, 6.0, 6.25]
+    (note,) = source.notes
+    assert note.startswith("1 steps are in events") and note.endswith("those of the later file count")
+    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"]).output
+    assert "note: 1 steps are in events" in output
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
+    assert body["notes"] == [note]
+
+
+def test_a_writer_that_purges_says_itself_from_where_it_goes_on(tmp_path: Path) -> None:
+    events(tmp_path, suffix=".a")
+    events(tmp_path, start=2, shift=5.0, suffix=".b", purge_step=2)
+    source = read_source(tmp_path)
+    assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0] and source.notes == ()
+
+
+def test_damaged_events_are_named(tmp_path: Path) -> None:
+    events(tmp_path)
+    (path,) = tmp_path.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-5])  # its writer was killed: "reward" of step 3 is lost
+    assert len(read_source(tmp_path).rows) == 3
+    for data, count in ((b"no events at all", "0"), (whole[:9], "0"), (whole[:-30] + b"??" + whole[-28:], r"[1-9]\d*")):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"{path.name} is damaged after {count} events .*: copy it once more"):
+            read_source(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match="holds no events"):
+        read_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [(f'"Step,{KL}\n1,0.1\n2,0.2\n', 1), (f'Step,{KL}\n1,0.1\n2,"0.2\n3,0.3\n', 3)],
+)
+def test_a_quote_that_is_not_closed_is_named(tmp_path: Path, text: str, line: int) -> None:
+    with pytest.raises(ValueError, match=rf"a\.csv, line {line} is no line of a CSV file: .* a quote not closed"):
+        read_source(write(tmp_path, "a.csv", text))
+
+
+# Which metrics are shown.
+
+
+def test_what_is_shown_is_declared() -> None:
+    """A place that no part of the table has would hide its metric; a name that nobody declares draws nothing."""
+    assert {metric.place for metric in METRICS} == {"", *PLACES}
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    from mismatch_plugin.diagnose import panels
+
+    series = [item for panel in panels.PANELS for item in (*panel.series, panel.older) if item is not None]
+    drawn = {name for item in series for name in item.names}
+    assert drawn <= {metric.name for metric in METRICS}
+
+
+# Pictures.
+
+STEPS = 30
+NAMES = (
+    *("rollout_is_mean", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "rollout_is_ratio_eff_sample_size"),
+    *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
+)
+PANELS = {"mean_weight", "effective_sample_size", "veto", "kl", "ppl_ratio", "chi2"}
+
+
+def write_run(folder: Path, names: tuple[str, ...] = NAMES, steps: int = STEPS) -> Path:
+    for step in range(steps):
+        write_step(folder, mp.preset("token_is"), {f"rollout_corr/{name}": 0.5 + 0.01 * step for name in names})
+    return folder
+
+
+def pngs(folder: Path) -> set[str]:
+    for path in folder.iterdir():
+        assert path.read_bytes().startswith(b"\x89PNG"), path
+    return {path.stem for path in folder.iterdir()}
+
+
+def test_inspect_writes_the_six_panels(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    run = write_run(tmp_path / "run")
+    result = CliRunner().invoke(app, ["inspect", str(run)], env={"COLUMNS": "80"})
+    assert pngs(run / "plots") == {*PANELS, "six_panels"}
+    assert result.output.splitlines()[-1] == f"pictures: {run}/plots/six_panels.png, and 6 panels next to it"
+    body = json.loads(
+        CliRunner().invoke(app, ["inspect", str(run), "--json", "--pictures", str(tmp_path / "p")]).output
+    )
+    assert len(body["pictures"]) == 7 and pngs(tmp_path / "p") == {*PANELS, "six_panels"}
+    assert body["settings"] == str(run / "settings.json") and body["source"] == str(run / "metrics.jsonl")
+
+
+def test_panels_of_what_is_there(tmp_path: Path) -> None:
+    """A run of an older version, and one whose metrics are never finite."""
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    run = write_run(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)
+    result = CliRunner().invoke(app, ["inspect", str(run)])
+    assert pngs(run / "plots") == {"six_panels", "effective_sample_size", "kl"}, result.output
+    write_step(
+        run, mp.preset("token_is"), {"step": 9, "rollout_corr/kl": math.nan, "rollout_corr/chi2_token": math.inf}
+    )
+    CliRunner().invoke(app, ["inspect", str(run), "--pictures", str(tmp_path / "again")])
+    assert pngs(tmp_path / "again") == {"six_panels", "effective_sample_size", "kl"}
+
+
+def test_pictures_of_an_export_lie_next_to_it_and_settings_are_said_to_be_unknown(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    write(tmp_path, "settings.json", '{"unrelated": 1}')
+    path = write(tmp_path, "chart.csv", CHART)
+    result = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "correction: not judged, since the run's settings are not known: give them with --config" in said
+    assert "kl" in pngs(tmp_path / "chart_plots")
+
+
+def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", ("kl",))
+    plain = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures"])
+    assert "pictures" not in plain.output and not (run / "plots").exists()
+    (run / "plots").write_text("a file")
+    blocked = CliRunner().invoke(app, ["inspect", str(run)])
+    assert f"no pictures: {run}/plots cannot be written" in blocked.output and blocked.exit_code == plain.exit_code
+    monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    without = CliRunner().invoke(app, ["inspect", str(run)])
+    assert "pip install 'mismatch-plugin[lab]'" in without.output and without.exit_code == plain.exit_code
+
+
+def test_contradicting_options_are_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", ("kl",), steps=1)
+    result = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures", "--pictures", "x"])
+    assert result.exit_code == 2 and "contradict each other" in result.output
+
+
+def test_a_run_of_compare_is_judged_by_its_own_settings(tmp_path: Path) -> None:
+    line = {"step": 1, "metrics": {KL: 0.05}}
+    write(tmp_path, "metrics.jsonl", json.dumps(line) + "\n")
+    config = mp.preset("token_is").model_dump(mode="json")
+    write(tmp_path, "config.json", json.dumps({"settings": {}, "mismatch": config}))
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
+    assert body["settings"] == str(tmp_path / "config.json") and body["correction"].startswith("holds")
