@@ -27,10 +27,6 @@ class InputError(ValueError):
     """A file or source from which nothing can be checked."""
 
 
-class InputError(ValueError):
-    """A file or source from which nothing can be checked."""
-
-
 @dataclass(frozen=True, eq=False)
 class Dump:
     """What a file or folder holds. has_training: the samples have the training side's log-probs. format: what read it.
