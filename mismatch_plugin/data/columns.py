@@ -81,7 +81,7 @@ _TELLING = 2
 
 @dataclass
 class Table:
-    """rows: fields of `Sample`, and `place`, how errors call the row; of a training side also `index`, its place in the
+    """rows: fields of `Sample`, and `place`, how errors call the row; of a training side also `at`, its place in the
     rollout, or (step, place). missing: why there is no rollout side."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)

@@ -53,7 +53,8 @@ _OF_TRAINER = {
     "weight_version": "trainer_version",
     "weight_fingerprint": "trainer_fingerprint",
     "temperature": "trainer_temperature",
-    **{name: name for name in (*TRAINER, "advantages", "sample_id", "index") if name != "entropy"},
+    "index": "at",
+    **{name: name for name in (*TRAINER, "advantages", "sample_id") if name != "entropy"},
 }
 """Name in a file of the training side alone → field of a sample."""
 
@@ -96,9 +97,9 @@ def _read_training(source: Source) -> Table:
             raise ValueError(f"{place} {says}: a line has train_log_probs and, if wanted, {', '.join(_OF_TRAINER)}.")
         table.rows.append(row := _own_row(place, line, _OF_TRAINER))
         n = len(row["train_log_probs"])
-        for name in ("trained_mask", "advantages"):
-            if len(row.get(name, range(n))) != n and not isinstance(line.get(name), (int, float)):
-                raise ValueError(f"{place}: {name} has {len(row[name])} entries for {n} log-probs: give one for each.")
+        for name in ("loss_mask", "trained_mask", "advantages"):
+            if isinstance(line.get(name), list) and len(line[name]) != n:
+                raise ValueError(f"{place}: {name} has {len(line[name])} entries for {n} log-probs: give one for each.")
     return table
 
 
@@ -129,7 +130,7 @@ def _read_slime(source: Source) -> Table:
     for row, place in zip(table.rows, places, strict=True):
         if "log_probs" in columns.names and place is not None:
             at = named("rollout_position", count, place)
-            row["index"] = at if step is None else (step, at)
+            row["at"] = at if step is None else (step, at)
     if "rollout_top_p_token_ids" in keys:
         table.notes.append("top-p was on in sampling: the ids it kept are not read")
     return table

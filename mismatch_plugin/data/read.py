@@ -94,7 +94,7 @@ def read(
 
 def _sample(row: dict[str, Any]) -> Sample:
     place = row.pop("place")
-    row.pop("index", None)
+    row.pop("at", None)
     try:
         return Sample(**row)
     except ValidationError as error:
@@ -224,7 +224,7 @@ def _partners(rows: Sequence[Mapping[str, Any]], side: Sequence[Mapping[str, Any
 
     Raises InputError where a row has no partner, or two.
     """
-    told = {key: [row.get(key) for row in side] for key in ("sample_id", "index")}
+    told = {"sample_id": [row.get("sample_id") for row in side], "index": [row.get("at") for row in side]}
     with_steps = any(isinstance(index, tuple) for index in told["index"])
     places, indexes = Counter[Any](), []
     for row in rows:

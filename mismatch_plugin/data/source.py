@@ -30,6 +30,8 @@ MAX_ARRAY = 4096 * MIB
 """Bytes of one array of an .npz file once it is unpacked."""
 MAX_REPEATED = 256 * MIB
 """Bytes by which a tensor may be larger than the values that are saved of it (`expand`)."""
+_LONG = 4 * MIB
+"""Characters from which JSON is read by Python itself: without memory, pydantic_core ends the process."""
 _BATCH = 32
 """Parquet rows that are Python objects at once."""
 
@@ -129,12 +131,14 @@ def _json(path: Path) -> Source:
 
 def _loads(text: str) -> Any:
     try:
-        return from_json(text)  # a third of the time
-    except ValueError:  # it takes no lone surrogates, no number of 5000 digits and less nesting
-        try:
-            return json.loads(text)
-        except RecursionError:
-            raise ValueError("JSON is nested too deeply.") from None
+        if len(text) < _LONG:
+            return from_json(text)  # a third of the time
+    except ValueError:
+        pass  # it takes no lone surrogates, no number of 5000 digits and less nesting
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply.") from None
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

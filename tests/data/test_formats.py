@@ -167,7 +167,7 @@ def test_a_training_side_of_its_own_is_matched(tmp_path: Path) -> None:
     for wrong, says in (
         ([{**lines[0], "more": 1}], "line 1 has more: a line has train_log_probs and"),
         ([{"sample_id": "7"}], r"t\.jsonl"),
-        ([{**lines[0], "loss_mask": [1]}, lines[1]], "trained_mask has 1 entries for 3 log-probs"),
+        ([{**lines[0], "loss_mask": [1]}, lines[1]], "loss_mask has 1 entries for 3 log-probs"),
         ([{**lines[at], "advantages": [1.0] * (3 - at)} for at in (1, 0)], "advantages has 2 entries, response_ids 3"),
         ([{"train_log_probs": ["x"]}], "line 1: train_log_probs, position 0 is 'x', not a number"),
     ):
