@@ -57,10 +57,13 @@ NAMES: dict[str, tuple[str, ...]] = {what: tuple(names.split()) for what, names 
 """What a column is → its spellings; where a dump has several, the first."""
 _ALL = {name for names in NAMES.values() for name in names}
 _BOUNDS = {"response_length", "prompt_length", "loss_mask"}
+_ADD_IDS = 'the line "response_ids": response_ids, one sampled id a log-prob'
+_ADD_LOG_PROBS = '"rollout_log_probs" (of the sampler) and "old_log_probs" (of the trainer)'
+_ADD_BOUNDS = '"response_length", "prompt_length" or "loss_mask"'
 _NEEDED = (
-    ({"response_ids", "sequence"}, "token ids of the responses", '"response_ids", one sampled id a log-prob'),
-    ({"rollout_log_probs", "log_probs"}, "log-probs", '"rollout_log_probs" (sampler) and "old_log_probs" (trainer)'),
-    ({"response_ids", *_BOUNDS}, "what tells a response from its prompt", '"response_length" or "loss_mask"'),
+    ({"response_ids", "sequence"}, "token ids of the responses", _ADD_IDS),
+    ({"rollout_log_probs", "log_probs"}, "log-probs", _ADD_LOG_PROBS),
+    ({"response_ids", *_BOUNDS}, "what tells a response from its prompt", _ADD_BOUNDS),
 )
 """(one of these, what it is, what to add)."""
 TRAINER = (
@@ -476,7 +479,8 @@ def _cut_padding(table: Table, *, columns: bool) -> None:
     if max(of_all) >= _TELLING:
         raise ValueError(
             f"sample {int(np.argmax(of_all))} ends in {max(of_all)} tokens with log-prob 0.0, padding or tokens: "
-            f'nothing tells. Add "response_mask" (1 at the response, 0 at padding) or "response_length" to the dump.'
+            f'nothing tells. Add "response_mask" (1 at tokens of the response, 0 at padding) or "response_length" to '
+            f"the dump."
         )
     if single := sum(map(bool, of_all)):
         table.notes.append(

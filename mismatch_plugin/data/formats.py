@@ -214,7 +214,7 @@ def _gathered(rank: Mapping[str, Any]) -> Row:
     if length > total:
         raise ValueError(f"{place}: response_lengths is {length}, the sample has {total} tokens.")
     chunk = -(-(row.get("max_seq_lens", total) if rank["format"] == "bshd" else total) // (2 * size))
-    before = total - length - 1
+    before, unnamed = total - length - 1, ": a slice of a dump that does not name its cp_rank?" if size == 1 else "."
     for name, parts in rank["slices"].items():
         lacking = next((number for number in range(size) if number not in parts), None)  # size may be anything
         if lacking is not None:
@@ -231,7 +231,7 @@ def _gathered(rank: Mapping[str, Any]) -> Row:
             if len(places) != len(part):
                 raise ValueError(
                     f"{place}: {name}: rank {number} of {size} has {len(part)} entries, not the {len(places)} that "
-                    f"{total} tokens with {length} of the response give it."
+                    f"{total} tokens with {length} of the response give it{unnamed}"
                 )
             row[name][places] = part
     return place, row
