@@ -15,13 +15,13 @@ from mismatch_plugin.config.fields import FieldInfo, leaf_fields
 from mismatch_plugin.config.flags import add_arguments
 from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
+from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.diagnose.findings import FAULTS, FaultName
 from mismatch_plugin.diagnose.normal import normal_table
 from mismatch_plugin.diagnose.rules import rules_table
 from mismatch_plugin.hooks.version import HOSTS, manifest, recorded_version
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table
-from mismatch_plugin.rollout.dumps.names import NAMES
 
 
 def config_table() -> Table:

@@ -14,7 +14,7 @@ from mismatch_plugin import MismatchConfig, add_arguments
 from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.core.metrics.registry import METRICS
-from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.data.read import read
 
 README = ROOT / "README.md"
 TEXTS = {path: path.read_text(encoding="utf-8") for path in PAGES}
@@ -46,13 +46,13 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
     for code in re.findall(r"^```python\n(.*?)^```$", TEXTS[page], re.DOTALL | re.MULTILINE):
         exec(compile(code, str(page), "exec"), names)
     if page.stem == "inspect":
-        dump = read_dump("dump.pt")
-        assert dump.scored is not None and not any("not read" in note for note in dump.notes)
-        assert [(len(row.prompt_ids), len(row.response_ids), len(row.loss_mask)) for row in dump.responses] == [
+        dump = read("dump.pt")
+        assert dump.has_training and not any("not read" in note for note in dump.notes)
+        assert [(len(row.prompt_ids), len(row.response_ids), len(row.loss_mask)) for row in dump.samples] == [
             (2, 4, 4),
             (3, 2, 2),
         ]
-        assert [row.advantages.tolist() for row in dump.responses if row.advantages is not None] == [
+        assert [row.advantages.tolist() for row in dump.samples if row.advantages is not None] == [
             [1.0] * 4,
             [-1.0] * 2,
         ]

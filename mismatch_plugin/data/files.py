@@ -19,9 +19,9 @@ from mismatch_plugin.files import MIB, refuse_special, replacing
 _ROWS = 1024
 """Rows of a Parquet row group."""
 MAX_ROW_GROUP = 2048 * MIB
-_IDS = ("response_ids", "prompt_ids", "trained_ids", "trained_prompt_ids")
-_MASKS = ("loss_mask", "trained_mask")
-_FLOATS = (
+IDS = ("response_ids", "prompt_ids", "trained_ids", "trained_prompt_ids")
+MASKS = ("loss_mask", "trained_mask")
+FLOATS = (
     *("rollout_log_probs", "behaviour_log_probs", "prompt_log_probs", "train_log_probs", "ref_log_probs"),
     *("advantages", "entropy"),
 )
@@ -85,9 +85,9 @@ def _pyarrow() -> tuple[Any, Any]:
 def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
     pa, parquet = _pyarrow()
     lists = {
-        **dict.fromkeys(_IDS, pa.int64()),
-        **dict.fromkeys(_MASKS, pa.int8()),
-        **dict.fromkeys(_FLOATS, pa.float64()),
+        **dict.fromkeys(IDS, pa.int64()),
+        **dict.fromkeys(MASKS, pa.int8()),
+        **dict.fromkeys(FLOATS, pa.float64()),
     }
     single = {"dp_rank": pa.int64(), "step": pa.int64(), "reward": pa.float64(), "trainer_temperature": pa.float64()}
     schema = pa.schema(

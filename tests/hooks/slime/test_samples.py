@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_plugin.data.read import read
 from mismatch_plugin.data.served import META_KEY, Served
 from mismatch_plugin.hooks import miles, slime
 from mismatch_plugin.hooks.slime.samples import OWN_SOURCE, keep_served, watch_samples, wrap_data_source
-from mismatch_plugin.rollout.dumps.registry import read_dump
+from tests.data.test_hosts import write_in_host
 from tests.hooks.contracts.launch_trees import launch, ray_tree
 from tests.hooks.contracts.slime_source import call_arguments, function, host_root, parameters
-from tests.rollout.dumps.test_hosts import _write
 
 HOSTS = ("slime", "miles")
 hosts = pytest.mark.parametrize("host", HOSTS)
@@ -253,8 +253,8 @@ def row(metadata: Any, number: int) -> dict[str, Any]:
 
 def test_a_dump_tells_what_served(tmp_path: Path) -> None:
     told = meta(3, ("aa", 0, 2), ("bb", 2, 5), ("cc", 5, 6))[META_KEY]
-    found = read_dump(dumped(tmp_path, row({META_KEY: told}, 5), row({}, 6), row(None, 7), row({META_KEY: {}}, 8)))
-    served = [response.served for response in found.responses]
+    found = read(dumped(tmp_path, row({META_KEY: told}, 5), row({}, 6), row(None, 7), row({META_KEY: {}}, 8)))
+    served = [sample.served for sample in found.samples]
     assert served[0] is not None and served[0].server == "a:1/7" and served[1:] == [None] * 3
     assert [(span.fingerprint, span.end) for span in served[0].weights] == [("aa", 2), ("bb", 3)]
     assert "1 samples have metadata mismatch_plugin that cannot be read" in found.notes
@@ -302,8 +302,8 @@ save_debug_rollout_data(args, [sample], 3, evaluation=False)
 @pytest.mark.parametrize(("host", "code"), [("slime", REAL_SLIME), ("miles", REAL_MILES)])
 def test_the_host_s_own_sample_and_dump(host: str, code: str, tmp_path: Path) -> None:
     root = Path(__file__).parents[3]
-    _write(host, f"sys.path.append({str(root)!r})\n" + REAL + code, tmp_path)
-    (response,) = read_dump(tmp_path / "rollout_3.pt").responses
+    write_in_host(host, f"sys.path.append({str(root)!r})\n" + REAL + code, tmp_path)
+    (response,) = read(tmp_path / "rollout_3.pt").samples
     assert (
         response.served is not None
         and response.loss_mask.tolist() == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 2

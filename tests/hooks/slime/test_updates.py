@@ -26,11 +26,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mismatch_plugin.data.read import read
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
 from mismatch_plugin.hooks.slime.updates import SENDERS, WeightUpdates
-from mismatch_plugin.rollout.dumps.registry import read_dump
 from mismatch_plugin.sglang.client import WeightUpdateError
 from mismatch_plugin.sglang.fingerprints import digests, fingerprint
 from tests.distributed.alone import process_group_of_one
@@ -355,8 +355,8 @@ def test_the_dump_of_training_has_the_fingerprint_of_the_weights_it_began_with(r
     }
     dump: dict[str, Any] = {"rollout_id": 3, "rank": 0, "rollout_data": columns}
     torch.save(dump | {"cp_rank": 0, "cp_size": 1, "qkv_format": "thd"}, tmp_path / "3_0.pt")
-    scored = read_dump(tmp_path / "3_0.pt").scored or ()
-    assert [(one.weight_fingerprint, one.weight_version) for one in scored] == [(verified, "4")]
+    samples = read(tmp_path / "3_0.pt").samples
+    assert [(one.trainer_fingerprint, one.trainer_version) for one in samples] == [(verified, "4")]
 
 
 def test_tensors_that_cannot_be_digested_stop_no_update(run: Run, caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from batches import MASK, batch
 from tensordict import TensorDict
 from verl import DataProto
 
-from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.data.read import read
 
 
 def _batch() -> dict[str, torch.Tensor]:
@@ -34,16 +34,16 @@ def _batch() -> dict[str, torch.Tensor]:
 
 
 def _right(path: Path, group: bool) -> None:
-    dump, made = read_dump(path), _batch()
-    assert dump.format == "verl" and dump.scored is not None
-    for at, (response, scored) in enumerate(zip(dump.responses, dump.scored, strict=True)):
+    dump, made = read(path), _batch()
+    assert dump.format == "verl" and dump.has_training
+    for at, sample in enumerate(dump.samples):
         length = int(made["attention_mask"][at, 3:].sum())
-        assert response.prompt_ids.tolist() == [5, 6]
-        assert response.response_ids.tolist() == made["responses"][at, :length].tolist()
-        assert response.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
-        assert scored.log_probs.tolist() == made["old_log_probs"][at, :length].tolist()
-        assert response.loss_mask.tolist() == MASK[at, :length].bool().tolist()
-        assert response.group == ("ab"[at % 2] if group else None)
+        assert sample.prompt_ids.tolist() == [5, 6]
+        assert sample.response_ids.tolist() == made["responses"][at, :length].tolist()
+        assert sample.rollout_log_probs.tolist() == made["rollout_log_probs"][at, :length].tolist()
+        assert sample.train_log_probs.tolist() == made["old_log_probs"][at, :length].tolist()
+        assert sample.loss_mask.tolist() == MASK[at, :length].bool().tolist()
+        assert sample.group == ("ab"[at % 2] if group else None)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -59,12 +59,12 @@ def test_a_data_proto_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, h
     torch.save(data, tmp_path / "proto.pt")
     if how:
         with pytest.raises(ValueError, match=r"DataProto without a batch: save torch\.save"):
-            read_dump(tmp_path / "proto.pt")
+            read(tmp_path / "proto.pt")
     else:
         _right(tmp_path / "proto.pt", group=True)
     data.save_to_disk(tmp_path / "proto.pkl")
     with pytest.raises(ValueError, match="is a pickle, which may run code"):
-        read_dump(tmp_path / "proto.pkl")
+        read(tmp_path / "proto.pkl")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -72,7 +72,7 @@ def test_what_rollout_skip_writes_is_read(tmp_path: Path):
     data = TensorDict(_batch(), batch_size=[len(MASK)])
     torch.save({"tensordict": data, "tags": [], "keys": ["a"], "global_steps": 12}, tmp_path / "tq_batch.pt")
     _right(tmp_path / "tq_batch.pt", group=False)
-    assert {response.step for response in read_dump(tmp_path).responses} == {12}
+    assert {sample.step for sample in read(tmp_path).samples} == {12}
 
 
 def test_generations_hold_no_log_probs(tmp_path: Path):
@@ -84,4 +84,4 @@ def test_generations_hold_no_log_probs(tmp_path: Path):
     exec(compile(ast.Module([nodes[0]], []), str(trainer), "exec"), names)
     names["_write_generations"](["a"], ["b"], [None], [1.0], {}, str(tmp_path), 7)
     with pytest.raises(ValueError, match="no token ids and no log-probs"):
-        read_dump(tmp_path / "7.jsonl")
+        read(tmp_path / "7.jsonl")

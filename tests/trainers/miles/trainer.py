@@ -14,7 +14,7 @@ import torch
 import yaml
 from torch import Tensor
 
-from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.data.read import read
 from tests.trainers.jobs import is_made, made_from, wait_for_ports
 from tests.trainers.run import Finished, run
 from tests.trainers.slime import trainer as slime
@@ -124,10 +124,9 @@ class Trained(slime.Trained):
         for file in self.folder.glob(f"train_{rollout}_*.pt"):
             (folder / file.name).unlink(missing_ok=True)
             (folder / file.name).symlink_to(file)
-        dump = read_dump(folder)
+        dump = read(folder)
         return {
-            int(response.sample_id or ""): torch.from_numpy(scored.log_probs).float()
-            for response, scored in zip(dump.responses, dump.scored or (), strict=True)
+            int(sample.sample_id or ""): torch.from_numpy(sample.train_log_probs).float() for sample in dump.samples
         }
 
 

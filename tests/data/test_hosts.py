@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mismatch_plugin.rollout.dumps.registry import read_dump
+from mismatch_plugin.data.read import read
 
 COMMON = """
 import sys, types
@@ -88,7 +88,7 @@ for dp, chosen in enumerate(([3, 0], [1, 2])):
 """
 
 
-def _write(host: str, code: str, folder: Path, *more: str) -> None:
+def write_in_host(host: str, code: str, folder: Path, *more: str) -> None:
     source = os.environ.get("MISMATCH_HOST_SRC")
     root = Path(source or ".") / host
     if not source or not root.is_dir():
@@ -105,37 +105,36 @@ def _write(host: str, code: str, folder: Path, *more: str) -> None:
 
 
 def _right(dump_of: Path, training: Path | None = None) -> None:
-    dump = read_dump(dump_of, training=training)
-    assert [response.sample_id for response in dump.responses] == ["40", "41", "42", "43"]
-    for at, ((prompt, length), response) in enumerate(zip(LENGTHS, dump.responses, strict=True)):
-        assert response.prompt_ids.tolist() == [at * 100 + token for token in range(prompt)]
-        assert response.response_ids.tolist() == [at * 100 + prompt + token for token in range(length)]
+    dump = read(dump_of, training)
+    assert [sample.sample_id for sample in dump.samples] == ["40", "41", "42", "43"]
+    for at, ((prompt, length), sample) in enumerate(zip(LENGTHS, dump.samples, strict=True)):
+        assert sample.prompt_ids.tolist() == [at * 100 + token for token in range(prompt)]
+        assert sample.response_ids.tolist() == [at * 100 + prompt + token for token in range(length)]
         rollout = [-(at + 1) - token / 8 for token in range(length)]
-        assert response.rollout_log_probs.tolist() == rollout and response.step == 3
-        assert response.loss_mask.tolist() == [True] * (length - 1) + [False]
-        assert dump.scored is not None
-        np.testing.assert_array_equal(dump.scored[at].log_probs, np.array(rollout) - 0.25)
+        assert sample.rollout_log_probs.tolist() == rollout and sample.step == 3
+        assert sample.loss_mask.tolist() == [True] * (length - 1) + [False]
+        np.testing.assert_array_equal(sample.train_log_probs, np.array(rollout) - 0.25)
 
 
 LENGTHS = [(3, 5), (1, 8), (6, 2), (2, 13)]
 
 
 def test_slime(tmp_path: Path):
-    _write("slime", SLIME, tmp_path)
+    write_in_host("slime", SLIME, tmp_path)
     _right(tmp_path / "train_3.pt")
     _right(tmp_path / "rollout_3.pt", tmp_path / "train_3.pt")
-    dump = read_dump(tmp_path / "rollout_3.pt")
-    assert dump.scored is None and [response.reward for response in dump.responses] == [0.0, 1.0, 2.0, 3.0]
-    assert {response.finish_reason for response in dump.responses} == {"length"}
-    assert dump.responses[3].version_of_token == ["7"] * 13
+    dump = read(tmp_path / "rollout_3.pt")
+    assert not dump.has_training and [sample.reward for sample in dump.samples] == [0.0, 1.0, 2.0, 3.0]
+    assert {sample.finish_reason for sample in dump.samples} == {"length"}
+    assert [(span.version, span.start, span.end) for span in dump.samples[3].weight_versions] == [("7", 0, 13)]
 
 
 @pytest.mark.parametrize("layout", ["thd", "bshd"])
 def test_miles_over_context_parallel_ranks(tmp_path: Path, layout: str):
-    _write("miles", MILES, tmp_path, layout)
+    write_in_host("miles", MILES, tmp_path, layout)
     _right(tmp_path)
     _right(tmp_path / "train_data")
     _right(tmp_path / "rollout_data", tmp_path / "train_data")
-    assert "1 files of evaluation were left out" in read_dump(tmp_path).notes
+    assert "1 files of evaluation were left out" in read(tmp_path).notes
     with pytest.raises(ValueError, match="the slice of context parallel rank 1 of 2 is not there"):
-        read_dump(tmp_path / "train_data" / "3_0.pt")
+        read(tmp_path / "train_data" / "3_0.pt")

@@ -1,0 +1,500 @@
+"""Columns or rows of any dump, padded or ragged, as a dict of `Sample`'s fields a row.
+
+Two layouts: responses alone (`response_ids`; lists per response token) and whole sequences (`sequence`; lists per
+token of the prompt too, or of the response only, by their length).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids, as_floats, as_ids, as_mask, scalar, shown, vector
+from mismatch_plugin.data.sample import LogProbsOf
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.data.served import META_KEY, Served
+from mismatch_plugin.data.source import Row, Source, plain
+from mismatch_plugin.data.versions import WeightSpan
+from mismatch_plugin.files import encodable
+
+_SPELLINGS = {
+    "response_ids": "response_ids responses completion_ids response_token_ids output_ids",
+    "sequence": "input_ids tokens token_ids sequences",
+    "prompt_ids": "prompt_ids prompts prompt_token_ids",
+    "prompt_mask": "prompt_mask",
+    "attention_mask": "attention_mask",
+    "loss_mask": "loss_mask loss_masks response_mask completion_mask token_loss_mask token_mask action_mask",
+    "turn_mask": "tool_mask env_mask",
+    "sample_mask": "sample_mask sample_loss_mask loss_multiplier",
+    "remove_sample": "remove_sample",
+    "response_length": "response_length response_lengths completion_length completion_lengths",
+    "prompt_length": "prompt_length prompt_lengths",
+    "total_length": "total_length total_lengths input_lengths input_length",
+    "rollout_log_probs": "rollout_log_probs rollout_logprobs sampling_per_token_logps generation_logprobs "
+    "inference_logprobs sampling_logprobs",
+    "log_probs": "old_log_probs train_log_probs train_logprobs old_per_token_logps prev_logprobs old_logprobs "
+    "log_probs",
+    "advantages": "advantages advantage",
+    "entropy": "entropy entropys entropies",
+    "reward": "reward rewards score scores token_level_scores rm_scores",
+    "group": "group_index group group_id uid",
+    "sample_id": "sample_id index sample_index sample_indices idx",
+    "weight_versions": "weight_versions weight_version",
+    "weight_fingerprint": "weight_fingerprint",
+    "trainer_weight_version": "trainer_weight_version",
+    "temperature": "temperature",
+    "finish_reason": "finish_reason status",
+    "step": "step global_step rollout_id",
+}
+NAMES: dict[str, tuple[str, ...]] = {what: tuple(names.split()) for what, names in _SPELLINGS.items()}
+"""What a column is → its spellings; where a dump has several, the first."""
+_ALL = {name for names in NAMES.values() for name in names}
+_BOUNDS = {"response_length", "prompt_length", "loss_mask"}
+_ADD_IDS = 'the line "response_ids": response_ids, one sampled id a log-prob'
+_ADD_LOG_PROBS = '"rollout_log_probs" (of the sampler) and "old_log_probs" (of the trainer)'
+_ADD_BOUNDS = '"response_length", "prompt_length" or "loss_mask"'
+_NEEDED = (
+    ({"response_ids", "sequence"}, "token ids of the responses", _ADD_IDS),
+    ({"rollout_log_probs", "log_probs"}, "log-probs", _ADD_LOG_PROBS),
+    ({"response_ids", *_BOUNDS}, "what tells a response from its prompt", _ADD_BOUNDS),
+)
+"""(one of these, what it is, what to add)."""
+TRAINER = (
+    *("train_log_probs", "trained_ids", "trained_prompt_ids", "trained_mask", "trainer_version"),
+    *("trainer_fingerprint", "trainer_temperature", "entropy"),
+)
+"""Fields of a sample that only a training side tells; `advantages` belong to both."""
+_PER_TOKEN = (
+    *("response_ids", "loss_mask", "rollout_log_probs", "train_log_probs", "trained_ids", "trained_mask"),
+    *("advantages", "entropy"),
+)
+_FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort"}
+_FINISH |= {name: name for name in ("stop", "length", "abort")}
+NO_TEMPERATURE = "the dump tells no sampling temperature or filter: temperature 1 without filters is assumed"
+_TELLING = 2
+"""Tokens with log-prob 0 at the end of a row that are no accident: one is often a certain end token."""
+
+
+@dataclass
+class Table:
+    """rows: fields of `Sample`, and `place`, how errors call the row; of a training side also `at`, its place in the
+    rollout, or (step, place). missing: why there is no rollout side."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    missing: str = ""
+
+
+class Columns:
+    """Which name of a dump is what (`names`). Raises ValueError, with what is there, what to add and near names, where
+    ids, boundaries or log-probs are missing. notes: names that are nothing known, or a second spelling."""
+
+    def __init__(self, keys: Sequence[str], place: str, *, leave: Collection[str] = ()) -> None:
+        self.names = {
+            what: name
+            for what, spellings in NAMES.items()
+            if what not in leave and (name := next((name for name in spellings if name in keys), None))
+        }
+        # Names that say too little by themselves. Next to other log-probs, `logprobs` may be any policy's.
+        sure = self.names.get("log_probs") in ("train_log_probs", "train_logprobs")
+        if sampler := "rollout_log_probs" not in self.names and "logprobs" in keys and sure:
+            self.names["rollout_log_probs"] = "logprobs"
+        if "loss_mask" not in self.names and "mask" in keys and "response_ids" in self.names:
+            self.names["loss_mask"] = "mask"  # next to whole sequences it may be the attention's
+        self.absent = _ALL - {*keys}
+        ignored = sorted({*keys} - {*self.names.values()})
+        known = [name for what, names in NAMES.items() if what not in self.names for name in names]
+        near = {name: get_close_matches(name.lower(), known, 1, 0.75) for name in ignored}
+        asked = [f"{name}: did you mean {like[0]}?" for name, like in near.items() if like]
+        listed = ", ".join([*keys][:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
+        for one_of, what, add in _NEEDED:
+            if not one_of & self.names.keys():
+                add += " (rename mask where it is that, not the attention's)" * ("mask" in ignored and one_of > _BOUNDS)
+                says = " ".join([f"{place} lacks {what}. It has {listed or 'nothing'}.", *asked])
+                raise ValueError(f"{says} Add {add}. docs/inspect.md#what-is-read lists all names.")
+        self.notes = [f"not read: {', '.join(ignored)}"] if ignored else []
+        if sampler:
+            self.notes.append(f"logprobs are taken as the sampler's, {self.names['log_probs']} as the trainer's")
+        self.notes += asked
+
+
+def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), **more: Any) -> Table:
+    """A dict of columns, or rows. padded: columns whose lists are padded; those of two dimensions always are."""
+    wide: list[str] = []
+    if isinstance(content, Mapping) and (source.kind in ("torch", "npz") or _is_table(source, content)):
+        if source.kind == "jsonl" and sum(1 for _ in source.rows()) > 1:
+            raise ValueError("its lines hold lists of lists: give one sample a line.")
+        columns = Columns([*map(str, content)], str(source.path))
+        read = {what: plain(content[name]) for what, name in columns.names.items()}
+        wide = [what for what, value in read.items() if getattr(value, "ndim", 1) == 2]
+        rows = _rows_of(read, columns.names, source.path)
+    else:
+        columns, rows = Columns(source.keys, str(source.path)), source.rows()
+    table = read_rows(columns, rows, padded={*padded, *wide}, **more)
+    told = columns.names.keys()
+    if "response_ids" in told and not told & {"loss_mask", "attention_mask", "response_length"}:
+        _cut_padding(table, columns="response_ids" in wide)
+    table.notes += columns.notes
+    return table
+
+
+def _is_table(source: Source, content: Mapping[str, Any]) -> bool:
+    """A JSON object of columns, as opposed to one sample: its ids are lists of lists."""
+    names = (*NAMES["response_ids"], *NAMES["sequence"])
+    ids = next((content[name] for name in names if name in content), None)
+    return source.kind in ("json", "jsonl") and isinstance(ids, list) and bool(ids) and isinstance(ids[0], list)
+
+
+def _rows_of(read: dict[str, Any], names: Mapping[str, str], path: object) -> Iterator[Row]:
+    """The rows of columns: tensors or arrays [B, ...] or lists of B. A single value holds for every row."""
+    many = {
+        what: value for what, value in read.items() if isinstance(value, (list, tuple)) or getattr(value, "ndim", 0)
+    }
+    first = "response_ids" if "response_ids" in many else "sequence"
+    if first not in many:
+        raise ValueError(f"{names.get(first, first)} is a {type(read.get(first)).__name__}: give [B, n].")
+    total = len(many[first])
+    for what, value in many.items():
+        if len(value) != total:
+            raise ValueError(f"{names[what]} has {len(value)} rows, {names[first]} {total}.")
+    widths: dict[str, int] = {
+        what: getattr(value, "shape", [0, 0])[1] for what, value in many.items() if getattr(value, "ndim", 1) == 2
+    }
+    width = widths.get(first, 0)
+    of_mask = width + widths.get("prompt_ids", 0) if first == "response_ids" else width
+    for what in ("loss_mask", "rollout_log_probs", "log_probs", "advantages", "entropy"):
+        fits = {width, of_mask if what == "loss_mask" else width, width - (first == "sequence")}
+        if width and widths.get(what, width) not in fits:
+            says = f"{names[what]} is [{total}, {widths[what]}], {names[first]} [{total}, {width}]"
+            raise ValueError(f"{says}: their tokens cannot be matched.")
+    for at in range(total):
+        yield f"{path}, sample {at}", {names[w]: value[at] if w in many else value for w, value in read.items()}
+        for value in many.values():
+            if isinstance(value, list):
+                value[at] = None  # lists are larger than the arrays made of them
+
+
+def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Table:
+    """All rows. more: as of `_RowReader`. Raises ValueError naming the row that cannot be read."""
+    reader = _RowReader(columns, **more)
+    table = Table([reader.fields(place, row) for place, row in rows])
+    if "rollout_log_probs" not in columns.names:
+        table.missing = "it holds the training side's log-probs, but none of the rollout: give the rollout's dump first"
+        table.missing += " and this file as TRAINING"
+    name = columns.names.get("log_probs")
+    if name and table.rows and not any(row["train_log_probs"].any() for row in table.rows):
+        reader.counts[f"{name} is 0 everywhere: not computed, so no training side"] += 1
+        table.rows = [{name: value for name, value in row.items() if name not in TRAINER} for row in table.rows]
+    table.notes = [note.format(count=count) for note, count in reader.counts.items()]
+    return table
+
+
+def named(called: str, convert: Callable[..., Any], *values: Any) -> Any:
+    """The value converted, with its name in front of what is wrong with it."""
+    try:
+        return convert(*values)
+    except ValueError as error:
+        comma, dot = ", " if str(error).startswith("position") else " ", "" if str(error).endswith("?") else "."
+        raise ValueError(f"{called}{comma}{error}{dot}") from None
+
+
+def number(value: Any) -> float:
+    """One number, also of a tensor with one element."""
+    found = scalar(value)
+    if isinstance(found, (int, float)):
+        return float(found)
+    raise ValueError(f"is {shown(found)}, not a number")
+
+
+def count(value: Any) -> int:
+    """A length."""
+    found = number(value)
+    if not (found.is_integer() and found >= 0):
+        raise ValueError(f"is {found:g}: a length is a whole number from 0")
+    return int(found)
+
+
+def one_or_many(value: Any, n: int = 1) -> Floats:
+    """[n] of one number, or one each as they are."""
+    found = scalar(value)
+    return np.full(n, float(found)) if isinstance(found, (int, float)) else as_floats(value)
+
+
+@dataclass
+class _RowReader:
+    """log_probs_of: of the rollout side. padded: what has padding at its end. step: where the rows tell none."""
+
+    columns: Columns
+    log_probs_of: LogProbsOf = "tempered"
+    padded: Collection[str] = ()
+    step: int | None = None
+
+    def __post_init__(self) -> None:
+        self.names, self.counts = self.columns.names, Counter[str]()
+        self.sampling: dict[float, SamplingParameters] = {}
+        self.place, self.row = "", dict[Any, Any]()
+
+    def get(self, what: str, convert: Callable[[Any], Any] = lambda value: value) -> Any:
+        """What the row holds, converted; None where there is nothing."""
+        value = plain(self.row.get(self.names.get(what)))
+        return None if value is None else named(f"{self.place}: {self.names[what]}", convert, value)
+
+    def fault(self, what: str, says: str) -> ValueError:
+        return ValueError(f"{self.place}: {self.names[what]} {says}.")
+
+    def fields(self, place: str, row: Mapping[Any, Any]) -> dict[str, Any]:
+        """Of one row; without what it does not tell."""
+        self.place, self.row = place, row
+        if late := self.columns.absent & row.keys():
+            says = f"{place} has {min(late)}, which the first sample lacks"
+            raise ValueError(f"{says}: give every sample the same names.")
+        prompt, response, slices = self._responses() if self.get("response_ids") is not None else self._sequences()
+        n = len(response)
+
+        def cut(value: Any) -> Any:
+            return value.copy() if len(value) == n else value[slices.get(len(value), slice(None))].copy()
+
+        def log_probs(what: str) -> Floats | None:
+            if what not in self.names:
+                return None
+            found = self.get(what, as_floats)
+            if found is None:
+                self.counts[f"{{count}} samples have no {self.names[what]}"] += 1
+                return np.full(n, NULL)
+            return cut(found)
+
+        def one_each(what: str, convert: Callable[[Any], Any]) -> Any:
+            found = self.get(what, convert)
+            if found is not None and len(found := cut(found)) != n:
+                raise self.fault(what, f"has {len(found)} entries, the response {n} tokens")
+            return found
+
+        trained = np.ones(n, dtype=bool)
+        for what in ("loss_mask", "turn_mask"):
+            if (mask := one_each(what, as_mask)) is not None:
+                trained &= mask
+        if self.get("remove_sample") or self.get("sample_mask", number) == 0:
+            self.counts["{count} samples are taken out by the trainer: no token of them trains"] += 1
+            trained[:] = False
+        sample_id, group, step = (self.get(what, scalar) for what in ("sample_id", "group", "step"))
+        served = self._served(row.get("metadata"), n)
+        found = {
+            "place": place,
+            "response_ids": response,
+            "prompt_ids": prompt if len(prompt) else None,
+            "rollout_log_probs": log_probs("rollout_log_probs"),
+            "log_probs_of": self.log_probs_of,
+            "loss_mask": trained,
+            "sampling": self._sampling(served),
+            "weight_versions": self._versions(trained),
+            "advantages": one_each("advantages", lambda value: one_or_many(value, n)),
+            "sample_id": None if sample_id is None else encodable(str(sample_id)),
+            "group": encodable(group) if isinstance(group, str) else group if isinstance(group, int) else None,
+            "step": step if isinstance(step, int) else self.step,
+            "reward": self.get("reward", _reward),
+            "finish_reason": _FINISH.get(str(self.get("finish_reason"))),
+            "served": served,
+        }
+        if "log_probs" in self.names:
+            version, fingerprint = self.get("trainer_weight_version"), self.get("weight_fingerprint")
+            found |= {
+                "train_log_probs": log_probs("log_probs"),
+                "trained_ids": response,
+                "trained_prompt_ids": found["prompt_ids"],
+                "trained_mask": trained,
+                "trainer_version": version if isinstance(version, str) else None,
+                "trainer_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
+                "entropy": one_each("entropy", lambda value: one_or_many(value, n)),
+            }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _ids(self, what: str, value: Any) -> Ids:
+        return named(f"{self.place}: {self.names.get(what)}", as_ids, value).copy()
+
+    def _responses(self) -> tuple[Ids, Ids, dict[int, slice]]:
+        """(prompt ids, response ids, length of a list → its part of the response) where responses have a column."""
+        raw, prompt, keep = self.get("response_ids", _ints), self.get("prompt_ids", _ints), None
+        seen, mask = self.get("attention_mask", as_mask), self.get("loss_mask", as_mask)
+        width, before = len(raw), 0 if prompt is None else len(prompt)
+        whole = mask is not None and len(mask) == before + width
+        if seen is not None and len(seen) not in (width, before + width):
+            says = f"has {len(seen)} entries, prompt and response {before} and {width}"
+            raise self.fault("attention_mask", says)
+        if prompt is not None:
+            keep = self.get("prompt_mask", as_mask)
+            if keep is None and seen is not None and len(seen) == before + width:
+                keep = seen[:before]
+            if keep is not None and len(keep) != before:
+                raise self.fault("prompt_mask", f"has {len(keep)} entries, the prompt {before}")
+            if keep is None and "prompt_ids" in self.padded:
+                self.counts["prompt ids are left out: no mask tells them from their padding"] += 1
+                prompt = None
+        n = self.get("response_length", count)
+        if n is None and seen is not None:
+            tail = seen[len(seen) - width :]
+            if not tail[: (n := int(tail.sum()))].all():
+                raise self.fault("attention_mask", "has a 0 inside the response: padding belongs at its end")
+        elif n is None:
+            n = _end(mask[before * whole :]) if mask is not None and "response_ids" in self.padded else width
+        if n > width:
+            raise self.fault("response_ids", f"has {width} tokens, its response_length is {n}")
+        slices = {before + width: slice(before, before + n)} if whole else {}
+        prompt = raw[:0] if prompt is None else prompt if keep is None else prompt[keep]
+        return self._ids("prompt_ids", prompt), self._ids("response_ids", raw[:n]), {**slices, width: slice(n)}
+
+    def _sequences(self) -> tuple[Ids, Ids, dict[int, slice]]:
+        """The same where prompt and response are one row."""
+        raw, mask = self.get("sequence", _ints), self.get("loss_mask", as_mask)
+        if raw is None:
+            raise ValueError(f"{self.place} has no token ids.")
+        seen, end = self.get("attention_mask", as_mask), self.get("total_length", count)
+        width, start = len(raw), 0
+        if seen is not None:
+            start, end = int(seen.argmax()) if seen.any() else 0, _end(seen)
+            if end - start != seen.sum() or len(seen) != width:
+                says = f"has a 0 inside the sequence, or another length than {width}"
+                raise self.fault("attention_mask", says)
+        elif end is None:
+            end = _end(mask) if mask is not None and "sequence" in self.padded and len(mask) == width else width
+        of_response, of_prompt = self.get("response_length", count), self.get("prompt_length", count)
+        if of_response is not None:
+            begin = end - of_response
+        elif of_prompt is not None:
+            begin = start + of_prompt
+        elif mask is None:
+            raise ValueError(f"{self.place} has no loss_mask: nothing tells its response from its prompt.")
+        elif len(mask) == width:
+            begin = start + int(mask[start:end].argmax()) if mask[start:end].any() else end
+        else:
+            begin = end - len(mask)
+        if not start <= begin <= end <= width:
+            says = f"{self.place}: the response is told to be tokens {begin} to {end} of a sequence of {width}"
+            raise ValueError(f"{says}: lengths that contradict each other.")
+        # Of tokens 1 to width − 1, as logits[:-1] give them.
+        slices = {width - 1: slice(begin - 1, end - 1)} if begin else {}
+        prompt, response = self._ids("sequence", raw[start:begin]), self._ids("sequence", raw[begin:end])
+        return prompt, response, {**slices, width: slice(begin, end)}
+
+    def _sampling(self, served: Served | None) -> SamplingParameters | None:
+        """What the dump tells of the temperature. None: nothing, or the server does."""
+        value = self.get("temperature", number)
+        if value is None:
+            if "temperature" not in self.names and (served is None or served.temperature is None):
+                self.counts[NO_TEMPERATURE] += 1
+            return None
+        return self.sampling.setdefault(value, of_temperature(value))
+
+    def _served(self, metadata: Any, n: int) -> Served | None:
+        """What slime and miles keep with our hooks. The response may have lost its last tokens since."""
+        told = metadata.get(META_KEY) if isinstance(metadata, Mapping) else None
+        try:
+            served = None if told is None else Served.model_validate(told)
+        except ValidationError:
+            self.counts[f"{{count}} samples have metadata {META_KEY} that cannot be read"] += 1
+            return None
+        return served and served.model_copy(update={"weights": _until(n, served.weights)})
+
+    def _versions(self, trained: Bools) -> list[WeightSpan] | None:
+        """One version: of the whole response. As many as turns: one a turn. Else it is not told which is whose."""
+        told = self.get("weight_versions", lambda value: value if isinstance(value, (list, tuple)) else [scalar(value)])
+        if not told or not len(trained):
+            return None
+        if not all(isinstance(version, (str, int)) for version in told):
+            self.counts[f"{self.names['weight_versions']} is not read: give text or a number"] += 1
+            return None
+        turns = np.flatnonzero(np.diff(trained.astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+        if len({*map(str, told)}) == 1:
+            told, turns = told[:1], [[0, len(trained)]]
+        if len(told) != len(turns):
+            self.counts["{count} samples have several weight versions and it is not told which token is whose"] += 1
+            return None
+        return [
+            WeightSpan(version=str(name), start=start, end=end) for name, (start, end) in zip(told, turns, strict=True)
+        ]
+
+
+def of_temperature(value: float) -> SamplingParameters:
+    """What was asked for, of a dump that tells the temperature alone."""
+    if not value >= 0:
+        raise ValueError(f"the temperature {value:g} is none: give a number from 0.")
+    return SamplingParameters(temperature=value)
+
+
+def _ints(value: Any) -> Any:
+    return vector(value, integers=True)
+
+
+def _end(mask: Bools) -> int:
+    """Behind the last 1."""
+    ones = np.flatnonzero(mask)
+    return int(ones[-1]) + 1 if len(ones) else 0
+
+
+def _until(end: int, spans: Iterable[Any]) -> list[Any]:
+    """What the spans say of the tokens before `end`."""
+    return [span.model_copy(update={"end": min(span.end, end)}) for span in spans if span.start < min(span.end, end)]
+
+
+def _reward(value: Any) -> float | None:
+    """A number; the sum of scores per token; None for what is neither, such as a dict of rewards."""
+    value = scalar(value)
+    if isinstance(value, torch.Tensor) or (isinstance(value, np.ndarray) and value.dtype.kind in "biuf"):
+        return float(value.sum())
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _cut_padding(table: Table, *, columns: bool) -> None:
+    """Cut padding off rows of one width that come without mask and length, and say so in a note.
+
+    Padding is a tail of one and the same id with log-prob 0.0, of several lengths, the longest of at least 2 tokens; a
+    row whose tokens in front of it end in that id twice repeats itself, which a sampler does too. columns: rows are of
+    a padded array, so that a single one may be padded too. Raises ValueError where it may be padding or tokens.
+    """
+    ids = [row["response_ids"] for row in table.rows]
+    names = [name for name in ("rollout_log_probs", "train_log_probs") if ids and name in table.rows[0]]
+    sides = [[row[name] for row in table.rows] for name in names]
+    if len({len(row) for rows in (ids, *sides) for row in rows}) != 1 or (len(ids) < 2 and not columns):
+        return
+    zeros = [[len(row) - _end(row != 0) for row in rows] for rows in sides]
+    of_all = [min(row) for row in zip(*zeros, strict=True)]
+    for most in (of_all, zeros[0]):  # a trainer may give log-probs at padding, a sampler cannot
+        if max(most) >= _TELLING and (tails := _tails(ids, most)) is not None:
+            padding, pad = sum(tails), ids[int(np.argmax(tails))][-1]
+            for row, tail in zip(table.rows, tails, strict=True):
+                end = len(row["response_ids"]) - tail
+                row.update({name: row[name][:end] for name in _PER_TOKEN if name in row})
+                row["weight_versions"] = _until(end, row.get("weight_versions", ()))
+            table.notes.append(
+                f"without a mask: {padding} positions at the ends of {sum(map(bool, tails))} rows, with id {pad} and "
+                f"log-prob 0.0, are taken as padding and left out; add response_mask to be sure"
+            )
+            return
+    if max(of_all) >= _TELLING:
+        raise ValueError(
+            f"sample {int(np.argmax(of_all))} ends in {max(of_all)} tokens with log-prob 0.0, padding or tokens: "
+            f'nothing tells. Add "response_mask" (1 at tokens of the response, 0 at padding) or "response_length" to '
+            f"the dump."
+        )
+    if single := sum(map(bool, of_all)):
+        table.notes.append(
+            f"the last token of {single} rows has log-prob 0.0 and is kept: add response_mask if it pads"
+        )
+
+
+def _tails(ids: Sequence[Ids], zeros: Sequence[int]) -> list[int] | None:
+    """How much of each row is padding; None where it may be tokens."""
+    pad, tails = ids[int(np.argmax(zeros))][-1], list[int]()
+    for row, most in zip(ids, zeros, strict=True):
+        tail = most - _end(row[len(row) - most :] != pad)
+        front = row[: len(row) - tail]
+        if (most >= _TELLING and not tail) or (tail and len(front) > 1 and (front[-2:] == pad).all()):
+            return None
+        tails.append(tail)
+    return tails if len({*tails}) > 1 and max(tails) >= _TELLING else None

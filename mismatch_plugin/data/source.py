@@ -1,0 +1,306 @@
+"""One file of a dump, opened by what it holds: torch zip, npz, Parquet, JSON or JSONL. No code of a file ever runs."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import json
+import math
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic_core import from_json
+
+from mismatch_plugin.data.files import open_parquet
+from mismatch_plugin.files import MIB, read_lines, read_text, refuse_special
+
+Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
+Row = tuple[str, Mapping[str, Any]]
+"""(how errors call it, its columns)."""
+READ = ".pt (torch.save of a dict), .npz, .parquet, .json and .jsonl"
+MAX_ARRAY = 4096 * MIB
+"""Bytes of one array of an .npz file once it is unpacked."""
+MAX_REPEATED = 256 * MIB
+"""Bytes by which a tensor may be larger than the values that are saved of it (`expand`)."""
+_LONG = 4 * MIB
+"""Characters from which JSON is read by Python itself: without memory, pydantic_core ends the process."""
+_BATCH = 32
+"""Parquet rows that are Python objects at once."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """An open file. keys: its names: of a dict, of the columns, of the first JSON object. content: the loaded object
+    (torch), a mapping that reads on access (npz), the first JSON object or the whole document; None for Parquet."""
+
+    path: Path
+    kind: Kind
+    keys: tuple[str, ...]
+    content: Any = None
+
+    def rows(self) -> Iterator[Row]:
+        """One row a sample, as it is read. Raises ValueError naming the place where one cannot be."""
+        if self.kind == "jsonl":
+            yield from _json_rows(self.path)
+        elif self.kind == "parquet":
+            yield from _parquet_rows(self.path)
+        elif isinstance(self.content, list):
+            yield from each(self.content, f"{self.path}, entry")
+        elif self.kind == "json":
+            yield str(self.path), self.content
+        else:
+            raise ValueError(f"{self.path} holds columns, not rows.")
+
+
+def each(rows: list[Any], called: str) -> Iterator[Row]:
+    """The rows of a list, which lets go of each: its lists are larger than its arrays by far."""
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise ValueError(f"{called} {number} is a {type(row).__name__}, not a dict.")
+        yield f"{called} {number}", row
+        rows[number] = None
+
+
+def open_source(path: Path) -> Source:
+    """Raises ValueError naming the file where it is empty, cut, damaged, too large, of no known kind, or holds code."""
+    refuse_special(path)
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(64)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}.") from None
+    if not head.strip() and path.stat().st_size == len(head):
+        raise ValueError(f"{path} is empty: it holds no response and no sample.")
+    if head.startswith(b"PK"):
+        names = _zip_names(path, path)
+        if any(name.endswith("data.pkl") for name in names):
+            return _of_objects(path, "torch", _load(path, path))
+        if not any(name.endswith(".npy") for name in names):
+            raise ValueError(f"{path} is a zip file, but neither of torch.save nor of numpy.savez.")
+        arrays = np.load(path, allow_pickle=False)  # each is read when it is asked for
+        return Source(path, "npz", tuple(arrays.files), arrays)
+    if head.startswith(b"PAR1"):
+        with open_parquet(path) as file:
+            return Source(path, "parquet", tuple(file.schema_arrow.names))
+    if head.lstrip()[:1] in (b"{", b"["):
+        return _json(path)
+    if head[:1] == b"\x80" or path.suffix.lower() in (".pkl", ".pickle"):
+        raise ValueError(
+            f"{path} is a pickle, which may run code when it is loaded: it was not. verl's DataProto.save_to_disk "
+            f"writes such files; save its tensors instead: torch.save(dict(data.batch.items()), path)."
+        )
+    raise ValueError(f"{path} is of no kind that is read: {READ}.")
+
+
+def _of_objects(path: Path, kind: Kind, content: Any) -> Source:
+    """Of one loaded object: a dict, or a list of dicts."""
+    if isinstance(content, DataProto):
+        return Source(path, kind, ("batch", "non_tensor_batch", "meta_info"), content)
+    first = content[0] if isinstance(content, list) and content else content
+    if not isinstance(first, Mapping):
+        what = "an empty list" if first == [] else f"a {type(content).__name__}"
+        raise ValueError(f"{path} holds {what}: give a dict of columns or samples, or a list of dicts.")
+    return Source(path, kind, tuple(str(key) for key in first), content)
+
+
+# JSON
+
+
+def _json(path: Path) -> Source:
+    """JSONL where the first line is an object of its own, else the whole document."""
+    first = next((line for _, line in _lines(path) if line.strip()), "")
+    try:
+        row = _loads(first)
+    except json.JSONDecodeError:
+        row = None
+    if isinstance(row, dict):
+        return Source(path, "jsonl", tuple(row), row)
+    try:
+        return _of_objects(path, "json", _loads(read_text(path)))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is neither JSON nor JSONL: {error}. Is it cut?") from None
+
+
+def _loads(text: str) -> Any:
+    try:
+        if len(text) < _LONG:
+            return from_json(text)  # a third of the time
+    except ValueError:
+        pass  # it takes no lone surrogates, no number of 5000 digits and less nesting
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("JSON is nested too deeply.") from None
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        yield from read_lines(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text: {error}.") from None
+
+
+def _json_rows(path: Path) -> Iterator[Row]:
+    for number, line in _lines(path):
+        if not line.strip():
+            continue
+        place = f"{path}, line {number}"
+        try:
+            row = _loads(line)
+        except ValueError as error:
+            raise ValueError(f"{place} is no JSON: {error}. Is the file cut?") from None
+        if not isinstance(row, dict):
+            raise ValueError(f"{place} is a {type(row).__name__}, not an object.")
+        yield place, row
+
+
+# Parquet
+
+
+def _parquet_rows(path: Path) -> Iterator[Row]:
+    with open_parquet(path) as file:
+        number = 0
+        for batch in file.iter_batches(batch_size=_BATCH):
+            columns = {name: _column(batch.column(at)) for at, name in enumerate(batch.schema.names)}
+            for at in range(batch.num_rows):
+                number += 1
+                yield f"{path}, row {number}", {name: value(at) for name, value in columns.items()}
+
+
+def _column(array: Any) -> Callable[[int], Any]:
+    """Rows of an Arrow column: numbers of a list column as numpy without a Python object each, else Python values."""
+    if str(getattr(array.type, "value_type", None)) not in _NUMBERS:
+        return array.to_pylist().__getitem__
+
+    def row(at: int) -> Any:
+        cell = array[at]
+        if not cell.is_valid:
+            return None
+        return cell.values.to_numpy(zero_copy_only=False) if cell.values.null_count == 0 else cell.as_py()
+
+    return row
+
+
+_NUMBERS = ("float", "double", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "bool")
+
+
+# Zip files: of torch.save and numpy.savez
+
+
+def _zip_names(path: Path, file: Any) -> list[str]:
+    """What a zip file holds. Raises ValueError where it is cut, damaged, or an array in it is too large."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            names = archive.namelist()
+            packed = max((one.file_size for one in archive.infolist() if one.compress_type), default=0)
+            if packed > MAX_ARRAY or (packed and any(name.endswith("data.pkl") for name in names)):
+                raise ValueError(
+                    f"{path}: {packed / MIB:.0f} MiB are packed into it: save with torch.save or numpy.savez."
+                )
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, OSError, EOFError) as error:
+        raise ValueError(f"{path} is cut or damaged: {error}. Was it still being written?") from None
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: the checksum of {damaged} is another.")
+    return names
+
+
+def _load(path: Path, file: Any) -> Any:
+    """What torch.save wrote, on the CPU; tensors stay in the file until they are used."""
+    try:
+        with torch.serialization.safe_globals([*_SAFE]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=isinstance(file, Path) or None)
+    except Exception as error:  # the bytes of a damaged file can fail in any way
+        refused = isinstance(error, pickle.UnpicklingError)
+        if refused and (named := re.search(r"(?:GLOBAL|class) (\S+)", str(error))):
+            raise ValueError(
+                f"{path} holds {named[1]}, which is code, not data: nothing was loaded. Save numbers, text and tensors "
+                f"only, for example torch.save({{name: tensor, ...}}, path) or numpy.savez(path, name=array, ...)."
+            ) from None
+        if refused and "NJT" in str(error):
+            raise ValueError(
+                f"{path} holds nested (jagged) tensors: save lists instead, torch.save({{name: list(value.unbind()) if "
+                f"value.is_nested else value for name, value in data.items()}}, path)."
+            ) from None
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} cannot be loaded: {reason}. It is damaged, or no file of torch.save.") from None
+
+
+def inner_torch(path: Path, data: bytes) -> Any:
+    """What torch.save wrote into these bytes of a file."""
+    _zip_names(path, io.BytesIO(data))
+    return _load(path, io.BytesIO(data))
+
+
+def plain(value: Any) -> Any:
+    """A nested tensor as a list of tensors; anything else as it is. Raises ValueError for one that expands far."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.is_nested:
+        return list(value.unbind())
+    size = value.numel() * value.element_size()
+    if value.layout is torch.strided and size > value.untyped_storage().nbytes() + MAX_REPEATED:
+        raise ValueError(
+            f"it holds a tensor of {size / MIB:.0f} MiB that repeats the values of a smaller one (expand), "
+            f"{MAX_REPEATED / MIB:.0f} more than those at most are read: save tensor.contiguous()."
+        )
+    return value
+
+
+class DataProto:
+    """verl.protocol.DataProto: `state` is (bytes of its batch, non-tensor batch, meta information)."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Inert:
+    """An object of a trainer's own class: kept as nothing."""
+
+    def __init__(self, *_: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None: ...
+
+
+def _tensordict(_: Any, state: Any) -> Any:
+    """tensordict.TensorDict, as the dict that it holds."""
+    return {**state["_tensordict"]}
+
+
+def _consolidated(metadata: Any, storage: Any) -> dict[str, torch.Tensor]:
+    """A consolidated TensorDict: its tensors lie one behind the other in the bytes of `storage`."""
+    found = {}
+    for name, (kind, shape, start, stop, _) in metadata["leaves"].items():
+        if not isinstance(name, str) or name.startswith("<NJT"):
+            raise pickle.UnpicklingError("NJT")
+        found[name] = storage[start:stop].view(_DTYPES[kind])[: math.prod(shape)].view(tuple(shape))
+    return found
+
+
+_DTYPES = {
+    str(dtype): dtype
+    for dtype in (torch.int64, torch.int32, torch.bool, torch.uint8, torch.float64, torch.float32, torch.bfloat16)
+}
+_RECONSTRUCT, _SCALAR = np.zeros(0).__reduce__()[0], np.float64(0).__reduce__()[0]
+_SAFE: list[Any] = [
+    # What pickles of numpy arrays name, of numpy 1 and 2.
+    *((_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((_SCALAR, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+    *(np.ndarray, np.dtype, *(type(np.dtype(kind)) for kind in "?bBhHiIlLqQefdOUS")),
+    (codecs.encode, "_codecs.encode"),
+    (DataProto, "verl.protocol.DataProto"),
+    (_tensordict, "tensordict._reductions._make_td"),
+    (_consolidated, "tensordict._reductions._rebuild_tensordict_files_consolidated"),
+    (_Inert, "tensordict._td.TensorDict"),
+    # Of a sample that trains a LoRA adapter; nothing of it is needed.
+    (_Inert, "miles.utils.types.AdapterRef"),
+    (_Inert, "miles.utils.types.RewardSpec"),
+]

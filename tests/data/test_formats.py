@@ -1,0 +1,447 @@
+"""Each format by files made by hand: the same two samples, what is special in it, and what makes a file of it none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mismatch_plugin.data.arrays import is_null
+from mismatch_plugin.data.files import write_samples
+from mismatch_plugin.data.formats import FORMATS
+from mismatch_plugin.data.read import Dump, InputError, read
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.data.versions import version_number
+from tests.data import dumps
+from tests.data.dumps import (
+    ADVANTAGES,
+    EACH,
+    MASKS,
+    PROMPTS,
+    RESPONSES,
+    ROLLOUT,
+    TRAIN,
+    WHOLE,
+    padded,
+    same,
+    save,
+)
+
+SHIFTED = padded([[9.0] * (len(p) - 1) + row for p, row in zip(PROMPTS, ROLLOUT, strict=True)], 4)
+"""As logits[:-1] give them: of the next token."""
+ROWS = [
+    {"input_ids": WHOLE[at], "response_length": len(RESPONSES[at]), "loss_mask": MASKS[at]}
+    | {"rollout_logprobs": ROLLOUT[at], "old_logprobs": TRAIN[at], "temperature": 0.7, "values": [0.0]}
+    for at in range(2)
+]
+OWN = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+TRL_ROWS = {
+    "prompt_ids": PROMPTS,
+    "completion_ids": RESPONSES,
+    "completion_mask": MASKS,
+    "advantages": ADVANTAGES,
+    "sampling_per_token_logps": ROLLOUT,
+    "old_per_token_logps": TRAIN,
+}
+MILES = dumps.rank(cp_rank=0, cp_size=1, qkv_format="thd")
+VERL_NO_LENGTHS = {name: value for name, value in dumps.verl().items() if name != "attention_mask"}
+NEMO_LENGTHS = {**dumps.nemo(), "input_lengths": torch.tensor([5, 3])}
+NEITHER = {"train": False, "masks": False}
+LEFT_OUT = "prompt ids are left out"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "format", "unknown", "note"),
+    [
+        ("a.pt", dumps.slime(), "slime", {"train": False}, "no sampling temperature"),
+        ("a.pt", dumps.slime_train(), "slime", {}, "no sampling temperature"),
+        ("a.pt", dumps.rank(), "slime_train", {}, ""),
+        ("a.pt", MILES, "miles_train", {}, ""),
+        ("a.pt", dumps.verl(), "verl", {}, ""),
+        ("a.npz", dumps.verl(), "verl", {}, ""),
+        ("a.pt", VERL_NO_LENGTHS, "verl", {"prompts": False}, LEFT_OUT),
+        ("a.pt", {"tensordict": dumps.verl(), "global_steps": 12}, "verl", {}, ""),
+        ("a.jsonl", dumps.nemo_log(), "nemo_rl", {}, ""),
+        ("a.pt", dumps.nemo(), "nemo_rl", {}, ""),  # lengths from the mask
+        ("a.pt", NEMO_LENGTHS, "nemo_rl", {}, ""),
+        ("a.pt", dumps.trl(), "trl", {}, ""),
+        ("a.npz", dumps.trl(), "trl", {}, ""),
+        ("a.parquet", TRL_ROWS, "trl", {}, ""),
+        *(
+            ("a.jsonl", dumps.vllm(kind), "vllm", NEITHER, "as raw")
+            for kind in ("completion", "chat", "output", "batch")
+        ),
+        ("a.pt", OWN, "generic", {}, "not read: values"),
+        ("a.jsonl", OWN, "generic", {}, "not read: values"),
+        ("a.parquet", OWN, "generic", {}, "not read: values"),
+        ("a.json", ROWS, "generic", {}, "not read: values"),
+        ("a.pt", ROWS, "generic", {}, "not read: values"),
+        (
+            "a.pt",
+            {"input_ids": padded(WHOLE, 5), "rollout_log_probs": SHIFTED}
+            | {"loss_mask": padded([[0] * len(p) + row for p, row in zip(PROMPTS, MASKS, strict=True)], 5)},
+            "generic",
+            {"train": False},
+            "",
+        ),
+    ],
+)
+def test_the_two_samples_are_read_from_every_format(
+    tmp_path: Path, name: str, content: Any, format: str, unknown: dict[str, bool], note: str
+) -> None:
+    path = save(tmp_path / name, content)
+    dump = same(read(path), **unknown)
+    assert dump.format == format and any(note in told for told in dump.notes) == bool(note or dump.notes)
+    told = [None if sample.advantages is None else sample.advantages.tolist() for sample in dump.samples]
+    assert told in (EACH, [None, None]) and (told == EACH) == ("advantages" in str(content))
+    assert {sample.log_probs_of for sample in dump.samples} == {
+        {"trl": "filtered", "vllm": "raw"}.get(format, "tempered")
+    }
+    set_by_hand = read(path, log_probs_of="raw", temperature=0.9)
+    assert {(one.log_probs_of, one.temperature) for one in set_by_hand.samples} == {("raw", 0.9)}
+    assert not any("temperature" in note for note in set_by_hand.notes)
+    assert read(path, format=format).format == format
+
+
+def test_what_slime_tells_next_to_its_tokens(tmp_path: Path) -> None:
+    dump = read(save(tmp_path / "3.pt", dumps.slime()))
+    told = [(one.sample_id, one.step, one.group, one.reward, one.finish_reason) for one in dump.samples]
+    assert told == [("7", 3, 4, 0.0, "stop"), ("8", 3, 4, 1.0, "length")]
+    assert [(span.version, span.start, span.end) for span in dump.samples[1].weight_versions] == [("5", 0, 2)]
+    changed = dumps.slime(
+        weight_versions=[["5", "6"]] * 2, remove_sample=[True, False], rollout_log_probs=[[-1.0], None]
+    )
+    changed["samples"][0]["remove_sample"] = False
+    dump = read(save(tmp_path / "3.pt", changed))
+    turns = [(span.version, span.start, span.end) for span in dump.samples[0].weight_versions]
+    assert turns == [("5", 0, 1), ("6", 2, 3)] and not dump.samples[1].weight_versions
+    assert version_number(turns[1][0]) == 6
+    assert len(dump.samples[0].rollout_log_probs) == 1 and is_null(dump.samples[1].rollout_log_probs).all()
+    assert {"1 samples have no rollout_log_probs"} < {*dump.notes}
+    assert any(note.startswith("1 samples have several weight versions") for note in dump.notes)
+    dump = read(save(tmp_path / "3.pt", dumps.slime(remove_sample=[True, False])))
+    assert [bool(sample.loss_mask.any()) for sample in dump.samples] == [False, True]
+    assert "1 samples are taken out by the trainer: no token of them trains" in dump.notes
+
+
+def test_a_training_side_of_its_own_is_matched(tmp_path: Path) -> None:
+    """By sample_id, else by place, else by line; and what has no partner, or two, is an error."""
+    rollout, turned = save(tmp_path / "r.pt", dumps.slime()), save(tmp_path / "t.pt", dumps.slime_train((1, 0)))
+    dump = same(read(rollout, turned))
+    assert dump.samples[0].trained_ids is not None and dump.samples[0].trained_ids.tolist() == RESPONSES[0]
+    assert dump.samples[0].reward == 0.0 and read(turned).samples[0].reward is None  # a trainer normalises rewards
+    train = dumps.slime_train((1, 0))
+    for sample in train["samples"]:
+        sample["sample_index"] = 7
+    same(read(save(tmp_path / "one.pt", dumps.slime(index=[7, 7])), save(tmp_path / "t.pt", train)))
+    lines: list[dict[str, Any]] = [{"train_log_probs": row} for row in TRAIN]
+    side = tmp_path / "t.jsonl"
+    same(read(rollout, save(side, lines)))
+    same(read(rollout, save(side, [{**lines[at], "index": at} for at in (1, 0)])))
+    more = {
+        "token_ids": RESPONSES[0],
+        "weight_version": 4,
+        "temperature": 0.5,
+        "advantages": 2.0,
+        "loss_mask": [1, 1, 0],
+    }
+    told = same(read(rollout, save(side, [{**lines[0], **more}, lines[1]]))).samples[0]
+    assert (told.trainer_version, told.trainer_temperature) == ("4", 0.5)
+    assert told.advantages is not None and told.advantages.tolist() == [2.0] * 3 and told.mask.tolist() == [1, 0, 0]
+    named = [{**line, "sample_id": f"{7 + at}"} for at, line in enumerate(lines)]
+    notes = read(rollout, save(side, [*named, {**lines[0], "sample_id": "9"}])).notes
+    assert any("1 of its samples belong to no record" in note for note in notes)
+    for wrong, says in (
+        (lines[:1], "2 records and 1 lines"),
+        (named[:1] + lines[1:], "give all or none"),
+        (named[1:], "no sample_id '7' .1 records have no partner"),
+        ([named[0], {**named[1], "sample_id": "7"}], "has sample_id '7' twice"),
+        ([{**lines[0], "index": 5}, {**lines[1], "index": 0}], "no index 1"),
+    ):
+        with pytest.raises(InputError, match=says):
+            read(rollout, save(side, wrong))
+    for wrong, says in (
+        ([{**lines[0], "more": 1}], "line 1 has more: a line has train_log_probs and"),
+        ([{"sample_id": "7"}], r"t\.jsonl"),
+        ([{**lines[0], "loss_mask": [1]}, lines[1]], "loss_mask has 1 entries for 3 log-probs"),
+        ([{**lines[at], "advantages": [1.0] * (3 - at)} for at in (1, 0)], "advantages has 2 entries, response_ids 3"),
+        ([{"train_log_probs": ["x"]}], "line 1: train_log_probs, position 0 is 'x', not a number"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            read(rollout, save(side, wrong))
+    with pytest.raises(ValueError, match="holds no log-probs of the training side"):
+        read(rollout, rollout)
+    with pytest.raises(ValueError, match="give the rollout records first and it as TRAINING"):
+        read(save(side, lines))
+
+
+def test_what_trainers_skip_and_copy_is_said(tmp_path: Path) -> None:
+    copied = {**dumps.verl(), "old_log_probs": dumps.verl()["rollout_log_probs"]}
+    assert any("bypass_mode" in note for note in read(save(tmp_path / "a.pt", copied)).notes)
+    assert not any("bypass_mode" in note for note in read(save(tmp_path / "a.pt", dumps.verl())).notes)
+    skipped = dumps.nemo_log(prev_logprobs=[[0.0] * 6] * 2, sample_loss_mask=[1.0, 0.0])
+    dump = read(save(tmp_path / "a.jsonl", skipped))
+    assert not dump.has_training and any("prev_logprobs is 0 everywhere" in note for note in dump.notes)
+    assert [(sample.reward, bool(sample.loss_mask.any())) for sample in dump.samples] == [(1.0, True), (0.0, False)]
+    chat = save(tmp_path / "c.jsonl", dumps.vllm("chat"))
+    assert not any("taken as raw" in note for note in read(chat, log_probs_of="filtered").notes)
+    assert {
+        one.step for one in read(save(tmp_path / "v.pt", {"tensordict": dumps.verl(), "global_steps": 12})).samples
+    } == {12}
+
+
+def _without_text() -> list[dict[str, Any]]:
+    made = dumps.vllm("completion")
+    made[0]["choices"][0]["logprobs"]["tokens"] = ["The", " cat", "."]
+    return made
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("1.jsonl", [{"input": "a", "output": "b", "gts": None, "score": 1.0, "step": 1}], "no token ids and no"),
+        ("a.pt", {**dumps.verl(), "rollout_log_probs": None}, "calculate_log_probs=True"),
+        ("a.pt", dumps.slime(rollout_log_probs=[None, None]), "no sample has rollout_log_probs"),
+        ("a.pt", {"rollout_id": 1, "samples": [1, 2]}, "holds no list of samples"),
+        ("a.pt", {"rollout_id": 1, "rollout_data": 3}, "no rollout_data"),
+        ("a.pt", dumps.rank(cp_size=10**12), "the slice of context parallel rank 1 of 1000000000000 is not there"),
+        ("a.pt", dumps.rank(response_lengths=[10**11, 2]), "response_lengths is 100000000000, the sample has 5 tokens"),
+        ("a.pt", dumps.rank(sample_indices=[0, 0]), "holds sample 0 twice"),
+        ("a.jsonl", _without_text(), "no token ids: ask for return_token_ids"),
+        ("a.jsonl", [{"custom_id": "a", "response": None, "error": "no"}], "is a request that failed: no"),
+        ("a.jsonl", [{name: [row, row] for name, row in row.items()} for row in dumps.nemo_log()[:1]], "lists of one"),
+        ("a.jsonl", [{"response_ids": [1], "rollout_logprobs": [-1.0]}, {"response_ids": [1], "old_logprobs": [-1]}],
+         "line 2 has old_logprobs, which the first sample lacks"),
+        ("a.jsonl", [{"response_ids": [[1]], "rollout_logprobs": [[-1.0]]}] * 2, "its lines hold lists of lists"),
+        ("a.pt", dumps.loop(response_ids=None), 'lacks token ids of the responses. .*Add the line "response_ids"'),
+        ("a.pt", dumps.loop(rollout_log_probs=None, train_logprobs=None), "lacks log-probs"),
+        ("a.pt", dumps.loop(rollout_log_probs=None), "none of the rollout"),
+        ("a.pt", dumps.loop(rollout_log_probs=None, train_logprobs=None, old_logprobs=TRAIN, logprobs=ROLLOUT),
+         "none of the rollout"),
+        ("a.pt", {"input_ids": WHOLE, "rollout_log_probs": ROLLOUT, "mask": WHOLE},
+         r'what tells a response from its prompt.*Add "response_length", "prompt_length" or "loss_mask" .*rename mask'),
+        ("a.pt", dumps.loop(response_ids=[[1, -7, 2], [3, 4]]), "0: response_ids, position 1 is -7, no token id"),
+        ("a.pt", dumps.loop(response_ids=[[1.5, 2, 3], [3, 4]]), "response_ids, position 0 is 1.5, not an integer"),
+        ("a.pt", dumps.loop(response_ids=[[[1], 2, 3], [3, 4]]), "position 0 is a list, not an integer"),
+        ("a.pt", dumps.loop(response_ids=[[1, 2, 2**70], [3, 4]]), "position 2 is"),
+        ("a.pt", dumps.loop(rollout_log_probs=[["-1", -1.0, -1.0], [-1.0, -1.0]]), "position 0 is '-1', not a number"),
+        ("a.pt", dumps.loop(loss_mask=[[1, 2, 1], [1, 1]]), "sample 0: loss_mask holds 2 at position 1"),
+        ("a.pt", dumps.loop(loss_mask=[[1, 1, 1], [1]]), "sample 1: loss_mask has 1 entries, the response 2 tokens"),
+        ("a.pt", dumps.loop(advantages=[[1.0], [1.0, 1.0]]), "sample 0: advantages has 1 entries"),
+        ("a.pt", dumps.loop(rollout_log_probs=[[-1.0] * 3]), "rollout_log_probs has 1 rows, response_ids 2"),
+        ("a.pt", dumps.loop(response_length=[4, 2]), "has 3 tokens, its response_length is 4"),
+        ("a.pt", dumps.loop(response_length=[-1, 2]), "is -1: a length is a whole number"),
+        ("a.pt", {"response_ids": torch.ones(2, 3, dtype=torch.long), "rollout_log_probs": torch.ones(2, 5)},
+         "cannot be matched"),
+        ("a.pt", dumps.loop(temperature=-1.0), "temperature -1"),
+        ("a.pt", dumps.loop(respons_ids=RESPONSES, response_ids=None, **{f"c{at}": 1 for at in range(40)}),
+         r"and 31 more\. respons_ids: did you mean response_ids\? .*docs/inspect\.md#what-is-read"),
+    ],
+)  # fmt: skip
+def test_what_contradicts_itself_is_named(tmp_path: Path, name: str, content: Any, says: str) -> None:
+    if isinstance(content, dict):
+        content = {key: value for key, value in content.items() if value is not None}
+    path = save(tmp_path / name, content)
+    with pytest.raises(ValueError, match=says) as caught:
+        read(path)
+    assert str(path) in str(caught.value)
+
+
+def test_names_of_own_loops_are_understood_where_they_are_clear(tmp_path: Path) -> None:
+    def notes(**changed: Any) -> str:
+        return "; ".join(same(read(save(tmp_path / "a.pt", dumps.loop(**changed))), prompts=False).notes)
+
+    sampler = "logprobs are taken as the sampler's, train_logprobs as the trainer's"
+    assert sampler in notes(mask=MASKS, rollout_log_probs=None, logprobs=ROLLOUT)
+    assert "taken as the sampler's" not in notes(mask=MASKS, logprobs=TRAIN)
+    assert "response_masks: did you mean" not in notes(response_mask=MASKS, response_masks=MASKS)
+    assert "did you mean" not in notes(mask=MASKS, values=MASKS)
+    path = save(tmp_path / "a.pt", dumps.loop(response_masks=MASKS))
+    assert "response_masks: did you mean response_mask?" in read(path).notes
+
+
+def test_folders_are_joined_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    def of(step: int, **changed: Any) -> dict[str, Any]:
+        index, shifted = [2 * step, 2 * step + 1], [[value - step for value in row] for row in ROLLOUT]
+        return {**dumps.slime(index=index, rollout_log_probs=shifted, **changed), "rollout_id": step}
+
+    for name, step in (("10.pt", 10), ("9.pt", 9), ("eval_9.pt", 9)):
+        save(tmp_path / name, of(step))
+    dump = read(tmp_path)
+    assert [sample.step for sample in dump.samples] == [9, 9, 10, 10]
+    assert "1 files of evaluation were left out" in dump.notes
+    save(tmp_path / "copy.pt", of(9))
+    with pytest.raises(ValueError, match=r"copy\.pt and .*9\.pt both hold sample 18: give each sample once"):
+        read(tmp_path)
+    save(tmp_path / "copy.pt", dumps.verl())
+    with pytest.raises(
+        ValueError, match=r"copy\.pt is of the format verl, .*give files of one format.*ROLLOUTS TRAINING"
+    ):
+        read(tmp_path)
+    for name in ("9.pt", "10.pt"):
+        save(tmp_path / "same" / name, {"response_ids": [[*range(10)]], "rollout_log_probs": [[-1.5] * 10]})
+    with pytest.raises(ValueError, match="both hold the same response with the same log-probs"):
+        read(tmp_path / "same")
+    save(tmp_path / "both" / "rollout_3.pt", dumps.slime())
+    save(tmp_path / "both" / "train_3.pt", dumps.slime_train())
+    with pytest.raises(ValueError, match=r"rollout_3.pt lacks a side.*a folder of its own.*inspect ROLLOUTS TRAINING"):
+        read(tmp_path / "both")
+    save(tmp_path / "rollout_data" / "3.pt", dumps.slime())  # as --dump-details writes them
+    same(read(tmp_path), train=False)
+    save(tmp_path / "train_data" / "3.pt", dumps.slime_train())
+    same(read(tmp_path))
+
+
+def test_a_folder_of_our_samples_and_their_training_side_is_a_pair(tmp_path: Path) -> None:
+    samples = [
+        Sample(prompt_ids=prompt, response_ids=ids, rollout_log_probs=values, loss_mask=mask)
+        for prompt, ids, values, mask in zip(PROMPTS, RESPONSES, ROLLOUT, MASKS, strict=True)
+    ]
+    side = [{"train_log_probs": row} for row in TRAIN]
+    other = save(tmp_path / "other.jsonl", side)
+    for name in ("rollouts.jsonl", "rollouts.parquet"):
+        folder = tmp_path / name[9:]
+        own = save(folder / "training.jsonl", side)
+        write_samples(folder / name, samples)
+        for training in (None, own):
+            assert not any("left out" in note for note in same(read(folder, training)).notes)
+        assert any("training.jsonl was left out" in note for note in read(folder, other).notes)
+    save(folder / "more.jsonl", side)
+    with pytest.raises(ValueError, match="give files of one format"):
+        read(folder)
+
+
+def test_the_format_can_be_forced(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.pt", dumps.verl())
+    assert read(path, format="generic").format == "generic"
+    for wrong in ("slime", "miles_train", "vllm", "training", "records"):
+        with pytest.raises(ValueError, match=r"a\.pt"):
+            read(path, format=wrong)
+    with pytest.raises(ValueError, match=f"--format nope is unknown: choose from {', '.join(FORMATS)}"):
+        read(path, format="nope")
+
+
+@pytest.mark.parametrize("layout", ["thd", "bshd"])
+def test_slices_of_context_parallel_ranks_are_put_together(tmp_path: Path, layout: str) -> None:
+    """Token for token, from the description of the two chunks; tensor parallel ranks repeat them."""
+    lengths, size, longest = [(3, 5), (1, 8), (6, 2), (2, 13)], 2, 24
+    values = {
+        name: [-shift - np.arange(n) for _, n in lengths]
+        for name, shift in (("rollout_log_probs", 1), ("log_probs", 2))
+    }
+    for cp in range(size):
+        columns: dict[str, Any] = {name: [] for name in values}
+        for name, rows in values.items():
+            for (prompt, n), row in zip(lengths, rows, strict=True):
+                total = prompt + n
+                chunk = -(-(longest if layout == "bshd" else total) // (2 * size))
+                own = [at for at in range(n) if (prompt + at - 1) // chunk in (cp, 2 * size - 1 - cp)]
+                columns[name].append(torch.tensor(row[own]))
+        columns |= {"tokens": [torch.arange(p + n) for p, n in lengths], "response_lengths": [n for _, n in lengths]}
+        columns |= {
+            "loss_masks": [torch.ones(n) for _, n in lengths],
+            "sample_indices": [*range(4)],
+            "max_seq_lens": [24] * 4,
+        }
+        for tp in range(2):
+            save(tmp_path / f"3_{cp}{tp}.pt", dumps.rank(**columns, cp_rank=cp, cp_size=size, qkv_format=layout))
+    dump = read(tmp_path)
+    for at, ((prompt, n), sample) in enumerate(zip(lengths, dump.samples, strict=True)):
+        assert len(sample.prompt_ids) == prompt and len(sample) == n
+        assert sample.rollout_log_probs.tolist() == values["rollout_log_probs"][at].tolist()
+        assert sample.train_log_probs.tolist() == values["log_probs"][at].tolist()
+    with pytest.raises(ValueError, match="the slice of context parallel rank 1 of 2 is not there"):
+        read(tmp_path / "3_00.pt")
+
+
+# Padding without a mask: left out where nothing else is possible, refused where it may be tokens, else kept.
+
+
+def _batch(lengths: tuple[int, ...] = (6, 4, 3)) -> dict[str, Any]:
+    count = len(lengths) * 6
+    mask = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
+    log_probs = -(1 + torch.arange(count).reshape(-1, 6) / 8)
+    return {
+        "response_ids": torch.where(mask, 10 + torch.arange(count).reshape(-1, 6), 0),
+        "rollout_log_probs": log_probs * mask,
+        "train_log_probs": (log_probs - 0.25) * mask,
+        "advantages": torch.ones(len(lengths), 6),
+    }
+
+
+def _lengths(dump: Dump) -> list[int]:
+    for one in dump.samples:
+        assert one.advantages is not None and one.trained_ids is not None and one.trained_mask is not None
+        told = (
+            one.rollout_log_probs,
+            one.loss_mask,
+            one.advantages,
+            one.train_log_probs,
+            one.trained_ids,
+            one.trained_mask,
+        )
+        assert {len(each) for each in told} == {len(one)}
+    return [len(sample) for sample in dump.samples]
+
+
+def test_padding_without_a_mask(tmp_path: Path) -> None:
+    def lengths(content: Any, note: str, name: str = "a.pt") -> list[int]:
+        dump = read(save(tmp_path / name, content))
+        assert any(note in told for told in dump.notes) if note else not any("0.0" in told for told in dump.notes)
+        return _lengths(dump)
+
+    left_out = "5 positions at the ends of 2 rows, with id 0 and log-prob 0.0"
+    assert lengths(_batch(), left_out) == [6, 4, 3]
+    assert lengths([{name: row[at] for name, row in _batch().items()} for at in range(3)], left_out) == [6, 4, 3]
+    assert lengths(_batch(), left_out, "a.jsonl") == [6, 4, 3]
+    scored = {**_batch(), "train_log_probs": _batch()["train_log_probs"] - 3.0}  # a trainer may score padding
+    assert lengths(scored, left_out) == [6, 4, 3]
+    certain = _batch()
+    for name in ("rollout_log_probs", "train_log_probs"):  # in front of padding, and in a row that is full
+        certain[name][0, -1] = certain[name][1, 3] = 0.0
+    assert lengths(certain, left_out) == [6, 4, 3]
+    for told in ({"response_mask": torch.ones(3, 6)}, {"response_length": [6, 6, 6]}):  # believed
+        assert lengths({**_batch(), **told}, "") == [6, 6, 6]
+    full = _batch((6, 6, 6))
+    assert lengths(full, "") == [6, 6, 6]
+    full["rollout_log_probs"][1, 3:] = 0.0  # at other ids: left to the checks
+    assert lengths(full, "") == [6, 6, 6]
+    last = _batch((6, 6, 6))
+    last["rollout_log_probs"][1, -1] = last["train_log_probs"][1, -1] = 0.0
+    assert lengths(last, "the last token of 1 rows has log-prob 0.0 and is kept") == [6, 6, 6]
+    ragged = {"response_ids": [[1, 2, 0, 0], [3, 4]], "rollout_log_probs": [[-1.0, -1.0, 0.0, 0.0], [-1.0, -2.0]]}
+    assert [len(sample) for sample in read(save(tmp_path / "r.pt", ragged)).samples] == [4, 2]
+    batch = _batch()
+    train = save(tmp_path / "t.pt", {name: batch[name] for name in ("response_ids", "train_log_probs")})
+    del batch["train_log_probs"]
+    assert _lengths(read(save(tmp_path / "r.pt", batch), train)) == [6, 4, 3]
+
+
+@pytest.mark.parametrize("why", ["other ids", "repeats itself", "one length", "a single row"])
+def test_padding_that_may_be_tokens_is_refused(tmp_path: Path, why: str) -> None:
+    batch = _batch({"one length": (4, 4, 4), "a single row": (3,)}.get(why, (6, 4, 3)))
+    if why == "other ids":
+        batch["response_ids"][2, 3:] = torch.tensor([7, 8, 9])
+    if why == "repeats itself":
+        batch["response_ids"][2, 1:3] = 0
+    with pytest.raises(ValueError, match=r'ends in \d tokens with log-prob 0.0.*"response_mask".*"response_length"'):
+        read(save(tmp_path / "a.pt", batch))
+
+
+def test_what_the_servers_told_goes_with_the_dump(tmp_path: Path) -> None:
+    """Their temperature where the dump tells none; spans that end with the response."""
+    weights = [{"fingerprint": "aa", "start": 0, "end": 2}, {"fingerprint": "bb", "start": 2, "end": 5}]
+    served = {"server": "a:1/7", "sglang": "0.5.23", "dtype": "bfloat16", "head_dtype": "float32", "temperature": 0.7}
+    told = {META_KEY: {**served, "weights": weights}}
+    dump = read(save(tmp_path / "a.pt", dumps.slime(metadata=[told, told])))
+    assert [(sample.temperature, sample.asked) for sample in dump.samples] == [(0.7, False)] * 2 and not dump.notes[1:]
+    assert dump.samples[0].served is not None and dump.samples[0].served.server == "a:1/7"
+    assert [(span.fingerprint, span.end) for span in dump.samples[0].served.weights] == [("aa", 2), ("bb", 3)]
+    half = read(save(tmp_path / "a.pt", dumps.slime(metadata=[told, {META_KEY: {}}])))
+    assert [sample.temperature for sample in half.samples] == [0.7, 1.0] and half.samples[1].served is None
+    assert "1 samples have metadata mismatch_plugin that cannot be read" in half.notes
+    assert any("temperature 1 without filters is assumed" in note for note in half.notes)
