@@ -40,7 +40,6 @@ FOLDERS = (
         "core",
         "parallel",
         "data",
-        "rollout",
         "sglang",
         "report",
         "diagnose",

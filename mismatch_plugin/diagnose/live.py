@@ -67,15 +67,14 @@ def _generate(
 ) -> list[Sample]:
     from mismatch_plugin.sglang.client import GenerateError, RequestError, SGLangClient
 
-    async def ask() -> list[Any]:
+    async def ask() -> list[Sample]:
         async with SGLangClient(
             url, retries=1, vocab_size=model and model.vocab, rollout_log_prob_policy="neutral"
         ) as client:
             return await client.generate(ids, sampling, samples_per_prompt=each)
 
     try:
-        records = asyncio.run(ask())  # TEMPORARY: until the client gives samples
-        return [Sample.model_validate(record.model_dump(exclude_unset=True)) for record in records]
+        return asyncio.run(ask())
     except (GenerateError, RequestError, ValueError) as error:
         raise InputError(f"the server at {shown(url)} does not sample: {error}") from None
 

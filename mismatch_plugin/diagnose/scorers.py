@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.data.arrays import Floats, as_floats
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.sglang.http import shown
@@ -108,7 +108,7 @@ def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) 
 
     sequences = [[*record.prompt_ids.tolist(), *record.response_ids.tolist()] for record in records]
 
-    async def ask() -> list[list[float | None]]:
+    async def ask() -> list[Floats]:
         async with SGLangClient(url, retries=1, vocab_size=vocab_size) as client:
             return await client.rescore(sequences)
 
@@ -118,7 +118,7 @@ def rescore(url: str, records: Sequence[Sample], vocab_size: int | None = None) 
             scored = asyncio.run(ask())
         except (GenerateError, RequestError, ValueError) as error:
             raise InputError(f"the server at {shown(url)} does not rescore: {error}") from None
-    found = [as_floats(values[len(record.prompt_ids) :]) for record, values in zip(records, scored, strict=True)]
+    found = [values[len(record.prompt_ids) :] for record, values in zip(records, scored, strict=True)]
     return found, [str(note.message) for note in caught if issubclass(note.category, MismatchWarning)]
 
 

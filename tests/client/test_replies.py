@@ -270,7 +270,7 @@ SERVED: dict[str, Any] = {
 
 def told(**changed: Any) -> Sample:
     fields: dict[str, Any] = {"prompt_ids": [1], "response_ids": [2, 3], "rollout_log_probs": [-1.0, -2.0]}
-    return Sample(**fields, served={**SERVED, **changed})  # pyright: ignore[reportArgumentType]
+    return Sample(**fields, served={**SERVED, **changed})
 
 
 def telling(value: Any) -> Any:

@@ -31,6 +31,7 @@ SERVED = {
     "update": {"number": 1, "changed": 2, "tensors": 3, "changed_matrices": 1, "matrices": 2},
 }
 FULL: dict[str, Any] = {
+    "index": 3,
     "prompt_ids": [1, 2**40],
     "response_ids": [*range(8)],
     "loss_mask": [1, 0] * 4,
