@@ -89,7 +89,11 @@ def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
         **dict.fromkeys(MASKS, pa.int8()),
         **dict.fromkeys(FLOATS, pa.float64()),
     }
-    single = {"dp_rank": pa.int64(), "step": pa.int64(), "reward": pa.float64(), "trainer_temperature": pa.float64()}
+    single = {
+        **dict.fromkeys(("dp_rank", "step", "index"), pa.int64()),
+        "reward": pa.float64(),
+        "trainer_temperature": pa.float64(),
+    }
     schema = pa.schema(
         [
             (name, pa.list_(lists[name]) if name in lists else single.get(name, pa.string()))
