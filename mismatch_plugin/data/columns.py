@@ -71,15 +71,9 @@ TRAINER = (
     *("trainer_fingerprint", "trainer_temperature", "entropy"),
 )
 """Fields of a sample that only a training side tells; `advantages` belong to both."""
-_PER_TOKEN = (
-    *("response_ids", "loss_mask", "rollout_log_probs", "train_log_probs", "trained_ids", "trained_mask"),
-    *("advantages", "entropy"),
-)
 _FINISH = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 _FINISH |= {name: name for name in ("stop", "length", "abort")}
 NO_TEMPERATURE = "the dump tells no sampling temperature or filter: temperature 1 without filters is assumed"
-_TELLING = 2
-"""Tokens with log-prob 0 at the end of a row that are no accident: one is often a certain end token."""
 
 
 @dataclass
@@ -140,7 +134,7 @@ def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), 
     table = read_rows(columns, rows, padded={*padded, *wide}, **more)
     told = columns.names.keys()
     if "response_ids" in told and not told & {"loss_mask", "attention_mask", "response_length"}:
-        _cut_padding(table, columns="response_ids" in wide)
+        _refuse_padding(table, columns="response_ids" in wide)
     table.notes += columns.notes
     return table
 
@@ -450,51 +444,24 @@ def _reward(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _cut_padding(table: Table, *, columns: bool) -> None:
-    """Cut padding off rows of one width that come without mask and length, and say so in a note.
+def _refuse_padding(table: Table, *, columns: bool) -> None:
+    """Raise ValueError where rows of one width, without mask and length, end in log-probs of 0: padding or tokens.
 
-    Padding is a tail of one and the same id with log-prob 0.0, of several lengths, the longest of at least 2 tokens; a
-    row whose tokens in front of it end in that id twice repeats itself, which a sampler does too. columns: rows are of
-    a padded array, so that a single one may be padded too. Raises ValueError where it may be padding or tokens.
+    columns: they are of a padded array, so that a single row may be padded too.
     """
-    ids = [row["response_ids"] for row in table.rows]
-    names = [name for name in ("rollout_log_probs", "train_log_probs") if ids and name in table.rows[0]]
-    sides = [[row[name] for row in table.rows] for name in names]
-    if len({len(row) for rows in (ids, *sides) for row in rows}) != 1 or (len(ids) < 2 and not columns):
+    sides = [name for name in ("rollout_log_probs", "train_log_probs") if table.rows and name in table.rows[0]]
+    widths = {len(row[name]) for row in table.rows for name in ("response_ids", *sides)}
+    if len(widths) != 1 or (len(table.rows) < 2 and not columns):
         return
-    zeros = [[len(row) - _end(row != 0) for row in rows] for rows in sides]
-    of_all = [min(row) for row in zip(*zeros, strict=True)]
-    for most in (of_all, zeros[0]):  # a trainer may give log-probs at padding, a sampler cannot
-        if max(most) >= _TELLING and (tails := _tails(ids, most)) is not None:
-            padding, pad = sum(tails), ids[int(np.argmax(tails))][-1]
-            for row, tail in zip(table.rows, tails, strict=True):
-                end = len(row["response_ids"]) - tail
-                row.update({name: row[name][:end] for name in _PER_TOKEN if name in row})
-                row["weight_versions"] = _until(end, row.get("weight_versions", ()))
-            table.notes.append(
-                f"without a mask: {padding} positions at the ends of {sum(map(bool, tails))} rows, with id {pad} and "
-                f"log-prob 0.0, are taken as padding and left out; add response_mask to be sure"
-            )
-            return
-    if max(of_all) >= _TELLING:
+    # A trainer may give log-probs at padding, a sampler cannot.
+    zeros = [len(row[sides[0]]) - _end(row[sides[0]] != 0) for row in table.rows]
+    if max(zeros) > 1:
         raise ValueError(
-            f"sample {int(np.argmax(of_all))} ends in {max(of_all)} tokens with log-prob 0.0, padding or tokens: "
+            f"sample {int(np.argmax(zeros))} ends in {max(zeros)} tokens with log-prob 0.0, padding or tokens: "
             f'nothing tells. Add "response_mask" (1 at tokens of the response, 0 at padding) or "response_length" to '
             f"the dump."
         )
-    if single := sum(map(bool, of_all)):
+    if single := sum(zeros):  # one is often a certain end token
         table.notes.append(
             f"the last token of {single} rows has log-prob 0.0 and is kept: add response_mask if it pads"
         )
-
-
-def _tails(ids: Sequence[Ids], zeros: Sequence[int]) -> list[int] | None:
-    """How much of each row is padding; None where it may be tokens."""
-    pad, tails = ids[int(np.argmax(zeros))][-1], list[int]()
-    for row, most in zip(ids, zeros, strict=True):
-        tail = most - _end(row[len(row) - most :] != pad)
-        front = row[: len(row) - tail]
-        if (most >= _TELLING and not tail) or (tail and len(front) > 1 and (front[-2:] == pad).all()):
-            return None
-        tails.append(tail)
-    return tails if len({*tails}) > 1 and max(tails) >= _TELLING else None

@@ -12,7 +12,7 @@ import torch
 from mismatch_plugin.data.arrays import is_null
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.formats import FORMATS
-from mismatch_plugin.data.read import Dump, InputError, read
+from mismatch_plugin.data.read import InputError, read
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.data.versions import version_number
@@ -358,9 +358,6 @@ def test_slices_of_context_parallel_ranks_are_put_together(tmp_path: Path, layou
         read(tmp_path / "3_00.pt")
 
 
-# Padding without a mask: left out where nothing else is possible, refused where it may be tokens, else kept.
-
-
 def _batch(lengths: tuple[int, ...] = (6, 4, 3)) -> dict[str, Any]:
     count = len(lengths) * 6
     mask = torch.arange(6)[None] < torch.tensor(lengths)[:, None]
@@ -368,68 +365,27 @@ def _batch(lengths: tuple[int, ...] = (6, 4, 3)) -> dict[str, Any]:
     return {
         "response_ids": torch.where(mask, 10 + torch.arange(count).reshape(-1, 6), 0),
         "rollout_log_probs": log_probs * mask,
-        "train_log_probs": (log_probs - 0.25) * mask,
-        "advantages": torch.ones(len(lengths), 6),
+        "train_log_probs": log_probs - 3.0,  # a trainer may score padding
     }
 
 
-def _lengths(dump: Dump) -> list[int]:
-    for one in dump.samples:
-        assert one.advantages is not None and one.trained_ids is not None and one.trained_mask is not None
-        told = (
-            one.rollout_log_probs,
-            one.loss_mask,
-            one.advantages,
-            one.train_log_probs,
-            one.trained_ids,
-            one.trained_mask,
-        )
-        assert {len(each) for each in told} == {len(one)}
-    return [len(sample) for sample in dump.samples]
+def test_padding_without_a_mask_is_refused_and_never_guessed(tmp_path: Path) -> None:
+    def lengths(content: Any, name: str = "a.pt") -> list[int]:
+        return [len(sample) for sample in read(save(tmp_path / name, content)).samples]
 
-
-def test_padding_without_a_mask(tmp_path: Path) -> None:
-    def lengths(content: Any, note: str, name: str = "a.pt") -> list[int]:
-        dump = read(save(tmp_path / name, content))
-        assert any(note in told for told in dump.notes) if note else not any("0.0" in told for told in dump.notes)
-        return _lengths(dump)
-
-    left_out = "5 positions at the ends of 2 rows, with id 0 and log-prob 0.0"
-    assert lengths(_batch(), left_out) == [6, 4, 3]
-    assert lengths([{name: row[at] for name, row in _batch().items()} for at in range(3)], left_out) == [6, 4, 3]
-    assert lengths(_batch(), left_out, "a.jsonl") == [6, 4, 3]
-    scored = {**_batch(), "train_log_probs": _batch()["train_log_probs"] - 3.0}  # a trainer may score padding
-    assert lengths(scored, left_out) == [6, 4, 3]
-    certain = _batch()
-    for name in ("rollout_log_probs", "train_log_probs"):  # in front of padding, and in a row that is full
-        certain[name][0, -1] = certain[name][1, 3] = 0.0
-    assert lengths(certain, left_out) == [6, 4, 3]
-    for told in ({"response_mask": torch.ones(3, 6)}, {"response_length": [6, 6, 6]}):  # believed
-        assert lengths({**_batch(), **told}, "") == [6, 6, 6]
-    full = _batch((6, 6, 6))
-    assert lengths(full, "") == [6, 6, 6]
-    full["rollout_log_probs"][1, 3:] = 0.0  # at other ids: left to the checks
-    assert lengths(full, "") == [6, 6, 6]
-    last = _batch((6, 6, 6))
-    last["rollout_log_probs"][1, -1] = last["train_log_probs"][1, -1] = 0.0
-    assert lengths(last, "the last token of 1 rows has log-prob 0.0 and is kept") == [6, 6, 6]
-    ragged = {"response_ids": [[1, 2, 0, 0], [3, 4]], "rollout_log_probs": [[-1.0, -1.0, 0.0, 0.0], [-1.0, -2.0]]}
-    assert [len(sample) for sample in read(save(tmp_path / "r.pt", ragged)).samples] == [4, 2]
     batch = _batch()
-    train = save(tmp_path / "t.pt", {name: batch[name] for name in ("response_ids", "train_log_probs")})
-    del batch["train_log_probs"]
-    assert _lengths(read(save(tmp_path / "r.pt", batch), train)) == [6, 4, 3]
-
-
-@pytest.mark.parametrize("why", ["other ids", "repeats itself", "one length", "a single row"])
-def test_padding_that_may_be_tokens_is_refused(tmp_path: Path, why: str) -> None:
-    batch = _batch({"one length": (4, 4, 4), "a single row": (3,)}.get(why, (6, 4, 3)))
-    if why == "other ids":
-        batch["response_ids"][2, 3:] = torch.tensor([7, 8, 9])
-    if why == "repeats itself":
-        batch["response_ids"][2, 1:3] = 0
-    with pytest.raises(ValueError, match=r'ends in \d tokens with log-prob 0.0.*"response_mask".*"response_length"'):
-        read(save(tmp_path / "a.pt", batch))
+    rows = [{name: row[at] for name, row in batch.items()} for at in range(3)]
+    for content, name in ((batch, "a.pt"), (rows, "a.pt"), (batch, "a.jsonl"), (_batch((3,)), "a.pt")):
+        with pytest.raises(ValueError, match=r'ends in 3 tokens with log-prob 0.0.*"response_mask".*"response_length"'):
+            lengths(content, name)
+    for told in ({"response_mask": batch["response_ids"] != 0}, {"response_length": [6, 4, 3]}):
+        assert lengths({**batch, **told}) == [6, 4, 3]
+    assert lengths({**batch, "response_mask": torch.ones(3, 6)}) == [6, 6, 6]  # believed
+    assert lengths(_batch((6, 6, 6))) == [6, 6, 6]
+    last = read(save(tmp_path / "a.pt", _batch((6, 5, 6))))
+    assert "the last token of 1 rows has log-prob 0.0 and is kept: add response_mask if it pads" in last.notes
+    ragged = {"response_ids": [[1, 2, 0, 0], [3, 4]], "rollout_log_probs": [[-1.0, -1.0, 0.0, 0.0], [-1.0, -2.0]]}
+    assert lengths(ragged, "r.pt") == [4, 2]
 
 
 def test_what_the_servers_told_goes_with_the_dump(tmp_path: Path) -> None:
