@@ -86,6 +86,11 @@ class Table:
     missing: str = ""
 
 
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is meant."""
+    return next(iter(get_close_matches(name.lower(), known, 1, 0.75)), None)
+
+
 class Columns:
     """Which name of a dump is what (`names`). Raises ValueError, with what is there, what to add and near names, where
     ids, boundaries or log-probs are missing. notes: names that are nothing known, or a second spelling."""
@@ -105,18 +110,17 @@ class Columns:
         self.absent = _ALL - {*keys}
         ignored = sorted({*keys} - {*self.names.values()})
         known = [name for what, names in NAMES.items() if what not in self.names for name in names]
-        near = {name: get_close_matches(name.lower(), known, 1, 0.75) for name in ignored}
-        asked = [f"{name}: did you mean {like[0]}?" for name, like in near.items() if like]
+        self.asked = [f"{name}: did you mean {near}?" for name in ignored if (near := closest(name, known))]
         listed = ", ".join([*keys][:12]) + (f" and {len(keys) - 12} more" if len(keys) > 12 else "")
         for one_of, what, add in _NEEDED:
             if not one_of & self.names.keys():
                 add += " (rename mask where it is that, not the attention's)" * ("mask" in ignored and one_of > _BOUNDS)
-                says = " ".join([f"{place} lacks {what}. It has {listed or 'nothing'}.", *asked])
+                says = " ".join([f"{place} lacks {what}. It has {listed or 'nothing'}.", *self.asked])
                 raise ValueError(f"{says} Add {add}. docs/inspect.md#what-is-read lists all names.")
         self.notes = [f"not read: {', '.join(ignored)}"] if ignored else []
         if sampler:
             self.notes.append(f"logprobs are taken as the sampler's, {self.names['log_probs']} as the trainer's")
-        self.notes += asked
+        self.notes += self.asked
 
 
 def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), **more: Any) -> Table:
@@ -181,7 +185,7 @@ def read_rows(columns: Columns, rows: Iterable[Row], **more: Any) -> Table:
     table = Table([reader.fields(place, row) for place, row in rows])
     if "rollout_log_probs" not in columns.names:
         table.missing = "it holds the training side's log-probs, but none of the rollout: give the rollout's dump first"
-        table.missing += " and this file as TRAINING"
+        table.missing += " and this file as TRAINING" + "".join(f". {hint}" for hint in columns.asked)
     name = columns.names.get("log_probs")
     if name and table.rows and not any(row["train_log_probs"].any() for row in table.rows):
         reader.counts[f"{name} is 0 everywhere: not computed, so no training side"] += 1

@@ -16,6 +16,7 @@ from mismatch_plugin.data.columns import (
     TRAINER,
     Columns,
     Table,
+    closest,
     count,
     named,
     one_or_many,
@@ -55,18 +56,19 @@ _OF_TRAINER = {
     "temperature": "trainer_temperature",
     "index": "at",
     **{name: name for name in (*TRAINER, "advantages", "sample_id") if name != "entropy"},
+    **dict.fromkeys(NAMES["log_probs"], "train_log_probs"),
 }
 """Name in a file of the training side alone → field of a sample."""
 
 
 def _is_samples(source: Source) -> bool:
-    keys, fields = {*source.keys}, {*Sample.model_fields}
-    if source.kind not in ("jsonl", "parquet"):
+    """Our names, and of them one that only we write, or nothing of a trainer's side."""
+    keys = {*source.keys}
+    if source.kind not in ("jsonl", "parquet") or not keys >= {"response_ids", "rollout_log_probs"}:
         return False
     if not keys & {*NAMES["log_probs"]}:
-        # Prompt ids may lack where something is told that only we write.
-        return keys >= {"prompt_ids", "response_ids", "rollout_log_probs"} or (keys <= fields and bool(keys & _OWN))
-    return keys <= fields and bool(keys & (_OWN - {"weight_versions"} | {*TRAINER} - {"train_log_probs", "entropy"}))
+        return "prompt_ids" in keys or bool(keys & _OWN)
+    return bool(keys & (_OWN - {"weight_versions"} | {*TRAINER} - {"train_log_probs", "entropy"}))
 
 
 def _own_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -80,9 +82,13 @@ def _own_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> di
 
 
 def _read_samples(source: Source) -> Table:
-    table = Table()
+    table, fields = Table(), {*Sample.model_fields}
+    unknown = sorted({*source.keys} - fields)
+    table.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
+    table.notes += [f"{name}: did you mean {near}?" for name in unknown if (near := closest(name, fields))]
     for place, row in source.rows():
-        table.rows.append(_own_row(place, own_fields(dict(row)) if source.kind == "parquet" else row, {}))
+        row = {name: value for name, value in row.items() if name not in unknown}
+        table.rows.append(_own_row(place, own_fields(row) if source.kind == "parquet" else row, {}))
         if lacking := [name for name in ("response_ids", "rollout_log_probs") if name not in table.rows[-1]]:
             raise ValueError(f"{place} has no {lacking[0]}: give one for each token of the response.")
     return table
@@ -92,10 +98,13 @@ def _read_training(source: Source) -> Table:
     table = Table(missing="it holds the training side's log-probs alone: give the rollout records first")
     table.missing += " and it as TRAINING"
     for place, line in source.rows():
-        if (unknown := line.keys() - _OF_TRAINER) or line.get("train_log_probs") is None:
+        unknown = line.keys() - _OF_TRAINER
+        row = {"place": place} if unknown else _own_row(place, line, _OF_TRAINER)
+        if "train_log_probs" not in row:
             says = f"has {min(unknown)}" if unknown else "has no train_log_probs"
-            raise ValueError(f"{place} {says}: a line has train_log_probs and, if wanted, {', '.join(_OF_TRAINER)}.")
-        table.rows.append(row := _own_row(place, line, _OF_TRAINER))
+            allowed = ", ".join(name for name in _OF_TRAINER if name not in NAMES["log_probs"])
+            raise ValueError(f"{place} {says}: a line has train_log_probs and, if wanted, {allowed}.")
+        table.rows.append(row)
         n = len(row["train_log_probs"])
         for name in ("loss_mask", "trained_mask", "advantages"):
             if isinstance(line.get(name), list) and len(line[name]) != n:
@@ -393,7 +402,9 @@ def _tokens(place: str, choice: Mapping[str, Any]) -> tuple[list[Any], list[Any]
 
 
 def _is_training(source: Source) -> bool:
-    return source.kind == "jsonl" and "train_log_probs" in source.keys and "response_ids" not in source.keys
+    keys = {*source.keys}
+    others = {*NAMES["response_ids"], *NAMES["sequence"], *NAMES["rollout_log_probs"]} - {"token_ids"}
+    return source.kind == "jsonl" and bool(keys & {*NAMES["log_probs"]}) and not keys & others
 
 
 def _has(*names: str) -> Callable[[Source], bool]:

@@ -11,11 +11,9 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from mismatch_plugin.data.columns import NO_TEMPERATURE, TRAINER, Table, of_temperature
 from mismatch_plugin.data.formats import AS_RAW, FORMATS, Format
-from mismatch_plugin.data.sample import LogProbsOf, Sample, plain_fault
+from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
 _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
@@ -97,10 +95,8 @@ def _sample(row: dict[str, Any]) -> Sample:
     row.pop("at", None)
     try:
         return Sample(**row)
-    except ValidationError as error:
-        raise ValueError(
-            f"{place}: {plain_fault(error)}. It is no sample: `mismatch-plugin check --help` shows one."
-        ) from None
+    except ValueError as error:
+        raise ValueError(f"{place}: {error}.") from None
 
 
 def _read(path: Path, format: str | None) -> tuple[str, Table]:
@@ -206,8 +202,8 @@ def _joined(files: Iterable[tuple[Path, Table]]) -> Table:
         for row in table.rows:
             if "rollout_log_probs" in row and len(row["response_ids"]) >= _TELLING:
                 own[hash(row["response_ids"].tobytes() + row["rollout_log_probs"].tobytes())] = path
-            if "rollout_log_probs" in row and "sample_id" in row:
-                own[row.get("step"), row["sample_id"]] = path
+            if "rollout_log_probs" in row and {"sample_id", "step"} <= row.keys():
+                own[row["step"], row["sample_id"]] = path
         if (twice := next((key for key in own if key in seen), None)) is not None:
             what = f"sample {twice[1]}" if isinstance(twice, tuple) else "the same response with the same log-probs"
             raise ValueError(f"{path} and {seen[twice]} both hold {what}: give each sample once.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import (
@@ -115,9 +117,12 @@ class Sample(BaseModel):
     trainer_temperature: float | None = Field(default=None, gt=0)
     """What it divided its logits by."""
 
-    if TYPE_CHECKING:  # a list, tensor or array of numbers will do for each array
-
-        def __init__(self, **fields: Any) -> None: ...
+    def __init__(self, **fields: Any) -> None:
+        """A list, tensor or array of numbers will do for each array. Raises ValueError naming field and value."""
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            raise ValueError(_plain(error, type(self).model_fields)) from None
 
     def __eq__(self, other: object) -> bool:
         return self is other  # arrays have no one truth value
@@ -220,12 +225,13 @@ class Sample(BaseModel):
         return self.mask & np.isfinite(self.rollout_log_probs) & np.isfinite(self.train_log_probs)
 
 
-def plain_fault(error: ValidationError) -> str:
+def _plain(error: ValidationError, known: Iterable[str]) -> str:
     """What is wrong first, with its field and value."""
     fault = error.errors()[0]
-    field = ".".join(map(str, fault["loc"]))
+    field, given = ".".join(map(str, fault["loc"])), fault["input"]
+    if fault["type"] == "extra_forbidden":
+        near = get_close_matches(field, known, 1, 0.75)
+        return f"{field} is no field of a sample" + (f": did you mean {near[0]}?" if near else "")
+    value = f" (value {given!r:.60})" if field and isinstance(given, (str, int, float)) else ""
     message = fault["msg"].removeprefix("Value error, ")
-    given = fault.get("input")
-    is_plain = isinstance(given, (str, int, float)) and "loc" in fault and bool(field)
-    value = f" (value {str(given)[:60]!r})" if is_plain else ""
     return f"{field}: {message}{value}" if field else message

@@ -178,17 +178,16 @@ def _sample(
         "sample_id": str(index),
         "dp_rank": meta.get("dp_rank"),
     }
-    inside = META_KEY
     try:
         if (told := last_told(meta.get(META_KEY))) is not None:
             served = Served.model_validate(told)
             fields |= {"served": served, "log_probs_of": served.log_probs_of}
-        inside = ""
         return Sample(**fields)
-    except ValidationError as error:
+    except ValidationError as error:  # of what our plugin told
         fault = error.errors()[0]
-        place = ".".join(str(part) for part in (inside, *fault["loc"]) if part != "")
-        raise ReplyError("form", f"{place or 'reply'}: {fault['msg']}") from None
+        raise ReplyError("form", f"{'.'.join(map(str, (META_KEY, *fault['loc'])))}: {fault['msg']}") from None
+    except ValueError as error:
+        raise ReplyError("form", str(error)) from None
 
 
 def _output(meta: Mapping[str, Any], output_ids: Sequence[int] | None, required: bool) -> tuple[Floats, list[int]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mismatch_plugin.data.arrays import is_null
+from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.data.formats import FORMATS
 from mismatch_plugin.data.read import InputError, read
@@ -401,3 +402,33 @@ def test_what_the_servers_told_goes_with_the_dump(tmp_path: Path) -> None:
     assert [sample.temperature for sample in half.samples] == [0.7, 1.0] and half.samples[1].served is None
     assert "1 samples have metadata mismatch_plugin that cannot be read" in half.notes
     assert any("temperature 1 without filters is assumed" in note for note in half.notes)
+
+
+def test_a_name_that_nobody_knows_is_noted_and_changes_nothing_else(tmp_path: Path) -> None:
+    line = {"response_ids": [1, 2], "rollout_log_probs": [-1.0, -2.0], "sampling": {"top_p": 0.9}, "qid": 1}
+    line |= {"train_log_probs": [-1.0, -2.0], "trainer_versoin": "3"}
+    dump = read(save(tmp_path / "a.jsonl", [line]))
+    assert dump.format == "records" and dump.samples[0].sampling.top_p == 0.9
+    assert dump.notes == ("not read: qid, trainer_versoin", "trainer_versoin: did you mean trainer_version?")
+    misspelt = {"response_ids": [1, 2], "rollout_logps": [-1.0, -2.0], "old_log_probs": [-1.0, -2.0]}
+    with pytest.raises(ValueError, match="rollout_logps: did you mean rollout_logprobs"):
+        read(save(tmp_path / "b.jsonl", [misspelt]))
+
+
+def test_a_training_side_goes_by_any_of_its_names(tmp_path: Path) -> None:
+    rollout = save(tmp_path / "r.jsonl", [{"prompt_ids": [3], "response_ids": [1], "rollout_log_probs": [-1.0]}])
+    for name in NAMES["log_probs"]:
+        (sample,) = read(rollout, save(tmp_path / "t.jsonl", [{name: [-2.0]}])).samples
+        assert sample.train_log_probs.tolist() == [-2.0]
+
+
+def test_files_of_steps_may_number_their_samples_alike(tmp_path: Path) -> None:
+    """`client.generate` counts from 0 at each call. The same step twice, or the same response, is one sample twice."""
+    for at in range(2):
+        steps = [Sample(response_ids=[*range(9)], rollout_log_probs=[-1.0 - at] * 9, sample_id="0")]
+        write_samples(tmp_path / f"{at}.jsonl", steps)
+    assert [sample.rollout_log_probs[0] for sample in read(tmp_path).samples] == [-1.0, -2.0]
+    write_samples(tmp_path / "1.jsonl", [steps[0].replace(step=3)])
+    write_samples(tmp_path / "2.jsonl", [steps[0].replace(step=3, rollout_log_probs=[-5.0] * 9)])
+    with pytest.raises(ValueError, match="both hold sample 0: give each sample once"):
+        read(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from mismatch_plugin.data.arrays import NULL, is_null
 from mismatch_plugin.data.files import row_of, write_samples
 from mismatch_plugin.data.read import read
-from mismatch_plugin.data.sample import Sample, plain_fault
+from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import first_without_version, number_versions, spans_of, version_number
 
 VALUES = [None, math.nan, math.inf, -math.inf, -0.1, -1e-300, 0.0, -0.0]
@@ -126,14 +126,14 @@ def test_any_list_of_numbers_and_nulls_comes_back(values: list[float | None]) ->
         ({"rollout_log_probs": [[-1.0], [-2.0]]}, "rollout_log_probs: position 0 is a list, not a number"),
         ({"train_log_probs": torch.zeros(2, 2)}, "train_log_probs: has the shape [2, 2], not one row"),
         ({"trainer_temperature": 0.0}, "trainer_temperature: Input should be greater than 0"),
-        ({"surprise": 1}, "surprise: Extra inputs are not permitted"),
+        ({"surprise": 1}, "surprise is no field of a sample"),
+        ({"train_logprobs": [-1.0] * 2}, "train_logprobs is no field of a sample: did you mean train_log_probs?"),
         ({"finish_reason": "tired"}, "finish_reason: Input should be 'stop', 'length' or 'abort' (value 'tired')"),
     ],
 )
 def test_contradictions_are_refused_with_field_position_and_value(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         Sample(**{"response_ids": [10, 11], "rollout_log_probs": [-1.0, -2.0]} | fields)
-    assert message in plain_fault(caught.value)
 
 
 def test_lists_tensors_and_arrays_are_one() -> None:
