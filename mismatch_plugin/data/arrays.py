@@ -72,9 +72,10 @@ def as_floats(value: Any) -> Floats:
     if isinstance(value, (list, tuple)):
         try:
             return np.frombuffer(array("d", value), dtype=np.float64)
-        except TypeError:
+        except (TypeError, OverflowError):
             value = [_WORDS.get(item, item) if item is None or isinstance(item, str) else item for item in value]
-    return vector(value).astype(np.float64, copy=False)
+    found = vector(value).astype(np.float64, copy=False)
+    return found if found.flags.writeable else found.copy()  # torch takes no array of Arrow's memory
 
 
 _WORDS: dict[Any, float] = {None: NULL, "NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def row_of(sample: Sample) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name in Sample.model_fields:
         value = getattr(sample, name)
-        if (name not in sample.model_fields_set and name != "loss_mask") or value is None:
+        told = name in sample.model_fields_set or name in ("loss_mask", "log_probs_of")
+        if name == "index" or not told or value is None:
             continue
         if isinstance(value, np.ndarray):
             value = _listed(value)
@@ -90,7 +91,7 @@ def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
         **dict.fromkeys(FLOATS, pa.float64()),
     }
     single = {
-        **dict.fromkeys(("dp_rank", "step", "index"), pa.int64()),
+        **dict.fromkeys(("dp_rank", "step"), pa.int64()),
         "reward": pa.float64(),
         "trainer_temperature": pa.float64(),
     }
@@ -148,8 +149,9 @@ def _bytes(group: Any) -> int:
 
 def own_fields(row: dict[str, Any]) -> dict[str, Any]:
     """The fields of a sample from a row of our Parquet files: null is unknown, and nested values are JSON text."""
-    return {
-        name: from_json(value) if name in (*NESTED, "group") and isinstance(value, str) else value
-        for name, value in row.items()
-        if value is not None
-    }
+    found = {name: value for name, value in row.items() if value is not None}
+    for name in (*NESTED, "group"):
+        if isinstance(value := found.get(name), str):
+            with suppress(ValueError):  # a group of somebody else's file is text
+                found[name] = from_json(value)
+    return found

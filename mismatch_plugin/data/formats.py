@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import as_floats, as_ids, as_mask
+from mismatch_plugin.data.arrays import as_floats, as_ids, as_mask, shown
 from mismatch_plugin.data.columns import (
     NAMES,
     TRAINER,
@@ -82,7 +82,7 @@ def _own_row(place: str, row: Mapping[str, Any], names: Mapping[str, str]) -> di
 
 
 def _read_samples(source: Source) -> Table:
-    table, fields = Table(), {*Sample.model_fields}
+    table, fields = Table(), {*Sample.model_fields} - {"index"}
     unknown = sorted({*source.keys} - fields)
     table.notes = [f"not read: {', '.join(unknown)}"] * bool(unknown)
     table.notes += [f"{name}: did you mean {near}?" for name in unknown if (near := closest(name, fields))]
@@ -100,6 +100,11 @@ def _read_training(source: Source) -> Table:
     for place, line in source.rows():
         unknown = line.keys() - _OF_TRAINER
         row = {"place": place} if unknown else _own_row(place, line, _OF_TRAINER)
+        for name in row.keys() & {"sample_id", "at"}:
+            if not isinstance(row[name], (str, int)):
+                raise ValueError(f"{place}: {name} is {shown(row[name])}: give text or a number.")
+        if "sample_id" in row:
+            row["sample_id"] = str(row["sample_id"])
         if "train_log_probs" not in row:
             says = f"has {min(unknown)}" if unknown else "has no train_log_probs"
             allowed = ", ".join(name for name in _OF_TRAINER if name not in NAMES["log_probs"])

@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import InvalidLogProbError, find_invalid, invalid_error
-from mismatch_plugin.data.arrays import NULL, Floats
+from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import filter_bias, remaining_bias
 from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
@@ -38,7 +38,7 @@ def pack(
     """The samples as `PackedSequences`, one sequence each: log-probs of both sides, and what else all of them have.
 
     A sample is as long as the trainer sees it: `trained_ids` may be longer or shorter than what was sampled (an end
-    token appended by the trainer, which then trains).
+    token appended by the trainer, which trains unless `trained_mask` says otherwise).
 
     Args:
         config: its `rollout_log_prob_policy` says what happens to invalid log-probs. With `error`, the default, they
@@ -62,16 +62,18 @@ def pack(
     names = [index if sample.sample_id is None else sample.sample_id for index, sample in enumerate(samples)]
     stops = checked and (config is None or (config.rollout_log_prob_policy == "error" and config.uses_rollout_values))
     behaviour = _use_behaviour(samples, names, which)
-    lengths, masks, rollout, misfits = [], [], [], []
+    masks: list[Tensor] = []
+    rollout: list[Tensor] = []
+    misfits: list[str] = []
     for sample, name in zip(samples, names, strict=True):
         values = sample.behaviour_log_probs if behaviour and sample.behaviour_log_probs is not None else None
         values = sample.rollout_log_probs if values is None else values
-        length = len(sample if sample.trained_ids is None else sample.trained_ids)
+        mask = _trained_mask(sample)
         known, misfit = _fit(sample, name, values)
-        misfits += misfit
-        lengths.append(length)
-        masks.append(torch.from_numpy(_resized(sample.mask, len(sample), length, True)))
-        rollout.append(torch.from_numpy(_resized(values, known, length, NULL)).to(dtype))
+        if mask[known:].any():  # what does not train may be anything
+            misfits += misfit
+        masks.append(torch.from_numpy(mask))
+        rollout.append(torch.from_numpy(_resized(values, known, len(mask), NULL)).to(dtype))
     if stops and misfits:
         more = f"; and {len(misfits) - _SHOWN} more" if len(misfits) > _SHOWN else ""
         raise InvalidLogProbError(
@@ -107,15 +109,24 @@ def pack(
 def sampling_mask(
     samples: Sequence[Sample], *, trained_only: bool = False, device: torch.device | str = "cpu"
 ) -> RaggedSamplingMask | None:
-    """The kept ids of all response tokens, sample after sample, as `vocab_parallel_log_probs` takes them.
+    """The kept ids of all packed tokens, sample after sample, as `vocab_parallel_log_probs` takes them.
 
-    trained_only: rows of tokens with loss_mask 1 only. A sample without kept ids, or a token without, is unfiltered;
+    trained_only: rows of tokens that train only. A sample without kept ids, or a token without, is unfiltered;
     None where no sample has any. Raises ValueError where a filtered sample lacks what others have, and for a mask
     without the sampled id of a token that trains, naming sample and position.
     """
+    rows = kept_rows(samples)
+    if rows is None:
+        return None
+    masks = np.concatenate([_trained_mask(sample) for sample in samples])
+    return ragged_mask((row for row, trains in zip(rows, masks, strict=True) if trains or not trained_only), device)
+
+
+def kept_rows(samples: Sequence[Sample]) -> list[Sequence[int]] | None:
+    """The kept ids of each packed token, as in `sampling_mask`."""
     if all(sample.kept_ids is None for sample in samples):
         return None
-    chosen: list[Sequence[int]] = []
+    found: list[Sequence[int]] = []
     for index, sample in enumerate(samples):
         name = index if sample.sample_id is None else sample.sample_id
         if sample.kept_ids is None and sample.sampling.filtered:
@@ -123,10 +134,26 @@ def sampling_mask(
                 f"sample {name} was sampled with filters, and its kept ids are missing while other samples have "
                 f"theirs: request return_sampling_mask for all."
             )
-        kept, mask = sample.kept_ids or [[]] * len(sample), sample.loss_mask.tolist()
-        check_kept_ids(kept, sample.response_ids.tolist(), mask, name)
-        chosen += [row for row, trains in zip(kept, mask, strict=True) if trains or not trained_only]
-    return ragged_mask(chosen, device)
+        mask, ids = _trained_mask(sample).tolist(), _trained_ids(sample).tolist()
+        kept = [*(sample.kept_ids or ()), *[()] * len(ids)][: len(ids)]
+        check_kept_ids(kept, ids, mask, name)
+        found += kept
+    return found
+
+
+def _trained_ids(sample: Sample) -> Ids:
+    return sample.response_ids if sample.trained_ids is None else sample.trained_ids
+
+
+def _trained_mask(sample: Sample) -> Bools:
+    """[tokens that the trainer sees] whether they train."""
+    length = len(_trained_ids(sample))
+    mask = _resized(sample.loss_mask, len(sample), length, True)
+    if sample.trained_mask is None:
+        return mask
+    if len(sample.trained_mask) != length:
+        raise ValueError(f"trained_mask has {len(sample.trained_mask)} entries, the trainer sees {length} tokens")
+    return mask & sample.trained_mask
 
 
 def _use_behaviour(samples: Sequence[Sample], names: Sequence[object], which: Which) -> bool:

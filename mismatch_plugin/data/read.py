@@ -17,6 +17,7 @@ from mismatch_plugin.data.sample import LogProbsOf, Sample
 from mismatch_plugin.data.source import READ, Source, open_source
 
 _SUFFIXES = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
+_DRAWN = ("response_ids", "rollout_log_probs")
 _TELLING = 8
 """Tokens from which two equal responses with equal log-probs are one and the same."""
 
@@ -68,9 +69,11 @@ def read(
     training = training or own
     if training is not None:
         _, side = _read(Path(training), None)
-        if not side.rows or "train_log_probs" not in side.rows[0]:
+        if not side.rows or not all("train_log_probs" in row for row in side.rows):
             raise ValueError(f"{training} holds no log-probs of the training side.")
         for row, at in zip(rows, _partners(rows, side.rows), strict=True):
+            for name in TRAINER:
+                row.pop(name, None)
             row.update({name: side.rows[at][name] for name in (*TRAINER, "advantages") if name in side.rows[at]})
         if (more := len(side.rows) - len(rows)) > 0:
             notes.append(f"training side {training}: {more} of its samples belong to no record and were not looked at")
@@ -85,6 +88,7 @@ def read(
             )
         if log_probs_of is not None:
             row["log_probs_of"] = log_probs_of
+        row["index"] = at
         samples.append(_sample(row))
         rows[at] = {}
     return Dump(samples, has_training, name, tuple(dict.fromkeys(note for note in notes if not note.endswith(known))))
@@ -201,7 +205,8 @@ def _joined(files: Iterable[tuple[Path, Table]]) -> Table:
         own = dict[Any, Path]()
         for row in table.rows:
             if "rollout_log_probs" in row and len(row["response_ids"]) >= _TELLING:
-                own[hash(row["response_ids"].tobytes() + row["rollout_log_probs"].tobytes())] = path
+                drawn = (row.get(name, row["response_ids"][:0]) for name in ("prompt_ids", *_DRAWN))
+                own[hash(b"".join(array.tobytes() for array in drawn))] = path
             if "rollout_log_probs" in row and {"sample_id", "step"} <= row.keys():
                 own[row["step"], row["sample_id"]] = path
         if (twice := next((key for key in own if key in seen), None)) is not None:

@@ -40,9 +40,9 @@ TokenId = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 def _one_or_many(value: Any) -> Any:
-    """A number for the response, or one a token."""
-    found = arrays.scalar(value)
-    return np.array([float(found)]) if isinstance(found, (int, float)) else arrays.as_floats(value)
+    """One a token, or a number for the response (of no dimension)."""
+    found = value if isinstance(value, (list, tuple)) else arrays.scalar(value)
+    return np.array(float(found)) if isinstance(found, (int, float)) else arrays.as_floats(value)
 
 
 def _nothing(kind: type) -> Any:
@@ -65,7 +65,7 @@ class Sample(BaseModel):
     loss_mask: Bools = _nothing(np.bool_)
     """1 where a token trains; 0 for tool and environment tokens. Default: all 1."""
     rollout_log_probs: Floats = _nothing(np.float64)
-    """Of `response_ids`, as SGLang returns them: full vocabulary after temperature and penalties, no filter."""
+    """Of `response_ids`; what they are of, `log_probs_of` says."""
     sampling: SamplingParameters = SamplingParameters()
     """What was asked for. Left out where nothing tells it."""
     log_probs_of: LogProbsOf = "tempered"
@@ -104,12 +104,13 @@ class Sample(BaseModel):
     ref_log_probs: Floats | None = None
     """Under the reference policy: the weights that the run began with."""
     advantages: PerToken | None = None
-    """[n]; one number is of every token."""
+    """Of the tokens that the trainer sees; one number is of every token."""
     entropy: PerToken | None = None
     trained_ids: Ids | None = None
     """The response ids that the trainer sees. None: not told."""
     trained_prompt_ids: Ids | None = None
     trained_mask: Bools | None = None
+    """1 where a token trains, of the tokens that the trainer sees."""
     trainer_version: Annotated[Text, BeforeValidator(lambda v: str(v) if isinstance(v, int) else v)] | None = None
     """Of the weights that computed `train_log_probs`."""
     trainer_fingerprint: Text | None = None
@@ -133,13 +134,16 @@ class Sample(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Sample:
         n = len(self)
+        trained = n if self.trained_ids is None else len(self.trained_ids)
         if "loss_mask" not in self.model_fields_set:
             object.__setattr__(self, "loss_mask", np.ones(n, dtype=bool))
         for name in ("advantages", "entropy"):
             value = getattr(self, name)
-            if value is not None and len(value) == 1 != n:
-                object.__setattr__(self, name, np.full(n, value[0]))
-        for name in ("loss_mask", "kept_ids", "top_log_probs", "advantages", "entropy", "prompt_log_probs"):
+            if value is not None and value.ndim == 0:
+                object.__setattr__(self, name, np.full(trained, value))
+            elif value is not None and len(value) not in (n, trained, len(self.train_log_probs)):
+                raise ValueError(f"{name} has {len(value)} entries, the response {n} tokens: give one for each, or one")
+        for name in ("loss_mask", "kept_ids", "top_log_probs", "prompt_log_probs"):
             of_prompt = name == "prompt_log_probs"
             value, count = getattr(self, name), len(self.prompt_ids) if of_prompt else n
             if value is not None and len(value) != count:

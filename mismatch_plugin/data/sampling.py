@@ -171,7 +171,7 @@ def remaining_bias(sampling: SamplingParameters, *, has_kept_ids: bool) -> str:
     """What stays wrong with the log-probs of a response sampled so; empty if nothing does.
 
     has_kept_ids: the log-probs used are those renormalised over the sampling mask, and the training side computes its
-    own over the kept ids too (`packing.sampling_mask`).
+    own over the kept ids too (`data.pack.sampling_mask`).
     """
     if sampling.greedy:
         return (

@@ -70,6 +70,10 @@ def parse_generate(
     except ReplyError as error:
         error.sample = len(found)
         raise
+    except (TypeError, LookupError, AttributeError) as error:
+        wrong = ReplyError("form", f"a reply of another form ({error!r})")
+        wrong.sample = len(found)
+        raise wrong from None
     return found
 
 

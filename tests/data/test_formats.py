@@ -169,7 +169,6 @@ def test_a_training_side_of_its_own_is_matched(tmp_path: Path) -> None:
         ([{**lines[0], "more": 1}], "line 1 has more: a line has train_log_probs and"),
         ([{"sample_id": "7"}], r"t\.jsonl"),
         ([{**lines[0], "loss_mask": [1]}, lines[1]], "loss_mask has 1 entries for 3 log-probs"),
-        ([{**lines[at], "advantages": [1.0] * (3 - at)} for at in (1, 0)], "advantages has 2 entries, response_ids 3"),
         ([{"train_log_probs": ["x"]}], "line 1: train_log_probs, position 0 is 'x', not a number"),
     ):
         with pytest.raises(ValueError, match=says):
@@ -424,11 +423,11 @@ def test_a_training_side_goes_by_any_of_its_names(tmp_path: Path) -> None:
 
 def test_files_of_steps_may_number_their_samples_alike(tmp_path: Path) -> None:
     """`client.generate` counts from 0 at each call. The same step twice, or the same response, is one sample twice."""
-    for at in range(2):
-        steps = [Sample(response_ids=[*range(9)], rollout_log_probs=[-1.0 - at] * 9, sample_id="0")]
-        write_samples(tmp_path / f"{at}.jsonl", steps)
+    steps = [Sample(response_ids=[*range(9)], rollout_log_probs=[value] * 9, sample_id="0") for value in (-1.0, -2.0)]
+    for at, sample in enumerate(steps):
+        write_samples(tmp_path / f"{at}.jsonl", [sample])
     assert [sample.rollout_log_probs[0] for sample in read(tmp_path).samples] == [-1.0, -2.0]
-    write_samples(tmp_path / "1.jsonl", [steps[0].replace(step=3)])
-    write_samples(tmp_path / "2.jsonl", [steps[0].replace(step=3, rollout_log_probs=[-5.0] * 9)])
+    write_samples(tmp_path / "1.jsonl", [steps[1].replace(step=3)])
+    write_samples(tmp_path / "2.jsonl", [steps[1].replace(step=3, rollout_log_probs=[-5.0] * 9)])
     with pytest.raises(ValueError, match="both hold sample 0: give each sample once"):
         read(tmp_path)

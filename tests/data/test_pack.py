@@ -251,3 +251,29 @@ def test_mixtures_of_log_probs_are_refused() -> None:
         pack([drawn, plain], which="behaviour")
     with pytest.raises(ValueError, match="which='best' is unknown"):
         pack([plain], which="best")  # pyright: ignore[reportArgumentType]
+
+
+def test_the_trainer_s_view_decides_what_is_packed() -> None:
+    """Its ids, its mask, its advantages; kept ids follow. What does not train may disagree."""
+    longer = sampled(
+        [-1.0, -2.0], [-1.0, -2.0, -3.0], trained_ids=[10, 11, 2], trained_mask=[0, 1, 0], advantages=[1.0, 2.0, 3.0]
+    )
+    packed = pack([longer])  # the appended token does not train
+    assert packed.loss_mask.tolist() == [False, True, False]
+    assert packed.advantages is not None and packed.advantages.tolist() == [1.0, 2.0, 3.0]
+    kept = longer.replace(kept_ids=[[10], [11, 5]])
+    only, rows = sampling_mask([kept], trained_only=True), sampling_mask([kept])
+    assert only is not None and only.token_ids.tolist() == [11, 5]
+    assert rows is not None and rows.offsets.tolist() == [0, 1, 3, 3]
+    with pytest.raises(mp.InvalidLogProbError, match="2 tokens were sampled, 3 are trained on"):
+        pack([longer.replace(trained_mask=[0, 1, 1])])
+    with pytest.raises(ValueError, match="trained_mask has 1 entries, the trainer sees 3 tokens"):
+        pack([longer.replace(trained_mask=[1])])
+    other = sampled([-1.0, -2.0], [-1.0, -2.0], trained_ids=[10, 9], trained_mask=[1, 0])
+    assert pack([other]).loss_mask.tolist() == [True, False]
+    explicit = config("error")
+    with pytest.raises(mp.InvalidLogProbError, match="11 was sampled, 9 is trained on"):
+        pack([other.replace(trained_mask=None)], explicit)
+    assert pack([other.replace(trained_mask=None)], explicit, checked=False).invalid
+    double = pack([longer], dtype=torch.float64)
+    assert double.old_log_probs is not None and double.old_log_probs.dtype == torch.float64

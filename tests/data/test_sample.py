@@ -31,7 +31,6 @@ SERVED = {
     "update": {"number": 1, "changed": 2, "tensors": 3, "changed_matrices": 1, "matrices": 2},
 }
 FULL: dict[str, Any] = {
-    "index": 3,
     "prompt_ids": [1, 2**40],
     "response_ids": [*range(8)],
     "loss_mask": [1, 0] * 4,
@@ -68,7 +67,7 @@ FULL: dict[str, Any] = {
 
 def same(a: Sample, b: Sample) -> None:
     """Every field, every array bit for bit and of the same dtype; and what was told at all."""
-    for name in Sample.model_fields:
+    for name in Sample.model_fields.keys() - {"index"}:
         mine, theirs = getattr(a, name), getattr(b, name)
         if isinstance(mine, np.ndarray):
             assert mine.dtype == theirs.dtype and mine.tobytes() == theirs.tobytes(), name
@@ -80,15 +79,18 @@ def same(a: Sample, b: Sample) -> None:
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_sample_survives_our_own_file_bit_for_bit(tmp_path: Path, suffix: str) -> None:
     full, bare = Sample(**FULL), Sample(response_ids=[5], rollout_log_probs=[-1.0])
-    assert full.model_fields_set == {*Sample.model_fields}  # a new field belongs into FULL
+    both = bare.replace(prompt_ids=[1], train_log_probs=[0.0], ref_log_probs=[-2.0], text="x")
+    assert full.model_fields_set == {*Sample.model_fields} - {"index"}  # a new field belongs into FULL
     path = tmp_path / f"samples{suffix}"
     assert write_samples(path, [full, full.replace(group="g", sample_id="s8", step=6)]) == 2
     one, two = read(path).samples
     same(one, full)
     assert two.group == "g" and two.replace(group=3, sample_id="s7", step=5).trainer_version == "12"
-    write_samples(path, [bare])
-    (back,) = read(path).samples
+    write_samples(path, [bare, both])
+    (back, other) = read(path).samples
     same(back, bare)
+    same(other, both)
+    assert (back.index, other.index) == (0, 1)
     assert not back.asked and not len(back.train_log_probs) and back.loss_mask.tolist() == [True]
 
 
@@ -114,7 +116,8 @@ def test_any_list_of_numbers_and_nulls_comes_back(values: list[float | None]) ->
         ({"loss_mask": [1]}, "loss_mask has 1 entries, response_ids 2: give one for each"),
         ({"loss_mask": [1, 2]}, "loss_mask: holds 2 at position 1: 1 where a token trains"),
         ({"kept_ids": [[1]]}, "kept_ids has 1 entries"),
-        ({"advantages": [1.0, 2.0, 3.0]}, "advantages has 3 entries"),
+        ({"advantages": [1.0, 2.0, 3.0]}, "advantages has 3 entries, the response 2 tokens"),
+        ({"advantages": [1.0]}, "advantages has 1 entries, the response 2 tokens"),
         ({"prompt_log_probs": [None]}, "prompt_log_probs has 1 entries, prompt_ids 0"),
         ({"weight_versions": [{"version": "a", "start": 0, "end": 3}]}, r"'a' spans [0, 3)"),
         ({"weight_versions": spans_of(["a", "b"])[::-1]}, r"'a' spans [0, 1) after token 2"),

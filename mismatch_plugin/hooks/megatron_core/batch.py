@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.arrays import Ids
-from mismatch_plugin.data.pack import pack
+from mismatch_plugin.data.pack import kept_rows, pack
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.parallel.context import (
     ContextLayout,
@@ -26,7 +26,7 @@ from mismatch_plugin.parallel.context import (
     split_tokens,
 )
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
+from mismatch_plugin.parallel.kept_ids import ragged_mask
 from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
 
 
@@ -84,7 +84,7 @@ def make_batch(
     padding_id: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
-    trainer_version: int | None = None,
+    trainer_version: int | str | None = None,
     version_numbers: Mapping[str, int] | None = None,
 ) -> MegatronBatch:
     """One micro-batch for this rank: sequences one after the other (thd) or padded to the longest ([b, s]).
@@ -101,11 +101,18 @@ def make_batch(
         name = index if sample.sample_id is None else sample.sample_id
         if not len(sample.prompt_ids):
             raise ValueError(f"sample {name} has no prompt: its first token has no log-prob to train on.")
+        if any(one.kept_ids is not None for one in samples) and sample.kept_ids is None:
+            raise ValueError(f"sample {name} has no kept_ids and others have: give them in all or in none.")
+        if sample.kept_ids is not None and len(sample.rollout_log_probs) and sample.behaviour_log_probs is None:
+            raise ValueError(
+                f"sample {name} has kept_ids and no behaviour_log_probs, the log-probs over them: keep both of every "
+                f"reply (output_token_sampling_logprobs), or drop the kept ids."
+            )
         if sample.advantages is None:
             raise ValueError(f"sample {name} has no advantages: give one number, or one for each token.")
     groups = groups or ParallelGroups()
     size, rank = groups.cp_size, groups.cp_rank
-    kept = _kept_ids(samples)
+    kept = kept_rows(samples)
     whole = pack(samples, version_numbers=version_numbers, trainer_version=trainer_version, dtype=dtype, checked=False)
     responses = [s.response_ids if s.trained_ids is None else s.trained_ids for s in samples]
     totals = [len(s.prompt_ids) + len(ids) for s, ids in zip(samples, responses, strict=True)]
@@ -155,21 +162,3 @@ def make_batch(
 
 def _joined(rows: Sequence[Ids]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *rows]))
-
-
-def _kept_ids(samples: Sequence[Sample]) -> list[Sequence[int]] | None:
-    """The kept ids of every response token, sample after sample; None where no sample has any."""
-    if all(sample.kept_ids is None for sample in samples):
-        return None
-    chosen: list[Sequence[int]] = []
-    for index, sample in enumerate(samples):
-        name = index if sample.sample_id is None else sample.sample_id
-        if sample.kept_ids is None or (len(sample.rollout_log_probs) and sample.behaviour_log_probs is None):
-            lacking = "kept_ids" if sample.kept_ids is None else "behaviour_log_probs, the log-probs over its kept_ids"
-            raise ValueError(
-                f"sample {name} has no {lacking}: keep both of every reply (output_token_sampling_mask and "
-                f"output_token_sampling_logprobs), or drop them in all."
-            )
-        check_kept_ids(sample.kept_ids, sample.response_ids.tolist(), sample.loss_mask.tolist(), name)
-        chosen += sample.kept_ids
-    return chosen

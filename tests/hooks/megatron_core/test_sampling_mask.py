@@ -155,9 +155,9 @@ def test_masks_of_other_tokens_are_refused_by_sample_and_position() -> None:
         make_batch([first, lost])
     with pytest.raises(ValueError, match="kept_ids has 1 entries, response_ids 2"):
         second.replace(kept_ids=[[0, 1, 2, 3, 4]])
-    with pytest.raises(ValueError, match="sample 1 has no kept_ids"):
+    with pytest.raises(ValueError, match="sample 1 has no kept_ids and others have"):
         make_batch([first, second.replace(kept_ids=None)])
-    with pytest.raises(ValueError, match="sample 1 has no behaviour_log_probs, the log-probs over its kept_ids"):
+    with pytest.raises(ValueError, match="sample 1 has kept_ids and no behaviour_log_probs, the log-probs over them"):
         make_batch([first, second.replace(behaviour_log_probs=None)])
 
 
