@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from mismatch_plugin.data.versions import WeightSpan, version_number
-from mismatch_plugin.diagnose.detectors.alignment import find_shift, find_swapped
+from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
 from mismatch_plugin.diagnose.detectors.distribution import find_temperature, find_unrelated
-from mismatch_plugin.diagnose.detectors.eos import find_null_eos, find_zero_eos
-from mismatch_plugin.diagnose.detectors.identity import find_ids
-from mismatch_plugin.diagnose.detectors.lengths import find_lengths
-from mismatch_plugin.diagnose.detectors.numbers import find_fills, find_numbers
-from mismatch_plugin.diagnose.detectors.precision import find_precision
+from mismatch_plugin.diagnose.detectors.numbers import (
+    find_fills,
+    find_null_eos,
+    find_numbers,
+    find_precision,
+    find_scale,
+    find_zero_eos,
+)
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.detectors.scale import find_scale
 from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.diagnose.dumps import batch_of as dump_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.prompt import find_wrong_prompt
+from mismatch_plugin.diagnose.detectors.tokens import find_wrong_prompt
 from tests.fixtures.sglang_check.by_hand import batch_of, found
 
 SAMPLES, TOKENS = 24, 60

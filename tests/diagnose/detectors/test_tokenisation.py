@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.tokenisation import find_retokenised
+from mismatch_plugin.diagnose.detectors.tokens import find_retokenised
 from tests.fixtures.sglang_check.by_hand import batch_of, found
 
 TOKENS, SAMPLES = 60, 12
