@@ -31,11 +31,14 @@ MIN_EACH, MIN_SAMPLES = 3, 6
 """Telling tokens of either kind in a sample; samples that have them."""
 SOFT = 0.05
 """Added to both sides of a ratio, in units of the ordinary gap: samples where both are tiny tell nothing."""
-DECAY, CLEAR_DECAY, STANDARD_ERRORS, STANDARD_ERRORS_OF_SOME = 1.25, 1.4, 4.5, 3.5
+DECAY, CLEAR_RATIO, STANDARD_ERRORS, STANDARD_ERRORS_OF_SOME = 1.25, 1.4, 4.5, 3.5
 """Early over late gap, and by how many standard errors: of all samples, of some that are far apart next to the others.
 
 Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a system prompt 1.31 to 1.5,
-BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9."""
+BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9. After short prompts over after long ones: a system prompt of 30 ids 1.56 to
+1.88, without one .9 to 1.3."""
+LENGTHS_APART = 1.5
+"""Of the longer prompts to the shorter ones, where they are compared."""
 MIN_GAP_NATS = 0.02
 """A prompt that moves the first tokens by less is no one's problem."""
 JUMP = 0.7
@@ -86,27 +89,32 @@ def _told(tokens: Tokens) -> Bools:
 
 
 class _Contrast(NamedTuple):
-    """samples: those judged. ratio: geometric mean of a gap over that of another, each in units of what is ordinary at
-    these log-probs. larger, smaller: mean |gap| in nats, near certain tokens aside."""
+    """samples: those judged. ratio: geometric mean of the larger gap over the smaller, each in units of what is
+    ordinary at these log-probs. larger, smaller: mean |gap| in nats, near certain tokens aside."""
 
     samples: Ints
     ratio: float
     deviations: float
     larger: float
     smaller: float
+    where: str
 
 
 def find_wrong_prompt(batch: Batch) -> Outcome:
-    """The gap is largest where the response begins and decays along it. The batch stays as it is.
+    """The gap decays along responses, or is larger after shorter prompts. The batch stays as it is.
 
-    Paired within samples. Tokens are compared with what is usual in the batch at their log-prob, since first tokens are
-    often less certain than later ones.
+    Tokens are compared with what is usual in the batch at their log-prob, since first tokens are often less certain
+    than later ones.
     """
     relative, level = _relative(batch)
     judged = np.flatnonzero(np.isfinite(relative).all(0))
-    for chosen, needed in ((judged, STANDARD_ERRORS), (_outlying(judged, relative), STANDARD_ERRORS_OF_SOME)):
-        found = _decay(chosen, relative, level)
-        if found and found.ratio > DECAY and found.deviations > needed and found.larger > MIN_GAP_NATS:
+    contrasts = (
+        (_decay(judged, relative, level), DECAY, STANDARD_ERRORS),
+        (_decay(_outlying(judged, relative), relative, level), DECAY, STANDARD_ERRORS_OF_SOME),
+        (_by_prompt_length(batch, judged, relative, level), CLEAR_RATIO, STANDARD_ERRORS),
+    )
+    for found, ratio, errors in contrasts:
+        if found and found.ratio > ratio and found.deviations > errors and found.larger > MIN_GAP_NATS:
             return [_prompt_finding(batch, found)], batch
     return [], batch
 
@@ -119,10 +127,8 @@ def _relative(batch: Batch) -> tuple[Floats, Floats]:
     size = np.minimum(np.abs(tokens.gap), CLIP)
     ordinary = _ordinary(tokens, size, [np.ones(len(size), dtype=bool)], np.mean)
     end = np.minimum(EARLY_TOKENS, lengths // 3)
-    late = np.maximum(2 * end, lengths // 2)
-    parts = [
-        _told(tokens) & at for at in (tokens.position < end[tokens.sample], tokens.position >= late[tokens.sample])
-    ]
+    late = np.maximum(2 * end, lengths // 2)[tokens.sample]
+    parts = [_told(tokens) & at for at in (tokens.position < end[tokens.sample], tokens.position >= late)]
     counts, gaps, usual = (
         np.stack([np.bincount(tokens.sample[at], of[at], len(batch)) for at in parts])
         for of in (np.ones(len(size)), size, ordinary)
@@ -141,22 +147,49 @@ def _outlying(judged: Ints, relative: Floats) -> Ints:
 
 
 def _decay(chosen: Ints, relative: Floats, level: Floats) -> _Contrast | None:
+    """Paired within samples."""
     if len(chosen) < MIN_SAMPLES:
         return None
     change = relative[0, chosen] - relative[1, chosen]
     mean, error = float(change.mean()), float(change.std(ddof=1)) / math.sqrt(len(chosen))
     early, late = level[:, chosen].mean(1).tolist()
-    return _Contrast(chosen, math.exp(mean), mean / max(error, 1e-12), early, late)
+    where = (
+        f"decays along responses: mean |gap| {early:.3g} nats in their first tokens (up to {EARLY_TOKENS}), {late:.3g} "
+        f"in their second half"
+    )
+    return _Contrast(chosen, math.exp(mean), mean / max(error, 1e-12), early, late, where)
+
+
+def _by_prompt_length(batch: Batch, judged: Ints, relative: Floats, level: Floats) -> _Contrast | None:
+    """A third of the samples, those with the shortest prompts, against that with the longest: a system prompt that one
+    side lacks is the larger part of a short context."""
+    count = len(judged) // 3
+    lengths = np.array([len(sample.prompt_ids) for sample in batch])
+    order = judged[np.argsort(lengths[judged], kind="stable")]
+    short, long = order[:count], order[len(order) - count :]
+    told = all(sample.trained_prompt_ids is not None for sample in batch)
+    if told or count < MIN_SAMPLES or not np.median(lengths[long]) > LENGTHS_APART * np.median(lengths[short]):
+        return None
+    size, gap = relative.mean(0), level.mean(0)
+    mean = float(size[short].mean() - size[long].mean())
+    error = math.sqrt((size[short].var(ddof=1) + size[long].var(ddof=1)) / count)
+    larger, smaller = float(gap[short].mean()), float(gap[long].mean())
+    where = (
+        f"is larger after shorter prompts: mean |gap| {larger:.3g} nats after up to {lengths[short[-1]]} prompt ids, "
+        f"{smaller:.3g} after {lengths[long[0]]} or more"
+    )
+    return _Contrast(np.sort(judged), math.exp(mean), mean / max(error, 1e-12), larger, smaller, where)
 
 
 def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
     samples = [batch.samples[index] for index in found.samples]
-    cause = "the two sides were given different prompts"
+    decays = found.where.startswith("decays")
+    cause = "the two sides were given different prompts" if decays else "one side may lack a system prompt"
     fix = (
         f"Compare prompt_ids of both sides: BOS, system prompt, generation prompt or thinking tags, tools, prompts cut "
         f"at different ends. {PROMPT_FIX}"
     )
-    confidence: Confidence = "likely" if found.ratio > CLEAR_DECAY else "possible"
+    confidence: Confidence = "likely" if decays and found.ratio > CLEAR_RATIO else "possible"
     if all(sample.trained_prompt_ids is not None for sample in samples):  # differing ones are `prompt_ids`
         cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
         fix = (
@@ -166,19 +199,17 @@ def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
     return batch.finding(
         "wrong_prompt",
         "both",
-        f"The gap decays along responses: mean |gap| {found.larger:.3g} nats in their first tokens (up to "
-        f"{EARLY_TOKENS}), {found.smaller:.3g} in their second half, {found.ratio:.2f} times what the tokens' log-probs "
-        f"explain ({found.deviations:.0f} standard errors over {len(samples)} samples; near certain tokens aside): "
-        f"{cause}.",
+        f"The gap {found.where}. That is {found.ratio:.2f} times what log-probs explain ({found.deviations:.0f} "
+        f"standard errors over {len(samples)} samples): {cause}.",
         fix,
         samples,
         of_samples=len(batch),
         first=first_place(samples[0], samples[0].usable),
         statistics={
-            "decay": found.ratio,
+            "ratio": found.ratio,
             "standard_errors": found.deviations,
-            "early": found.larger,
-            "late": found.smaller,
+            "larger": found.larger,
+            "smaller": found.smaller,
         },
         confidence=confidence,
     )
