@@ -1,7 +1,6 @@
 """Is each training log-prob next to the rollout log-prob of the same token of the same sample?
 
-Ids tell it where the training side has its own. Else there is one question: is there another pairing under which the
-two sides agree far better?
+Ids tell it where both sides have them. Else: is there another pairing under which the two sides agree far better?
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from mismatch_plugin.diagnose.detectors.distance import (
     pooled,
 )
 from mismatch_plugin.diagnose.detectors.numbers import eos_finding
-from mismatch_plugin.diagnose.findings import Finding, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.findings import Item, LogProbSide, place_of, too_few
 
 MAX_LAG = 8
 """Boundaries are looked for up to so many tokens off."""
@@ -43,29 +42,12 @@ MAX_SWAP_SAMPLES, MAX_SWAP_TOKENS = 512, 256
 MAJORITY = 0.5
 """Of the samples that can be judged; what holds for them is then taken to hold for those that are too short."""
 
-PROMPT_FIX = (
-    "Send the server token ids (input_ids), made once with one tokenizer and chat template, and train on those ids; "
-    "never tokenize a prompt twice."
-)
-IDS_FIX = (
-    "Train on the ids that the server returned (output_ids): text decoded and encoded again, or another tokenizer, "
-    "gives other ids."
-)
-SHIFT_FIX = (
-    "Pair the log-prob of token t with the logits that precede it: targets are tokens[1:] for logits[:-1]; cut the "
-    "response from both with the same start."
-)
-BOUNDARY_FIX = (
-    "Cut the training side's log-probs at the first response token: start = number of prompt ids that the server saw "
-    "(template tokens included), minus one for the shift of logits to targets."
-)
-SWAP_FIX = (
-    "Keep each response's log-probs with its sample: match by request or sample id after sorting, grouping, "
-    "length-balancing and retries, never by order of arrival."
-)
-LENGTH_FIX = (
-    "Give exactly one log-prob a response token: keep the lists together when responses are cut, continued or padded."
-)
+PROMPT_FIX = "Make token ids once, with one tokenizer and chat template: send them (input_ids), and train on them."
+IDS_FIX = "Train on the ids that the server returned (output_ids): text that is encoded again gives other ids."
+SHIFT_FIX = "Pair token t with the logits before it: targets are tokens[1:] for logits[:-1], cut from the same start."
+BOUNDARY_FIX = "Cut training log-probs at the number of prompt ids the server saw, minus one for the shift of targets."
+SWAP_FIX = "Match log-probs to samples by request or sample id after sorting and retries, never by order of arrival."
+LENGTH_FIX = "Give exactly one log-prob a response token: cut, continue and pad ids and log-probs together."
 
 
 def shifted(values: Floats, lag: int, length: int) -> Floats:
@@ -86,14 +68,16 @@ def _clear(comparison: Comparison, minimum: int, standard_errors: float = STANDA
     return comparison.tokens >= minimum and comparison.clearly_better(FACTOR, standard_errors, MIN_GAIN_NATS)
 
 
-def _best_lag(sample: Sample, lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS) -> tuple[int, Comparison] | None:
+def _best_lag(
+    samples: Sequence[Sample], lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS
+) -> tuple[int, Comparison] | None:
     """The k with rollout[t] far closer to training[t + k] than to training[t]. minimum: tokens that both can judge."""
-    own = distances(sample)
+    own = pooled([distances(sample) for sample in samples])
     if own.mean < MIN_GAIN_NATS:
         return None
-    surplus = len(sample.train_log_probs) - len(sample)  # a whole prompt in front is likelier than any other lag
-    found = [(lag, compare(own, moved(sample, lag))) for lag in lags]
-    clear = [pair for pair in found if _clear(pair[1], minimum, 2.0 if pair[0] == surplus else STANDARD_ERRORS)]
+    whole_prompt = _surplus(samples[0])  # in front of the response: likelier than any other lag
+    found = [(lag, compare(own, pooled([moved(sample, lag) for sample in samples]))) for lag in lags]
+    clear = [pair for pair in found if _clear(pair[1], minimum, 2.0 if pair[0] == whole_prompt else STANDARD_ERRORS)]
     return min(clear, key=lambda pair: pair[1].other, default=None)
 
 
@@ -108,25 +92,16 @@ def _lag_findings(
             continue
         lags = [lag for _, lag in chosen]
         main = max(sorted(set(lags)), key=lags.count)
-        direction = "too early" if main > 0 else "too late"
+        direction = f"token{'s' * (abs(main) > 1)} too {'early' if main > 0 else 'late'}"
         amounts = ", ".join(f"{lag:+d}" for lag in sorted(set(lags))[:6])
-        finding = batch.finding(
-            "shift_by_one" if single else "boundary",
-            "both",
-            f"In {len(chosen)} of {of_samples} samples the training side's list starts {abs(main)} "
-            f"token{'' if abs(main) == 1 else 's'} {direction} (rollout[t] belongs to training[t + k], k = {amounts}): "
-            f"{why}{'one position' if single else 'some positions'} off.",
-            SHIFT_FIX if single else BOUNDARY_FIX,
-            [sample for sample, _ in chosen],
-            tokens=sum(len(sample) for sample, _ in chosen),
-            of_samples=of_samples,
-            statistics={"lag": main},
+        evidence = (
+            f"In {len(chosen)} of {of_samples} samples the training side's list starts {abs(main)} {direction} "
+            f"(rollout[t] belongs to training[t + k], k = {amounts}): {why}."
         )
-        found.append(finding)
+        name, fix = ("shift_by_one", SHIFT_FIX) if single else ("boundary", BOUNDARY_FIX)
+        samples, statistics = [sample for sample, _ in chosen], {"lag": main}
+        found.append(batch.finding(name, "both", evidence, fix, samples, of_samples=of_samples, statistics=statistics))
     return found
-
-
-# What ids tell
 
 
 def find_ids(batch: Batch) -> Outcome:
@@ -164,23 +139,20 @@ def find_ids(batch: Batch) -> Outcome:
         changed |= {sample.index: _incomparable(sample) for sample, _ in swapped}  # unless its own is found
         changed |= {owner.index: {"train_log_probs": sample.train_log_probs} for sample, owner in swapped}
         found.append(_swap_finding(batch, swapped, len(compared), "their token ids are those of another sample"))
-    found += _lag_findings(batch, lagged, len(compared), "the training side's token ids are the response's, ")
+    found += _lag_findings(batch, lagged, len(compared), "its token ids tell")
     if differing:
         sample, positions = differing[0]
-        first, count = int(positions[0]), sum(len(at) for _, at in differing)
+        at, count = int(positions[0]), sum(len(positions) for _, positions in differing)
         theirs = {one.index: ids for one, ids in compared}[sample.index]
-        finding = batch.finding(
-            "token_ids",
-            "both",
-            f"{count} response ids in {len(differing)} of {len(compared)} samples are others on the training side.",
-            IDS_FIX,
-            [sample for sample, _ in differing],
-            tokens=count,
-            of_samples=len(compared),
-            first=place_of(sample, first, rollout=int(sample.response_ids[first]), training=int(theirs[first])),
-            statistics={"fraction": count / max(batch.token_count, 1)},
+        of = f"{len(differing)} of {len(compared)} samples"
+        evidence = f"{count} response ids in {of} are others on the training side."
+        samples = [sample for sample, _ in differing]
+        first = place_of(sample, at, rollout=int(sample.response_ids[at]), training=int(theirs[at]))
+        found.append(
+            batch.finding(
+                "token_ids", "both", evidence, IDS_FIX, samples, tokens=count, of_samples=len(compared), first=first
+            )
         )
-        found.append(finding)
     return found, batch.with_values(changed)
 
 
@@ -206,25 +178,14 @@ def _prompts(batch: Batch) -> list[Item]:
         return []
     sample, ours, theirs = differing[0]
     unequal = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
-    position = next(unequal, min(len(ours), len(theirs)))
+    position, of = next(unequal, min(len(ours), len(theirs))), len(compared)
     values = [int(ids[position]) if position < len(ids) else "none" for ids in (ours, theirs)]
-    finding = batch.finding(
-        "prompt_ids",
-        "both",
-        f"The prompts of {len(differing)} of {len(compared)} samples differ; sample {sample.index}: {len(ours)} ids on "
-        f"the rollout side and {len(theirs)} on the training side, from prompt position {position} on ({values[0]} and "
-        f"{values[1]}).",
-        PROMPT_FIX,
-        [sample for sample, _, _ in differing],
-        tokens=0,
-        of_samples=len(compared),
-        first=place_of(sample),
-        statistics={"fraction": len(differing) / len(compared)},
+    evidence = (
+        f"The prompts of {len(differing)} of {of} samples differ; sample {sample.index}: {len(ours)} rollout ids, "
+        f"{len(theirs)} training ids, from prompt position {position} on ({values[0]} and {values[1]})."
     )
-    return [finding]
-
-
-# Samples swapped
+    samples, first = [sample for sample, _, _ in differing], place_of(sample)
+    return [batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, tokens=0, of_samples=of, first=first)]
 
 
 def find_swapped(batch: Batch) -> Outcome:
@@ -246,7 +207,7 @@ def find_swapped(batch: Batch) -> Outcome:
         comparison = compare(distances(sample), distances(sample, other.train_log_probs))
         if not _clear(comparison, 2):
             continue
-        lagged = _best_lag(sample)  # its own list, some positions off, is the simpler reason
+        lagged = _best_lag([sample])  # its own list, some positions off, is the simpler reason
         if lagged is None or comparison.other < FACTOR * lagged[1].other:
             swapped.append((sample, other))
             comparisons.append(comparison)
@@ -254,15 +215,13 @@ def find_swapped(batch: Batch) -> Outcome:
         return [], batch
     changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other in swapped}
     if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
-        changed = {sample.index: _incomparable(sample) for sample in batch if not _fits(sample)} | changed
+        fit = {
+            one.index for one in judged if len(one.train_log_probs) == len(one) and distances(one).mean < MIN_GAIN_NATS
+        }
+        changed = {sample.index: _incomparable(sample) for sample in batch if sample.index not in fit} | changed
     before, after = (np.mean([getattr(one, name) for one in comparisons]) for name in ("own", "other"))
     why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
     return [_swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
-
-
-def _fits(sample: Sample) -> bool:
-    own = distances(sample)
-    return len(sample.train_log_probs) == len(sample) and own.tokens >= MIN_TOKENS and own.mean < MIN_GAIN_NATS
 
 
 def _closest(sample: Sample, others: list[Sample]) -> Sample:
@@ -279,25 +238,14 @@ def _incomparable(sample: Sample) -> dict[str, Any]:
     return {"train_log_probs": np.full(len(sample), np.nan), "loss_mask": np.zeros(len(sample), dtype=bool)}
 
 
-def _swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samples: int, why: str) -> Finding:
+def _swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samples: int, why: str) -> Item:
     """`swapped`: (sample, the sample whose log-probs the training side gave it)."""
     pairs = ", ".join(f"{sample.index}→{owner.index}" for sample, owner in swapped[:6])
     more = f" and {len(swapped) - 6} more" if len(swapped) > 6 else ""
+    of = f"{len(swapped)} of {of_samples} samples"
+    evidence = f"The training side's log-probs of {of} belong to other samples ({pairs}{more}): {why}."
     samples = [sample for sample, _ in swapped]
-    return batch.finding(
-        "swapped_samples",
-        "both",
-        f"The training side's log-probs of {len(swapped)} of {of_samples} samples belong to other samples "
-        f"({pairs}{more}): {why}.",
-        SWAP_FIX,
-        samples,
-        tokens=sum(len(sample) for sample in samples),
-        of_samples=of_samples,
-        statistics={"fraction": len(swapped) / max(of_samples, 1)},
-    )
-
-
-# Lists that are not as long as the response
+    return batch.finding("swapped_samples", "both", evidence, SWAP_FIX, samples, of_samples=of_samples)
 
 
 def find_lengths(batch: Batch) -> Outcome:
@@ -315,7 +263,7 @@ def find_lengths(batch: Batch) -> Outcome:
         first = longer[0][0]
         prompt = len(first.prompt_ids)
         included = f" (its prompt has {prompt} tokens)" if abs(_surplus(first) - prompt) <= 1 else ""
-        why = f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index}{included}; lists "
+        why = f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index}{included}"
         found += _lag_findings(batch, longer, len(batch), why, boundary=True)
     found += _length_findings(batch, [sample for sample in uneven if not offsets[sample.index]], "training")
     return found, batch.with_values(changed)
@@ -328,12 +276,9 @@ def _surplus(sample: Sample, side: LogProbSide = "training") -> int:
 def _offsets(samples: list[Sample]) -> dict[int, int]:
     """By index, the k with rollout[t] closest to training[t + k]; samples too short to tell follow most others."""
     offsets = {}
-    for sample in samples:
-        surplus = _surplus(sample)
-        near = {*range(min(0, surplus) - MAX_LAG, max(0, surplus) + MAX_LAG + 1)}
-        if surplus > 4 * MAX_LAG:  # a whole prompt: the two ends are where a response can start
-            near = {*range(-MAX_LAG, MAX_LAG + 1), *range(surplus - MAX_LAG, surplus + MAX_LAG + 1)}
-        best = _best_lag(sample, sorted(near - {0}), minimum=4)
+    for sample in samples:  # the two ends of a list are where a response can start
+        near = {lag for end in (0, _surplus(sample)) for lag in range(end - MAX_LAG, end + MAX_LAG + 1)} - {0}
+        best = _best_lag([sample], sorted(near), minimum=4)
         offsets[sample.index] = best[0] if best else 0
     whole_prompt = [sample for sample in samples if offsets[sample.index] == _surplus(sample)]
     vague = [sample for sample in samples if not offsets[sample.index] and distances(sample).tokens < MIN_TOKENS]
@@ -355,56 +300,34 @@ def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide) -> 
     if wrong := [sample for sample in samples if _surplus(sample, side) != appended]:
         first, count = wrong[0], len(wrong[0].values(side))
         dropped = " (the last token, perhaps EOS, was dropped)" if count == len(first) - 1 else ""
-        finding = batch.finding(
-            "length",
-            side,
+        evidence = (
             f"The {side} side's log-probs of {len(wrong)} of {len(batch)} samples are not as many as the response "
-            f"tokens: {count} for {len(first)} in sample {first.index}{dropped}.",
-            LENGTH_FIX,
-            wrong,
-            tokens=sum(len(sample) for sample in wrong),
-            first=place_of(first, min(count, len(first))),
-            statistics={"fraction": len(wrong) / len(batch)},
+            f"tokens: {count} for {len(first)} in sample {first.index}{dropped}."
         )
-        found.append(finding)
+        place = place_of(first, min(count, len(first)))
+        found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place))
     return found
-
-
-# Lists that are some positions off
 
 
 def find_shift(batch: Batch) -> Outcome:
     """Rollout log-probs that fit the training side's some positions earlier or later, best of ±1 to ±8."""
     candidates = [sample for sample in batch if sample.comparable]
-    own = [distances(sample) for sample in candidates]
-    count = sum(item.tokens for item in own)
+    count = sum(distances(sample).tokens for sample in candidates)
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
-    together = _pooled_lag(candidates[some], pooled(own[some]))
-    lagged: list[tuple[Sample, int]] = []
-    comparisons: list[Comparison] = []
-    for sample, as_paired in zip(candidates, own, strict=True):
-        best = _best_lag(sample)
+    together = _best_lag(candidates[some], minimum=MIN_POOLED)
+    lagged: list[tuple[Sample, int, Comparison]] = []
+    for sample in candidates:
+        best = _best_lag([sample])
         if best is None and together is not None:  # too short to tell alone: it follows unless it fits as it is
-            followed = compare(as_paired, moved(sample, together[0]))
+            followed = compare(distances(sample), moved(sample, together[0]))
             best = together if followed.tokens < 2 or followed.other < followed.own else None
         if best is not None:
-            lagged.append((sample, best[0]))
-            comparisons.append(best[1])
+            lagged.append((sample, *best))
     if not lagged:
         return [], batch
-    why = f"{CLIPPED_GAP} {comparisons[0].own:.3g} as paired, {comparisons[0].other:.3g} if moved; lists are "
-    changed = {
-        sample.index: {"train_log_probs": shifted(sample.train_log_probs, lag, len(sample))} for sample, lag in lagged
-    }
-    return _lag_findings(batch, lagged, len(candidates), why), batch.with_values(changed)
-
-
-def _pooled_lag(samples: list[Sample], own: Distances) -> tuple[int, Comparison] | None:
-    """The lag under which all samples together agree far better, if there is one."""
-    if own.mean <= MIN_GAIN_NATS:
-        return None
-    found = [(lag, compare(own, pooled([moved(sample, lag) for sample in samples]))) for lag in LAGS]
-    lag, best = min(found, key=lambda item: item[1].other / max(item[1].own, 1e-9))
-    return (lag, best) if _clear(best, MIN_POOLED) else None
+    why = f"{CLIPPED_GAP} {lagged[0][2].own:.3g} as paired, {lagged[0][2].other:.3g} if moved"
+    lists = {sample.index: shifted(sample.train_log_probs, lag, len(sample)) for sample, lag, _ in lagged}
+    changed = {index: {"train_log_probs": values} for index, values in lists.items()}
+    return _lag_findings(batch, [item[:2] for item in lagged], len(candidates), why), batch.with_values(changed)

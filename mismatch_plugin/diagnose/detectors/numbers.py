@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,16 +14,7 @@ from mismatch_plugin.core.validity import FLOOR, POSITIVE_TOLERANCE, ZERO_FILL_G
 from mismatch_plugin.data.arrays import Bools, Floats, Ints, is_null
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import FIELD, Batch, Outcome, median
-from mismatch_plugin.diagnose.findings import (
-    SIDES,
-    FaultName,
-    Finding,
-    Item,
-    LogProbSide,
-    first_place,
-    place_of,
-    too_few,
-)
+from mismatch_plugin.diagnose.findings import SIDES, FaultName, Item, LogProbSide, place_of, too_few
 
 FILL_GAP = 0.5
 """Several exact 0.0 where the other side is below −0.5: certain tokens do not differ by that much."""
@@ -38,10 +29,8 @@ UNLIKELY = -1.0
 POSITIVE_SHARE = 0.9
 MIN_SIGNED = 4
 """Values of one sample, to judge its sign."""
-BASE_SMALLEST = 0.01
-"""Nearer to 0 the ratio of two log-probs is mostly noise."""
-MIN_BASE_TOKENS = 45
-"""Of the batch, to judge the base: 15 a third."""
+BASE_SMALLEST, MIN_BASE_TOKENS = 0.01, 45
+"""Nearer to 0 the ratio of two log-probs is mostly noise; so many of the batch judge the base, 15 a third."""
 BASE_TOLERANCE, BASE_ERRORS, BASE_WORST = 0.01, 3.0, 0.06
 """Of log(ratio of the sides) in each third of the tokens, ordered by size: proportional means the same everywhere. So
 many standard errors of the median are added, up to the last number. Temperatures near the log of a base lie outside."""
@@ -58,20 +47,18 @@ DECIMALS = 4
 _NOT_LOG_PROBS: dict[FaultName, tuple[str, str, str]] = {
     "missing": (
         "null instead of a log-prob",
-        "Send return_logprob with every request, and mask tokens that were not sampled (tool output) with loss_mask 0.",
+        "Send return_logprob with every request, and give tokens that were not sampled (tool output) loss_mask 0.",
         "Let the trainer write a number for every response token.",
     ),
     "nan": (
         "NaN",
-        "Look for NaN logits in the rollout engine (fp16 overflow, broken weights after an update); until then choose "
-        "--rollout-log-prob-policy drop-sequence.",
+        "Look for NaN logits in the engine (fp16, a broken update); else --rollout-log-prob-policy drop-sequence.",
         "Look for NaN logits in the trainer, or for padding that leaks into the response.",
     ),
     "infinite": (
         "+inf",
         "No log-prob is +inf: look for an overflow or a division by 0 between engine and file.",
-        "No log-prob is infinite on a sampled token: look for a mask applied to the logits that excludes sampled "
-        "tokens, or an overflow.",
+        "No sampled token has one: look for a mask on the logits that excludes sampled tokens, or an overflow.",
     ),
     "positive": (
         "a number clearly above 0",
@@ -80,28 +67,19 @@ _NOT_LOG_PROBS: dict[FaultName, tuple[str, str, str]] = {
     ),
     "floor": (
         "−inf or a floor ({value:g})",
-        "The engine wrote a floor instead of a log-prob (cut out by a filter, or clamped): take log-probs before "
-        "filters and remove the clamp, or choose --rollout-log-prob-policy drop-token.",
+        "Take log-probs before filters and remove the engine's clamp, or choose --rollout-log-prob-policy drop-token.",
         "Remove the clamp on the training side's log-probs.",
     ),
     "zero_fill": (
         "exactly 0.0 where the other side is far from it",
-        "0.0 was filled in where the engine returned nothing: mask those tokens with loss_mask 0, or ask the engine "
-        "for their log-probs.",
-        "0.0 was filled in on the training side: gather log-probs for every response token and do not pad inside the "
-        "response.",
+        "The engine returned nothing there: give those tokens loss_mask 0, or ask the engine for their log-probs.",
+        "Gather log-probs for every response token, and do not pad inside the response.",
     ),
 }
 """What a sample has, and what to do on the rollout and on the training side."""
-_SIGN_FIX = "Store log-probs, not losses: negate the numbers on that side (cross-entropy is −log p)."
-_PROBABILITIES_FIX = "Store natural logs: take log of the numbers on that side, better log-softmax in float32."
-_EOS_FIX = (
-    "Do not append EOS to what the server returned (finish_reason tells whether it stopped), or give the appended "
-    "token loss_mask 0: nobody sampled it, so it has no rollout log-prob."
-)
+_EOS_FIX = "Do not append EOS to what the server returned, or give it loss_mask 0: nobody sampled it."
 
-Hits = list[tuple[Sample, Ints]]
-"""Samples, and the positions in each."""
+Hits = list[tuple[Sample, Ints]]  # and the positions in it
 
 
 # Values that are no log-probs
@@ -181,23 +159,16 @@ def _clamped(own: Floats, other: Floats) -> Bools:
     return lowest & bool(varies and np.median(below) <= -0.1 and (below > 2 * noise).mean() <= 0.2)
 
 
-def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits) -> Finding:
+def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits) -> Item:
     sample, position = hits[0][0], int(hits[0][1][0])
     value = float(sample.values(side)[position])
     shown: dict[str, Any] = {side: "null" if is_null(sample.values(side))[position] else value}
     tokens = sum(len(positions) for _, positions in hits)
     what, *fixes = _NOT_LOG_PROBS[name]
-    return batch.finding(
-        name,
-        side,
-        f"{tokens} of {batch.token_count} tokens in {len(hits)} of {len(batch)} samples have {what.format(value=value)}"
-        f" on the {side} side.",
-        fixes[SIDES.index(side)],
-        [sample for sample, _ in hits],
-        tokens=tokens,
-        first=place_of(sample, position, **shown),
-        statistics={"fraction": tokens / max(batch.token_count, 1)},
-    )
+    of = f"{tokens} of {batch.token_count} tokens in {len(hits)} of {len(batch)} samples"
+    evidence = f"{of} have {what.format(value=value)} on the {side} side."
+    samples, first = [sample for sample, _ in hits], place_of(sample, position, **shown)
+    return batch.finding(name, side, evidence, fixes[SIDES.index(side)], samples, tokens=tokens, first=first)
 
 
 # An end-of-sequence token that the trainer appended: nobody sampled it, so it has no rollout log-prob
@@ -205,14 +176,10 @@ def _number_finding(batch: Batch, name: FaultName, side: LogProbSide, hits: Hits
 
 def find_null_eos(batch: Batch) -> Outcome:
     """Responses that have null on the last token and nowhere else."""
-    chosen, elsewhere = [], 0
-    for sample in batch:
-        if len(sample.rollout_log_probs) != len(sample) or len(sample) < 2:
-            continue
-        nulls = is_null(sample.rollout_log_probs) & sample.mask
-        if nulls[-1] and nulls.sum() == 1:
-            chosen.append(sample)
-        elsewhere += bool(nulls.any() and not nulls[-1])
+    whole = [sample for sample in batch if len(sample.rollout_log_probs) == len(sample) > 1]
+    nulls = [(sample, is_null(sample.rollout_log_probs) & sample.mask) for sample in whole]
+    chosen = [sample for sample, at in nulls if at[-1] and at.sum() == 1]
+    elsewhere = sum(bool(at.any() and not at[-1]) for _, at in nulls)
     if elsewhere >= len(chosen):
         return [], batch  # nulls everywhere are no EOS
     return _without_eos(batch, chosen, "stands a token with null for a log-prob")
@@ -225,9 +192,8 @@ def find_zero_eos(batch: Batch) -> Outcome:
     theirs = [float(sample.train_log_probs[-1]) for sample in chosen]
     if not chosen or (len(chosen) < 2 and min(theirs) > -ZERO_FILL_GAP):
         return [], batch
-    return _without_eos(
-        batch, chosen, f"stands a token with exactly 0.0, which the trainer gives {np.mean(theirs):.3g}"
-    )
+    what = f"stands a token with exactly 0.0, which the trainer gives {np.mean(theirs):.3g}"
+    return _without_eos(batch, chosen, what)
 
 
 def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
@@ -244,19 +210,12 @@ def _without_eos(batch: Batch, chosen: list[Sample], what: str) -> Outcome:
     return [eos_finding(batch, chosen, len(chosen[0]) - 1, f"{what}{named}")], batch.with_values(changed)
 
 
-def eos_finding(batch: Batch, samples: list[Sample], position: int, what: str) -> Finding:
+def eos_finding(batch: Batch, samples: list[Sample], position: int, what: str) -> Item:
     """An end-of-sequence token that was not sampled. position: of it, in the first sample."""
-    return batch.finding(
-        "eos_appended",
-        "training",
-        f"At the end of {len(samples)} of {len(batch)} responses {what}: an end-of-sequence token that was not "
-        f"sampled.",
-        _EOS_FIX,
-        samples,
-        tokens=len(samples),
-        first=place_of(samples[0], position),
-        statistics={"fraction": len(samples) / len(batch)},
-    )
+    count = f"{len(samples)} of {len(batch)} responses"
+    evidence = f"At the end of {count} {what}: an end-of-sequence token that was not sampled."
+    first = place_of(samples[0], position)
+    return batch.finding("eos_appended", "training", evidence, _EOS_FIX, samples, tokens=len(samples), first=first)
 
 
 # Numbers that are not natural logs: probabilities, negated log-probs, logs of base 2 or 10
@@ -264,12 +223,10 @@ def eos_finding(batch: Batch, samples: list[Sample], position: int, what: str) -
 
 def find_scale(batch: Batch) -> Outcome:
     """Judge each side, and go on with natural logs."""
-    found: list[Item] = []
-    for side in SIDES:
-        items, batch = _positive(batch, side)
-        found += items
-    items, batch = _base(batch) if batch.has_training else ([], batch)
-    return [*found, *items], batch
+    rollout, batch = _positive(batch, "rollout")
+    training, batch = _positive(batch, "training")
+    base, batch = _base(batch) if batch.has_training else ([], batch)
+    return [*rollout, *training, *base], batch
 
 
 def _positive(batch: Batch, side: LogProbSide) -> Outcome:
@@ -287,47 +244,24 @@ def _positive(batch: Batch, side: LogProbSide) -> Outcome:
             most = max(most, len(numbers))
     if most < MIN_SIGNED:
         return [], batch
-    lists = [sample.values(side) for sample in chosen]
-    largest = float(max(values[np.isfinite(values)].max() for values in lists))
-    name: FaultName = "probabilities" if largest <= 1 + 1e-6 and _fit_as_probabilities(batch, chosen, side) else "sign"
-    what, fix, undo = "are positive: −log p", _SIGN_FIX, np.negative
-    if name == "probabilities":
-        what, fix, undo = "lie between 0 and 1: probabilities", _PROBABILITIES_FIX, np.log
+    lists = {sample.index: sample.values(side) for sample in chosen}
+    largest = float(max(values[np.isfinite(values)].max() for values in lists.values()))
+    if largest <= 1 + 1e-6:
+        name, what, undo = "probabilities", "lie between 0 and 1: probabilities", np.log
+        fix = "Store natural logs: take log of the numbers on that side, better log-softmax in float32."
+    else:
+        name, what, undo = "sign", "are positive: −log p", np.negative
+        fix = "Store log-probs, not losses: negate the numbers on that side (cross-entropy is −log p)."
     with np.errstate(divide="ignore", invalid="ignore"):
-        changed = {
-            sample.index: {FIELD[side]: np.where(is_null(values), values, undo(values))}
-            for sample, values in zip(chosen, lists, strict=True)
-        }
-    finding = batch.finding(
-        name,
-        side,
-        f"The {side} side's numbers of {len(chosen)} of {len(batch)} samples {what} (largest {largest:.4g}).",
-        fix,
-        chosen,
-        tokens=sum(map(len, lists)),
-        statistics={"largest": largest},
-    )
-    return [finding], batch.with_values(changed)
-
-
-def _fit_as_probabilities(batch: Batch, chosen: list[Sample], side: LogProbSide) -> bool:
-    """Their logs fit the other side at least as well as their negatives do."""
-    if not batch.has_training:
-        return True
-    pairs = [(one.rollout_log_probs, one.train_log_probs) for one in chosen]
-    both = np.concatenate([np.stack([own[: len(other)], other[: len(own)]]) for own, other in pairs], axis=1)
-    values, other = both if side == "rollout" else both[::-1]
-    fine = np.isfinite(values) & np.isfinite(other) & (values > 0)
-    values, other = values[fine], other[fine]
-    return bool(np.median(np.abs(np.log(values) - other)) <= np.median(np.abs(-values - other)))
+        changed = {at: {FIELD[side]: np.where(is_null(one), one, undo(one))} for at, one in lists.items()}
+    of = f"{len(chosen)} of {len(batch)} samples"
+    evidence = f"The {side} side's numbers of {of} {what} (largest {largest:.4g})."
+    return [batch.finding(name, side, evidence, fix, chosen)], batch.with_values(changed)
 
 
 def _base(batch: Batch) -> Outcome:
-    """Proportional sides with the factor of base 2 or 10: numbers of base b are natural ones / ln b.
-
-    A temperature never gives one factor for likely and unlikely tokens, so the factor must hold in each third of the
-    tokens ordered by size.
-    """
+    """Proportional sides with the factor of base 2 or 10: numbers of base b are natural ones / ln b. A temperature
+    never gives one factor for likely and unlikely tokens: it must hold in each third of the tokens by size."""
     tokens = batch.tokens
     # By the product of the two sides, so that neither side's scale chooses the tokens.
     size = tokens.rollout * tokens.training
@@ -351,18 +285,15 @@ def _base(batch: Batch) -> Outcome:
         expected = math.log(factor) * (-1 if side == "rollout" else 1)
         if (np.abs(thirds - expected) > allowed).any():
             continue
-        finding = batch.finding(
-            "log_base",
-            side,
+        evidence = (
             f"Rollout and training log-probs are proportional, factor {math.exp(thirds[1]):.4f} (thirds of the tokens "
             f"by size: {', '.join(f'{math.exp(third):.4f}' for third in thirds)}): base {base:g} on the {side} side "
-            f"gives {math.exp(expected):.4f}.",
-            f"Store natural logs: multiply the numbers on that side by {factor:.6g} (log of the base).",
-            [batch.samples[index] for index in np.unique(tokens.sample)],
-            tokens=len(tokens),
-            first=place_of(batch.samples[int(tokens.sample[0])], int(tokens.position[0])),
-            statistics={"factor": math.exp(thirds[1]), "base": base},
+            f"gives {math.exp(expected):.4f}."
         )
+        fix = f"Store natural logs: multiply the numbers on that side by {factor:.6g} (log of the base)."
+        samples = [batch.samples[index] for index in np.unique(tokens.sample)]
+        first, figures = place_of(samples[0], int(tokens.position[0])), {"factor": math.exp(thirds[1]), "base": base}
+        finding = batch.finding("log_base", side, evidence, fix, samples, first=first, statistics=figures)
         changed = {sample.index: {FIELD[side]: sample.values(side) * factor} for sample in batch}
         return [finding], batch.with_values(changed)
     return [], batch
@@ -388,32 +319,24 @@ def fits_decimals(values: Floats) -> Bools:
     return np.abs(values - np.round(values, DECIMALS)) < 1e-9
 
 
-class _Narrow(NamedTuple):
-    """A form of number: which values it can hold, what is said of them, and what to do."""
-
-    fits: Callable[[Floats], Bools]
-    are: str
-    fix: str
-
-
-NARROW: dict[FaultName, _Narrow] = {
-    "bf16": _Narrow(
+NARROW: dict[FaultName, tuple[Callable[[Floats], Bools], str, str]] = {
+    "bf16": (
         fits_bf16,
         "are numbers that bf16 can hold, steps of 2^-8 of its size",
-        "Keep log-probs in float32 from the log-softmax on: cast logits to float32 before it, and do not store or send "
-        "the result in bf16.",
+        "Cast logits to float32 before the log-softmax, and do not store or send log-probs in bf16.",
     ),
-    "fp16": _Narrow(
+    "fp16": (
         fits_fp16,
         "are numbers that fp16 can hold, steps of 2^-11 of its size",
         "Keep log-probs in float32 from the log-softmax on: do not store or send them in fp16.",
     ),
-    "rounded": _Narrow(
+    "rounded": (
         fits_decimals,
         f"have at most {DECIMALS} decimals",
         "Write log-probs with all their digits (repr of a float32 has up to nine).",
     ),
 }
+"""Which values a form of number can hold, what is said of them, and what to do."""
 
 
 def find_precision(batch: Batch) -> Outcome:
@@ -424,35 +347,19 @@ def find_precision(batch: Batch) -> Outcome:
         judged = 0
         for sample in batch:
             values = sample.values(side)
-            values = np.unique(values[_told(values)])
+            values = np.unique(values[np.isfinite(values) & (np.abs(values) > NARROW_SMALLEST)])
             if len(values) < MIN_NARROW:
                 continue
             judged += 1
-            fitting: list[FaultName] = [name for name in NARROW if NARROW[name].fits(values).mean() >= NARROW_SHARE]
+            fitting: list[FaultName] = [name for name in NARROW if NARROW[name][0](values).mean() >= NARROW_SHARE]
             if fitting:
                 by_kind[fitting[0]].append(sample)
         if not judged and (side == "rollout" or batch.has_training):
             few = f"no sample has {MIN_NARROW} different {side} log-probs below −{NARROW_SMALLEST:g}"
             found.append(too_few(few, *NARROW))
-        found += [_narrow_finding(batch, name, side, samples, judged) for name, samples in by_kind.items()]
+        for name, samples in by_kind.items():
+            _, are, fix = NARROW[name]
+            of = f"{len(samples)} of {judged} samples"
+            evidence = f"All {side} log-probs of {of} {are}: digits were lost before the file was written."
+            found.append(batch.finding(name, side, evidence, fix, samples, of_samples=judged))
     return found, batch
-
-
-def _told(values: Floats) -> Bools:
-    return np.isfinite(values) & (np.abs(values) > NARROW_SMALLEST)
-
-
-def _narrow_finding(
-    batch: Batch, name: FaultName, side: LogProbSide, samples: Sequence[Sample], judged: int
-) -> Finding:
-    return batch.finding(
-        name,
-        side,
-        f"All {side} log-probs of {len(samples)} of {judged} samples {NARROW[name].are}: digits were lost before the "
-        f"file was written.",
-        NARROW[name].fix,
-        samples,
-        of_samples=judged,
-        first=first_place(samples[0], _told(samples[0].values(side))),
-        statistics={"fraction": len(samples) / judged},
-    )

@@ -1,7 +1,7 @@
 """Were both sides given the same text? Another prompt, and other ids inside a response, show in where the gap sits.
 
-Seen in log-probs alone, where the training side does not tell its ids. A change of weights moves the gap, too:
-everything here looks inside what one version sampled.
+For where the training side does not tell its ids. A change of weights moves the gap, too: all here looks inside what
+one version sampled.
 """
 
 from __future__ import annotations
@@ -50,19 +50,9 @@ FAR_NATS, FAR_TIMES, QUANTILE = 0.3, 16.0, 0.25
 INSIDE, ELSEWHERE = 0.5, 0.03
 """Share of far tokens in such a stretch, and outside it at least: MoE routers flip for one token in a hundred or so."""
 
-
-class _Bar(NamedTuple):
-    """far, before: tokens inside that are far, and tokens before it, near certain ones aside. chance: that tokens which
-    are far independently of each other make one such stretch, in the batch or in the one sample."""
-
-    far: int
-    before: int
-    chance: float
-    whole_batch: bool
-
-
-BARS = (_Bar(6, 4, 1e-4, True), _Bar(3, 1, 0.05, False))
-"""The first must be met by one sample; then others of the batch are judged each alone, by the second."""
+BARS = ((6, 4, 1e-4), (3, 1, 0.05))
+"""Far tokens in a stretch, telling tokens before it, and the chance that far tokens at random places make one: in the
+batch. Once one sample has met this, each is judged alone by the second."""
 
 
 def _borders(sample: Sample) -> list[int]:
@@ -79,13 +69,6 @@ def _ordinary(tokens: Tokens, size: Floats, kinds: list[Bools], typical: Callabl
             if len(part):
                 ordinary[part] = typical(size[part])
     return ordinary
-
-
-def _told(tokens: Tokens) -> Bools:
-    return np.minimum(tokens.rollout, tokens.training) < -CERTAIN
-
-
-# Another prompt on the training side
 
 
 class _Contrast(NamedTuple):
@@ -128,7 +111,8 @@ def _relative(batch: Batch) -> tuple[Floats, Floats]:
     ordinary = _ordinary(tokens, size, [np.ones(len(size), dtype=bool)], np.mean)
     end = np.minimum(EARLY_TOKENS, lengths // 3)
     late = np.maximum(2 * end, lengths // 2)[tokens.sample]
-    parts = [_told(tokens) & at for at in (tokens.position < end[tokens.sample], tokens.position >= late)]
+    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
+    parts = [told & at for at in (tokens.position < end[tokens.sample], tokens.position >= late)]
     counts, gaps, usual = (
         np.stack([np.bincount(tokens.sample[at], of[at], len(batch)) for at in parts])
         for of in (np.ones(len(size)), size, ordinary)
@@ -185,42 +169,25 @@ def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
     samples = [batch.samples[index] for index in found.samples]
     decays = found.where.startswith("decays")
     cause = "the two sides were given different prompts" if decays else "one side may lack a system prompt"
-    fix = (
-        f"Compare prompt_ids of both sides: BOS, system prompt, generation prompt or thinking tags, tools, prompts cut "
-        f"at different ends. {PROMPT_FIX}"
-    )
+    fix = f"Compare both sides' prompt_ids: BOS, system prompt, thinking tags, tools, cut ends. {PROMPT_FIX}"
     confidence: Confidence = "likely" if decays and found.ratio > CLEAR_RATIO else "possible"
     if all(sample.trained_prompt_ids is not None for sample in samples):  # differing ones are `prompt_ids`
         cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
-        fix = (
-            "Flush the prefix cache with every weight update (flush_cache), and compare prompt ids with what was sent."
-        )
+        fix = "Flush the prefix cache with every weight update (flush_cache); compare prompt ids with what was sent."
         confidence = "possible"
-    return batch.finding(
-        "wrong_prompt",
-        "both",
+    evidence = (
         f"The gap {found.where}. That is {found.ratio:.2f} times what log-probs explain ({found.deviations:.0f} "
-        f"standard errors over {len(samples)} samples): {cause}.",
-        fix,
-        samples,
-        of_samples=len(batch),
-        first=first_place(samples[0], samples[0].usable),
-        statistics={
-            "ratio": found.ratio,
-            "standard_errors": found.deviations,
-            "larger": found.larger,
-            "smaller": found.smaller,
-        },
-        confidence=confidence,
+        f"standard errors over {len(samples)} samples): {cause}."
+    )
+    statistics = {name: float(getattr(found, name)) for name in ("ratio", "deviations", "larger", "smaller")}
+    first = first_place(samples[0], samples[0].usable)
+    return batch.finding(
+        "wrong_prompt", "both", evidence, fix, samples, first=first, statistics=statistics, confidence=confidence
     )
 
 
-# Other ids from some position of a response on
-
-
 class Stretch(NamedTuple):
-    """Response tokens start to stop − 1 of a sample. before, inside: mean |gap| there, near certain tokens aside, each
-    at most 3 nats."""
+    """Response tokens start to stop − 1 of a sample. before, inside: mean |gap| of telling tokens there."""
 
     sample: Sample
     start: int
@@ -232,30 +199,29 @@ class Stretch(NamedTuple):
 def find_retokenised(batch: Batch) -> Outcome:
     """The likeliest stretch of far tokens in each sample; from its first token on nothing is compared afterwards."""
     tokens, size, far, parts = _far_tokens(batch)
-    if far.sum() < BARS[0].far:
+    if far.sum() < BARS[0][0]:
         return [], batch
     rate = min(max(ELSEWHERE, float(np.median([far[part].mean() for part in parts]))), INSIDE / 2)
     found: list[Stretch] = []
-    for bar in BARS:
-        if not (found or bar.whole_batch):
+    for least_far, least_before, chance in BARS:
+        if least_far < BARS[0][0] and not found:
             break
-        samples, longest = (len(batch), len(far)) if bar.whole_batch else (1, max(map(len, batch)))
+        samples, longest = (1, max(map(len, batch))) if found else (len(batch), len(far))
         found = []
         for part in parts:
             first, last, gain = _likeliest(far[part], rate)
             before, inside = size[part][:first], size[part][first : last + 1]
-            few = far[part][first : last + 1].sum() < bar.far or len(before) < bar.before
-            if few or gain < math.log(longest / bar.chance) or not _agreed(before, inside, samples / bar.chance):
+            few = far[part][first : last + 1].sum() < least_far or len(before) < least_before
+            if few or gain < math.log(longest / chance) or not _agreed(before, inside, samples / chance):
                 continue
             start, stop = (int(tokens.position[part[at]]) for at in (first, last))
             sample = batch.samples[int(tokens.sample[part[0]])]
             item = Stretch(sample, start, stop + 1, float(before.mean()), float(inside.mean()))
-            if _lag(item, before=True) is None:  # else the whole list is some positions off
+            again = found and found[-1].sample is sample  # under a later version
+            if not again and _lag(item, before=True) is None:  # else the whole list is some positions off
                 found.append(item)
-    changed = {
-        item.sample.index: {"loss_mask": item.sample.mask & (np.arange(len(item.sample)) < item.start)}
-        for item in found
-    }
+    masks = {item.sample.index: item.sample.mask & (np.arange(len(item.sample)) < item.start) for item in found}
+    changed = {index: {"loss_mask": mask} for index, mask in masks.items()}
     return [_ids_finding(batch, found)] if found else [], batch.with_values(changed)
 
 
@@ -274,7 +240,7 @@ def _far_tokens(batch: Batch) -> tuple[Tokens, Floats, Bools, list[Ints]]:
             later[here] = len(borders) - np.searchsorted(borders, tokens.position[here], side="right")
     kinds = [(later == count) & (tokens.occurred == again) for count in np.unique(later) for again in (True, False)]
     ordinary = _ordinary(tokens, size, kinds, lambda values: float(np.quantile(values, QUANTILE)))
-    told = _told(tokens)
+    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
     tokens, size, later = tokens.where(told), size[told], later[told]
     starts = np.flatnonzero((np.diff(tokens.sample) != 0) | (np.diff(later) != 0)) + 1
     far = size > np.maximum(FAR_NATS, FAR_TIMES * ordinary[told])
@@ -311,7 +277,7 @@ def _lag(item: Stretch, *, before: bool) -> int | None:
     if before:
         return next((lag for lag, fit in found if fit.tokens >= 2 and fit.other < fit.own), None)
     lag, best = min(found, key=lambda pair: pair[1].other)
-    return lag if best.tokens >= BARS[-1].far and best.clearly_better(0.5, 3.0, 0.1) else None
+    return lag if best.tokens >= BARS[-1][0] and best.clearly_better(0.5, 3.0, 0.1) else None
 
 
 def _ids_finding(batch: Batch, found: list[Stretch]) -> Finding:
@@ -321,21 +287,14 @@ def _ids_finding(batch: Batch, found: list[Stretch]) -> Finding:
     until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
     why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} on, as where one token became two" if lags else ""
     before, inside = (float(np.mean([getattr(item, name) for item in found])) for name in ("before", "inside"))
-    return batch.finding(
-        "retokenised",
-        "both",
+    evidence = (
         f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {before:.3g}) and are far apart "
         f"from there on ({inside:.3g}), {until}; in sample {first.sample.index} from position {first.start} of "
-        f"{len(first.sample)}{why}: the training side scores other ids there.",
-        IDS_FIX,
-        [item.sample for item in found],
-        tokens=sum(int(item.sample.mask[item.start :].sum()) for item in found),
-        first=place_of(first.sample, first.start),
-        statistics={
-            "fraction": len(found) / len(batch),
-            "mean_before": before,
-            "mean_inside": inside,
-            "to_the_end": ending,
-            "moved": len(lags),
-        },
+        f"{len(first.sample)}{why}: the training side scores other ids there."
+    )
+    samples, place = [item.sample for item in found], place_of(first.sample, first.start)
+    tokens = sum(int(item.sample.mask[item.start :].sum()) for item in found)
+    statistics = {"mean_before": before, "mean_inside": inside, "to_the_end": ending, "moved": len(lags)}
+    return batch.finding(
+        "retokenised", "both", evidence, IDS_FIX, samples, tokens=tokens, first=place, statistics=statistics
     )
