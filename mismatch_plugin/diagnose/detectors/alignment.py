@@ -114,8 +114,8 @@ def find_ids(batch: Batch) -> Outcome:
     lagged: list[tuple[Sample, int]] = []
     differing: list[tuple[Sample, Ints]] = []
     changed: dict[int, dict[str, Any]] = {}
-    owners = {_key(one.response_ids): one for one in reversed(batch.samples) if len(one) > 1}
     compared = [(sample, sample.trained_ids) for sample in batch if sample.trained_ids is not None]
+    owners = {_key(one.response_ids): one for one in reversed(batch.samples) if len(one) > 1} if compared else {}
     for sample, theirs in compared:
         ours = sample.response_ids
         shared = min(len(ours), len(theirs))
