@@ -97,7 +97,7 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
         "a server serves other weights than the trainer sent",
         "the server's plugin, next to the trainer's `weight_fingerprint`",
     ),
-    "wrong_prompt": ("another prompt, template or BOS", "the gap decays along the response"),
+    "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
     "quantised": ("sides in different precision", "even noise above that of bf16, of no other shape"),
     "moe_routing": ("a router chose other experts", "few tokens far off, in any place, sample and id"),

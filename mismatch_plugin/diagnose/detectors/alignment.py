@@ -1,15 +1,17 @@
 """Is each training log-prob next to the rollout log-prob of the same token of the same sample?
 
-Everything here asks the same: is there another pairing under which the two sides agree far better?
+Ids tell it where both sides have them. Else: is there another pairing under which the two sides agree far better?
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
+from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distance import (
@@ -22,20 +24,39 @@ from mismatch_plugin.diagnose.detectors.distance import (
     distances,
     pooled,
 )
-from mismatch_plugin.diagnose.detectors.pairing import LAGS, incomparable, lag_findings, shifted, swap_finding
-from mismatch_plugin.diagnose.findings import too_few
+from mismatch_plugin.diagnose.detectors.numbers import eos_finding
+from mismatch_plugin.diagnose.findings import Item, LogProbSide, place_of, too_few
 
-FACTOR = 0.5
-STANDARD_ERRORS = 4.0
-MINIMUM_GAIN = 0.1
-"""In nats: where both pairings fit that well, none is wrong enough to name."""
+MAX_LAG = 8
+"""Boundaries are looked for up to so many tokens off."""
+LAGS = [lag for distance in range(1, MAX_LAG + 1) for lag in (distance, -distance)]
+FACTOR, STANDARD_ERRORS = 0.5, 4.0
+"""Another pairing must leave less than that share of the gap, and by so many standard errors."""
+MIN_GAIN_NATS = 0.1
+"""Where both pairings fit that well, none is wrong enough to name."""
 MIN_TOKENS = 10
 """Of one sample, to judge it alone."""
 MIN_POOLED = 40
 """Of the batch, to judge all samples together."""
 MAX_SWAP_SAMPLES, MAX_SWAP_TOKENS = 512, 256
-MOST = 0.5
+MAJORITY = 0.5
 """Of the samples that can be judged; what holds for them is then taken to hold for those that are too short."""
+
+PROMPT_FIX = "Make token ids once, with one tokenizer and chat template: send them (input_ids), and train on them."
+IDS_FIX = "Train on the ids that the server returned (output_ids): text that is encoded again gives other ids."
+SHIFT_FIX = "Pair the log-prob of token t with the logits before it: targets are tokens[1:] for logits[:-1]."
+BOUNDARY_FIX = "Cut training log-probs at the number of prompt ids the server saw, minus one for the shift of targets."
+SWAP_FIX = "Match log-probs to samples by request or sample id after sorting and retries, never by order of arrival."
+LENGTH_FIX = "Give exactly one log-prob a response token: cut, continue and pad ids and log-probs together."
+
+
+def shifted(values: Floats, lag: int, length: int) -> Floats:
+    """`values[lag : lag + length]`, with NaN where that reaches over an end."""
+    result = np.full(length, np.nan)
+    start, stop = max(0, -lag), min(length, len(values) - lag)
+    if stop > start:
+        result[start:stop] = values[start + lag : stop + lag]
+    return result
 
 
 def moved(sample: Sample, lag: int) -> Distances:
@@ -43,8 +64,128 @@ def moved(sample: Sample, lag: int) -> Distances:
     return distances(sample, shifted(sample.train_log_probs, lag, len(sample)))
 
 
-def _clear(comparison: Comparison) -> bool:
-    return comparison.clearly_better(FACTOR, STANDARD_ERRORS, MINIMUM_GAIN)
+def _clear(comparison: Comparison, minimum: int, standard_errors: float = STANDARD_ERRORS) -> bool:
+    return comparison.tokens >= minimum and comparison.clearly_better(FACTOR, standard_errors, MIN_GAIN_NATS)
+
+
+def _best_lag(
+    samples: Sequence[Sample], lags: Collection[int] = LAGS, minimum: int = MIN_TOKENS
+) -> tuple[int, Comparison] | None:
+    """The k with rollout[t] far closer to training[t + k] than to training[t]. minimum: tokens that both can judge."""
+    own = pooled([distances(sample) for sample in samples])
+    if own.mean < MIN_GAIN_NATS:
+        return None
+    whole_prompt = _surplus(samples[0])  # in front of the response: likelier than any other lag
+    found = [(lag, compare(own, pooled([moved(sample, lag) for sample in samples]))) for lag in lags]
+    clear = [pair for pair in found if _clear(pair[1], minimum, 2.0 if pair[0] == whole_prompt else STANDARD_ERRORS)]
+    return min(clear, key=lambda pair: pair[1].other, default=None)
+
+
+def _lag_findings(
+    batch: Batch, lagged: Sequence[tuple[Sample, int]], of_samples: int, why: str, *, boundary: bool = False
+) -> list[Item]:
+    """One finding for a shift by one, one for larger ones. boundary: of lists that are too long it is never a shift."""
+    found: list[Item] = []
+    for single in (True, False):
+        chosen = [(sample, lag) for sample, lag in lagged if (abs(lag) == 1 and not boundary) == single]
+        if not chosen:
+            continue
+        lags = [lag for _, lag in chosen]
+        main = max(sorted(set(lags)), key=lags.count)
+        direction = f"token{'s' * (abs(main) > 1)} too {'early' if main > 0 else 'late'}"
+        amounts = ", ".join(f"{lag:+d}" for lag in sorted(set(lags))[:6])
+        evidence = (
+            f"In {len(chosen)} of {of_samples} samples the training side's list starts {abs(main)} {direction} "
+            f"(rollout[t] belongs to training[t + k], k = {amounts}): {why}."
+        )
+        name, fix = ("shift_by_one", SHIFT_FIX) if single else ("boundary", BOUNDARY_FIX)
+        samples, statistics = [sample for sample, _ in chosen], {"lag": main}
+        found.append(batch.finding(name, "both", evidence, fix, samples, of_samples=of_samples, statistics=statistics))
+    return found
+
+
+def find_ids(batch: Batch) -> Outcome:
+    """Compare prompt and response ids; what differs cannot be compared afterwards.
+
+    Ids that are another sample's, or the response's own some positions off, are named for what they are.
+    """
+    found = _prompts(batch)
+    swapped: list[tuple[Sample, Sample]] = []
+    lagged: list[tuple[Sample, int]] = []
+    differing: list[tuple[Sample, Ints]] = []
+    changed: dict[int, dict[str, Any]] = {}
+    compared = [(sample, sample.trained_ids) for sample in batch if sample.trained_ids is not None]
+    owners = {_key(one.response_ids): one for one in reversed(batch.samples) if len(one) > 1} if compared else {}
+    for sample, theirs in compared:
+        ours = sample.response_ids
+        shared = min(len(ours), len(theirs))
+        positions = np.flatnonzero(ours[:shared] != theirs[:shared])
+        if not len(positions):
+            continue  # what is left is a question of length
+        owner = owners.get(_key(theirs))
+        lag = _lag(ours, theirs)
+        if owner is not None and len(theirs) == len(sample.train_log_probs):
+            swapped.append((sample, owner))
+        elif lag is not None:
+            lagged.append((sample, lag))
+            there = shifted(sample.train_log_probs, lag, len(sample))
+            changed[sample.index] = {"train_log_probs": there, "loss_mask": sample.mask & ~np.isnan(there)}
+        else:
+            differing.append((sample, positions))
+            mask = sample.mask.copy()
+            mask[positions] = False
+            changed[sample.index] = {"loss_mask": mask}
+    if swapped:
+        changed |= {sample.index: _incomparable(sample) for sample, _ in swapped}  # unless its own is found
+        changed |= {owner.index: {"train_log_probs": sample.train_log_probs} for sample, owner in swapped}
+        found.append(_swap_finding(batch, swapped, len(compared), "their token ids are those of another sample"))
+    found += _lag_findings(batch, lagged, len(compared), "its token ids tell")
+    if differing:
+        sample, positions = differing[0]
+        at, count = int(positions[0]), sum(len(positions) for _, positions in differing)
+        theirs = {one.index: ids for one, ids in compared}[sample.index]
+        of = f"{len(differing)} of {len(compared)} samples"
+        evidence = f"{count} response ids in {of} are others on the training side."
+        samples = [sample for sample, _ in differing]
+        first = place_of(sample, at, rollout=int(sample.response_ids[at]), training=int(theirs[at]))
+        found.append(
+            batch.finding(
+                "token_ids", "both", evidence, IDS_FIX, samples, tokens=count, of_samples=len(compared), first=first
+            )
+        )
+    return found, batch.with_values(changed)
+
+
+def _key(ids: Ints) -> bytes:
+    return ids.astype(np.int64).tobytes()
+
+
+def _lag(ours: Ints, theirs: Ints) -> int | None:
+    """The k with ours[t] = theirs[t + k] for all t that both have, if there is one other than 0."""
+    for lag in LAGS:
+        start, stop = max(0, -lag), min(len(ours), len(theirs) - lag)
+        enough = abs(lag) <= len(ours) - 2 and stop - start >= max(4, len(ours) - MAX_LAG)
+        if enough and np.array_equal(ours[start:stop], theirs[start + lag : stop + lag]):
+            return lag
+    return None
+
+
+def _prompts(batch: Batch) -> list[Item]:
+    pairs = [(sample, sample.prompt_ids, sample.trained_prompt_ids) for sample in batch]
+    compared = [(sample, ours, theirs) for sample, ours, theirs in pairs if theirs is not None]
+    differing = [pair for pair in compared if not np.array_equal(pair[1], pair[2])]
+    if not differing:
+        return []
+    sample, ours, theirs = differing[0]
+    unequal = (at for at, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    position, of = next(unequal, min(len(ours), len(theirs))), len(compared)
+    values = [int(ids[position]) if position < len(ids) else "none" for ids in (ours, theirs)]
+    evidence = (
+        f"The prompts of {len(differing)} of {of} samples differ; sample {sample.index}: {len(ours)} rollout ids, "
+        f"{len(theirs)} training ids, from prompt position {position} on ({values[0]} and {values[1]})."
+    )
+    samples, first = [sample for sample, _, _ in differing], place_of(sample)
+    return [batch.finding("prompt_ids", "both", evidence, PROMPT_FIX, samples, tokens=0, of_samples=of, first=first)]
 
 
 def find_swapped(batch: Batch) -> Outcome:
@@ -57,107 +198,136 @@ def find_swapped(batch: Batch) -> Outcome:
         few = f"no sample has {MIN_TOKENS} with a log-prob other than 0 on both sides"
         return [too_few(few, "swapped_samples")], batch
     swapped: list[tuple[Sample, Sample]] = []
+    comparisons: list[Comparison] = []
     for sample in judged:
-        if distances(sample).mean < MINIMUM_GAIN:
+        others = [other for other in by_length[len(sample)] if other is not sample]
+        if distances(sample).mean < MIN_GAIN_NATS or not others or len(sample.rollout_log_probs) != len(sample):
             continue
-        best = _closest(sample, [other for other in by_length[len(sample)] if other is not sample])
-        if best is None or not _clear(best[1]):
+        other = _closest(sample, others)
+        comparison = compare(distances(sample), distances(sample, other.train_log_probs))
+        if not _clear(comparison, 2):
             continue
-        lagged = _own_lag(sample)  # its own list, some positions off, is the simpler reason
-        if lagged is None or best[1].other < FACTOR * lagged.comparison.other:
-            swapped.append((sample, best[0]))
+        lagged = _best_lag([sample])  # its own list, some positions off, is the simpler reason
+        if lagged is None or comparison.other < FACTOR * lagged[1].other:
+            swapped.append((sample, other))
+            comparisons.append(comparison)
     if not swapped:
         return [], batch
     changed = {sample.index: {"train_log_probs": other.train_log_probs} for sample, other in swapped}
-    if len(swapped) > MOST * len(judged):  # then what is too short to be found again is not at its place either
-        changed = {sample.index: incomparable(sample) for sample in batch if not _fits(sample)} | changed
-    before = np.mean([distances(sample).mean for sample, _ in swapped])
-    after = np.mean([distances(sample, other.train_log_probs).mean for sample, other in swapped])
+    if len(swapped) > MAJORITY * len(judged):  # what is too short to be found again is not at its place either
+        fit = {
+            one.index for one in judged if len(one.train_log_probs) == len(one) and distances(one).mean < MIN_GAIN_NATS
+        }
+        changed = {sample.index: _incomparable(sample) for sample in batch if sample.index not in fit} | changed
+    before, after = (np.mean([getattr(one, name) for one in comparisons]) for name in ("own", "other"))
     why = f"{CLIPPED_GAP} {before:.3g} as paired, {after:.3g} with the other sample"
-    return [swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
+    return [_swap_finding(batch, swapped, len(judged), why)], batch.with_values(changed)
 
 
-def _fits(sample: Sample) -> bool:
-    own = distances(sample)
-    return len(sample.train_log_probs) == len(sample) and own.tokens >= MIN_TOKENS and own.mean < MINIMUM_GAIN
-
-
-def _closest(sample: Sample, others: list[Sample]) -> tuple[Sample, Comparison] | None:
+def _closest(sample: Sample, others: list[Sample]) -> Sample:
     """The one of `others`, all with lists of the right length, whose training log-probs fit best."""
-    if not others or len(sample.rollout_log_probs) != len(sample):
-        return None
     table = np.stack([other.train_log_probs[:MAX_SWAP_TOKENS] for other in others])  # [M, n]
     ours = np.broadcast_to(sample.rollout_log_probs[:MAX_SWAP_TOKENS], table.shape)
     values, valid = between(ours, table, sample.mask[:MAX_SWAP_TOKENS] & (ours != 0.0) & (table != 0.0))
     means = values.sum(-1) / np.maximum(valid.sum(-1), 1) + np.where(valid.sum(-1) < MIN_TOKENS, CLIP, 0.0)
-    found = others[int(np.argmin(means))]
-    return found, compare(distances(sample), distances(sample, found.train_log_probs))
+    return others[int(np.argmin(means))]
 
 
-class _Lagged(NamedTuple):
-    sample: Sample
-    lag: int
-    comparison: Comparison
+def _incomparable(sample: Sample) -> dict[str, Any]:
+    """Fields that take the sample out of every comparison that follows."""
+    return {"train_log_probs": np.full(len(sample), np.nan), "loss_mask": np.zeros(len(sample), dtype=bool)}
+
+
+def _swap_finding(batch: Batch, swapped: Sequence[tuple[Sample, Sample]], of_samples: int, why: str) -> Item:
+    """`swapped`: (sample, the sample whose log-probs the training side gave it)."""
+    pairs = ", ".join(f"{sample.index}→{owner.index}" for sample, owner in swapped[:6])
+    more = f" and {len(swapped) - 6} more" if len(swapped) > 6 else ""
+    of = f"{len(swapped)} of {of_samples} samples"
+    evidence = f"The training side's log-probs of {of} belong to other samples ({pairs}{more}): {why}."
+    samples = [sample for sample, _ in swapped]
+    return batch.finding("swapped_samples", "both", evidence, SWAP_FIX, samples, of_samples=of_samples)
+
+
+def find_lengths(batch: Batch) -> Outcome:
+    """Name them; afterwards both lists of each sample are as long as its response."""
+    changed: dict[int, dict[str, Any]] = defaultdict(dict)
+    short = [sample for sample in batch if len(sample.rollout_log_probs) != len(sample)]
+    for sample in short:
+        changed[sample.index]["rollout_log_probs"] = shifted(sample.rollout_log_probs, 0, len(sample))
+    found = _length_findings(batch, short, "rollout")
+    uneven = [sample for sample in batch if _surplus(sample)]
+    offsets = _offsets(uneven)
+    for sample in uneven:
+        changed[sample.index]["train_log_probs"] = shifted(sample.train_log_probs, offsets[sample.index], len(sample))
+    if longer := [(sample, lag) for sample in uneven if (lag := offsets[sample.index])]:
+        first = longer[0][0]
+        prompt = len(first.prompt_ids)
+        included = f" (its prompt has {prompt} tokens)" if abs(_surplus(first) - prompt) <= 1 else ""
+        why = f"it is {_surplus(first):+d} tokens longer than the response in sample {first.index}{included}"
+        found += _lag_findings(batch, longer, len(batch), why, boundary=True)
+    found += _length_findings(batch, [sample for sample in uneven if not offsets[sample.index]], "training")
+    return found, batch.with_values(changed)
+
+
+def _surplus(sample: Sample, side: LogProbSide = "training") -> int:
+    return len(sample.values(side)) - len(sample)
+
+
+def _offsets(samples: list[Sample]) -> dict[int, int]:
+    """By index, the k with rollout[t] closest to training[t + k]; samples too short to tell follow most others."""
+    offsets = {}
+    for sample in samples:  # the two ends of a list are where a response can start
+        near = {lag for end in (0, _surplus(sample)) for lag in range(end - MAX_LAG, end + MAX_LAG + 1)} - {0}
+        best = _best_lag([sample], sorted(near), minimum=4)
+        offsets[sample.index] = best[0] if best else 0
+    whole_prompt = [sample for sample in samples if offsets[sample.index] == _surplus(sample)]
+    vague = [sample for sample in samples if not offsets[sample.index] and distances(sample).tokens < MIN_TOKENS]
+    if len(whole_prompt) > MAJORITY * (len(samples) - len(vague)):
+        offsets |= {sample.index: _surplus(sample) for sample in vague if _surplus(sample) > 0}
+    return offsets
+
+
+def _length_findings(batch: Batch, samples: list[Sample], side: LogProbSide) -> list[Item]:
+    """Of lists that start where the response does: one token that nobody sampled, or simply another length."""
+    found: list[Item] = []
+    appended, what = (-1, "the server has log-probs for") if side == "rollout" else (1, "was sampled")
+    if extra := [sample for sample in samples if _surplus(sample, side) == appended]:
+        lists = (sample.response_ids if side == "rollout" else sample.trained_ids for sample in extra)
+        ids = {int(tokens[-1]) for tokens in lists if tokens is not None and len(tokens)}
+        named = f", id {ids.pop()} in all of them" if len(ids) == 1 else ""
+        position = len(extra[0]) - (side == "rollout")
+        found.append(eos_finding(batch, extra, position, f"the {side} side has one token more than {what}{named}"))
+    if wrong := [sample for sample in samples if _surplus(sample, side) != appended]:
+        first, count = wrong[0], len(wrong[0].values(side))
+        dropped = " (the last token, perhaps EOS, was dropped)" if count == len(first) - 1 else ""
+        evidence = (
+            f"The {side} side's log-probs of {len(wrong)} of {len(batch)} samples are not as many as the response "
+            f"tokens: {count} for {len(first)} in sample {first.index}{dropped}."
+        )
+        place = place_of(first, min(count, len(first)))
+        found.append(batch.finding("length", side, evidence, LENGTH_FIX, wrong, first=place))
+    return found
 
 
 def find_shift(batch: Batch) -> Outcome:
     """Rollout log-probs that fit the training side's some positions earlier or later, best of ±1 to ±8."""
     candidates = [sample for sample in batch if sample.comparable]
-    own = [distances(sample) for sample in candidates]
-    count = sum(item.tokens for item in own)
+    count = sum(distances(sample).tokens for sample in candidates)
     if count < MIN_POOLED:
         return [too_few(f"{count}, {MIN_POOLED} needed", "shift_by_one", "boundary")], batch
     some = slice(None, None, max(1, len(candidates) // MAX_SWAP_SAMPLES))
-    together = _pooled_lag(candidates[some], pooled(own[some]))
-    lagged: list[_Lagged] = []
-    for sample, as_paired in zip(candidates, own, strict=True):
-        alone = _own_lag(sample, None if together is None else together[0])
-        if alone is not None:
-            lagged.append(alone)
-        elif together is not None:  # too short to tell alone: it follows the others unless it fits as it is
-            found = compare(as_paired, moved(sample, together[0]))
-            if found.tokens < 2 or found.other < found.own:
-                lagged.append(_Lagged(sample, *together))
+    together = _best_lag(candidates[some], minimum=MIN_POOLED)
+    lagged: list[tuple[Sample, int, Comparison]] = []
+    for sample in candidates:
+        best = _best_lag([sample])
+        if best is None and together is not None:  # too short to tell alone: it follows unless it fits as it is
+            followed = compare(distances(sample), moved(sample, together[0]))
+            best = together if followed.tokens < 2 or followed.other < followed.own else None
+        if best is not None:
+            lagged.append((sample, *best))
     if not lagged:
         return [], batch
-    numbers = lagged[0].comparison
-    why = f"{CLIPPED_GAP} {numbers.own:.3g} as paired, {numbers.other:.3g} if moved; lists are "
-    by_lag: dict[int, list[Comparison]] = defaultdict(list)
-    for item in lagged:
-        by_lag[item.lag].append(item.comparison)
-    statistics = {
-        lag: {
-            "distance_as_paired": float(np.mean([item.own for item in items])),
-            "distance_moved": float(np.mean([item.other for item in items])),
-        }
-        for lag, items in by_lag.items()
-    }
-    changed = {
-        sample.index: {"train_log_probs": shifted(sample.train_log_probs, lag, len(sample))}
-        for sample, lag, _ in lagged
-    }
-    pairs = [(sample, lag) for sample, lag, _ in lagged]
-    return lag_findings(batch, pairs, len(candidates), why, statistics), batch.with_values(changed)
-
-
-def _pooled_lag(samples: list[Sample], own: Distances) -> tuple[int, Comparison] | None:
-    """The lag under which all samples together agree far better, if there is one."""
-    if own.mean <= MINIMUM_GAIN:
-        return None
-    found = [(lag, compare(own, pooled([moved(sample, lag) for sample in samples]))) for lag in LAGS]
-    lag, best = min(found, key=lambda item: item[1].other / max(item[1].own, 1e-9))
-    return (lag, best) if best.tokens >= MIN_POOLED and _clear(best) else None
-
-
-def _own_lag(sample: Sample, likely: int | None = None) -> _Lagged | None:
-    """The lag under which this sample agrees far better. likely: tried first, and taken if it leaves hardly a gap."""
-    own = distances(sample)
-    if own.tokens < MIN_TOKENS or own.mean < MINIMUM_GAIN:
-        return None
-    if likely is not None:
-        as_others = compare(own, moved(sample, likely))
-        if as_others.tokens >= MIN_TOKENS and as_others.other < MINIMUM_GAIN and _clear(as_others):
-            return _Lagged(sample, likely, as_others)
-    found = [(lag, compare(own, moved(sample, lag))) for lag in LAGS]
-    lag, best = min(found, key=lambda item: item[1].other)
-    return _Lagged(sample, lag, best) if best.tokens >= MIN_TOKENS and _clear(best) else None
+    why = f"{CLIPPED_GAP} {lagged[0][2].own:.3g} as paired, {lagged[0][2].other:.3g} if moved"
+    lists = {sample.index: shifted(sample.train_log_probs, lag, len(sample)) for sample, lag, _ in lagged}
+    changed = {index: {"train_log_probs": values} for index, values in lists.items()}
+    return _lag_findings(batch, [item[:2] for item in lagged], len(candidates), why), batch.with_values(changed)

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.alignment import SHIFT_FIX
 from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, between, compare
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES
 from mismatch_plugin.diagnose.detectors.filters import FIXES, after_filters, filter_text
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
-from mismatch_plugin.diagnose.detectors.pairing import SHIFT_FIX
 from mismatch_plugin.diagnose.detectors.vocabulary import Rows, gather_rows
 from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
 

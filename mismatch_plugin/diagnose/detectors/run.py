@@ -6,22 +6,23 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.alignment import find_shift, find_swapped
+from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
 from mismatch_plugin.diagnose.detectors.distribution import find_penalty, find_temperature, find_unrelated
-from mismatch_plugin.diagnose.detectors.eos import find_null_eos, find_zero_eos
 from mismatch_plugin.diagnose.detectors.filters import find_truncation
 from mismatch_plugin.diagnose.detectors.hypotheses import find_in_distributions
-from mismatch_plugin.diagnose.detectors.identity import find_ids
-from mismatch_plugin.diagnose.detectors.lengths import find_lengths
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
-from mismatch_plugin.diagnose.detectors.numbers import find_fills, find_numbers
+from mismatch_plugin.diagnose.detectors.numbers import (
+    find_fills,
+    find_null_eos,
+    find_numbers,
+    find_precision,
+    find_scale,
+    find_zero_eos,
+)
 from mismatch_plugin.diagnose.detectors.populations import find_split, find_stale_server
-from mismatch_plugin.diagnose.detectors.precision import find_precision
-from mismatch_plugin.diagnose.detectors.prompt import find_wrong_prompt
-from mismatch_plugin.diagnose.detectors.scale import find_scale
 from mismatch_plugin.diagnose.detectors.served import find_served, note, weights_agree
 from mismatch_plugin.diagnose.detectors.size import find_size
-from mismatch_plugin.diagnose.detectors.tokenisation import find_retokenised
+from mismatch_plugin.diagnose.detectors.tokens import find_retokenised, find_wrong_prompt
 from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated
 from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided

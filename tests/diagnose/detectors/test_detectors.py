@@ -8,15 +8,17 @@ import numpy as np
 import pytest
 
 from mismatch_plugin.data.versions import WeightSpan, version_number
-from mismatch_plugin.diagnose.detectors.alignment import find_shift, find_swapped
+from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
 from mismatch_plugin.diagnose.detectors.distribution import find_temperature, find_unrelated
-from mismatch_plugin.diagnose.detectors.eos import find_null_eos, find_zero_eos
-from mismatch_plugin.diagnose.detectors.identity import find_ids
-from mismatch_plugin.diagnose.detectors.lengths import find_lengths
-from mismatch_plugin.diagnose.detectors.numbers import find_fills, find_numbers
-from mismatch_plugin.diagnose.detectors.precision import find_precision
+from mismatch_plugin.diagnose.detectors.numbers import (
+    find_fills,
+    find_null_eos,
+    find_numbers,
+    find_precision,
+    find_scale,
+    find_zero_eos,
+)
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.detectors.scale import find_scale
 from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.diagnose.dumps import batch_of as dump_of
@@ -49,51 +51,35 @@ def test_masked_tokens_may_hold_anything():
     assert batch.token_count == 1
 
 
-def test_one_zero_far_from_the_other_side_is_a_fill():
+def test_zeros_far_from_the_other_side_are_fills_unless_nearly_certain_tokens_are_too():
     items, fixed = find_fills(batch_of([[0.0, -1.0, -2.0]], [[-3.5, -1.0, -2.0]]))
-    findings = found(items)
-    assert [(item.fault, item.side, item.tokens) for item in findings] == [("zero_fill", "rollout", 1)]
+    assert [(item.fault, item.side, item.tokens) for item in found(items)] == [("zero_fill", "rollout", 1)]
     assert len(fixed.tokens) == 2
-
-
-def test_zeros_that_differ_as_nearly_certain_tokens_do_are_honest():
     rollout = [0.0] * 100 + [-0.001] * 100
-    train = ([-4.0] + [-0.01] * 99) * 2
-    assert find_fills(batch_of([rollout], [train]))[0] == []
+    assert find_fills(batch_of([rollout], [([-4.0] + [-0.01] * 99) * 2]))[0] == []
     assert len(find_fills(batch_of([rollout], [[-4.0] + [-0.01] * 199]))[0]) == 1
 
 
 def test_a_clamp_is_named_and_repeated_contexts_are_not():
     true = [-0.5, -6.0, -7.5, -5.2, -9.0, -1.0] + [-1.5, -2.5] * 6
-    clamped = [max(value, -5.0) for value in true]
-    items, _ = find_fills(batch_of([clamped], [true]))
-    findings = found(items)
-    assert [(item.fault, item.tokens) for item in findings] == [("floor", 4)]
-    same = [-0.5, -5.0, -5.0, -5.0]
-    assert find_fills(batch_of([same], [[-0.5, -5.1, -5.1, -5.1]]))[0] == []
+    items, _ = find_fills(batch_of([[max(value, -5.0) for value in true]], [true]))
+    assert [(item.fault, item.tokens) for item in found(items)] == [("floor", 4)]
+    assert find_fills(batch_of([[-0.5, -5.0, -5.0, -5.0]], [[-0.5, -5.1, -5.1, -5.1]]))[0] == []
 
 
 # Which token, which sample
 
 
 def test_ids_that_differ_are_named_with_the_first_place():
-    ids = [[7, 8, 9, 10], [4, 5, 6, 7]]
-    training = [{"trained_ids": [7, 8, 9, 10]}, {"trained_ids": [4, 5, 99, 7]}]
-    values = [[-1.0] * 4] * 2
+    values, ids = [[-1.0] * 4] * 2, [[7, 8, 9, 10], [4, 5, 6, 7]]
+    training = [{"trained_ids": ids[0]}, {"trained_ids": [4, 5, 99, 7], "trained_prompt_ids": [0, 1, 2, 3]}]
     items, fixed = find_ids(batch_of(values, values, ids=ids, training=training))
-    findings = found(items)
-    assert [(item.fault, item.tokens) for item in findings] == [("token_ids", 1)]
-    first = findings[0].first
+    prompt, tokens = found(items)
+    assert (prompt.fault, prompt.samples) == ("prompt_ids", 1) and "prompt position 0" in prompt.evidence
+    assert (tokens.fault, tokens.tokens) == ("token_ids", 1)
+    first = tokens.first
     assert first is not None and (first.sample, first.position, first.rollout, first.training) == (1, 2, 6, 99)
     assert fixed.token_count == 7
-
-
-def test_a_prompt_with_another_template_is_named():
-    training = [{"trained_prompt_ids": [0, 1, 2, 3]}]
-    items, _ = find_ids(batch_of([[-1.0]], [[-1.0]], training=training))
-    findings = found(items)
-    assert [item.fault for item in findings] == ["prompt_ids"]
-    assert "prompt position 0" in findings[0].evidence
 
 
 def test_ids_of_another_sample_and_shifted_ids_are_named_for_what_they_are():
@@ -101,42 +87,29 @@ def test_ids_of_another_sample_and_shifted_ids_are_named_for_what_they_are():
     values = [[-1.0] * 6, [-2.0] * 6]
     swapped = [{"trained_ids": ids[1]}, {"trained_ids": ids[0]}]
     items, fixed = find_ids(batch_of(values, [values[1], values[0]], ids=ids, training=swapped))
-    findings = found(items)
-    assert [item.fault for item in findings] == ["swapped_samples"]
+    assert [item.fault for item in found(items)] == ["swapped_samples"]
     assert np.all(fixed.tokens.gap == 0)
     late = [{"trained_ids": [0, 1, 2, 3, 4, 5]}, {"trained_ids": ids[1]}]
     items, _ = find_ids(batch_of(values, values, ids=ids, training=late))
-    findings = found(items)
-    assert [(item.fault, item.statistics["lag"]) for item in findings] == [("shift_by_one", 1.0)]
+    assert [(item.fault, item.statistics["lag"]) for item in found(items)] == [("shift_by_one", 1.0)]
 
 
 @pytest.mark.parametrize(
     ("lag", "fault"), [(1, "shift_by_one"), (-1, "shift_by_one"), (3, "boundary"), (-8, "boundary")]
 )
-@pytest.mark.parametrize("every", [1, 4])
-def test_a_shift_is_found_undone_and_told_in_its_direction(lag: int, fault: str, every: int):
+@pytest.mark.parametrize("chosen", [[0, 1, 2, 3, 4, 5, 6, 7], [0, 4], [1, 2, 3, 5, 6, 7]])
+def test_a_shift_is_found_undone_and_told_in_its_direction(lag: int, fault: str, chosen: list[int]):
     rollout = [wave(30, phase) for phase in range(8)]
     train = [
-        (([-1.0] * lag + values) if lag > 0 else values[-lag:] + [-1.0] * -lag)[:30] if index % every == 0 else values
+        (([-1.0] * lag + values) if lag > 0 else values[-lag:] + [-1.0] * -lag)[:30] if index in chosen else values
         for index, values in enumerate(rollout)
     ]
     findings, fixed = find_shift(batch_of(rollout, train))
-    assert [(item.fault, item.samples) for item in found(findings)] == [(fault, 8 // every)]
+    assert [(item.fault, item.samples) for item in found(findings)] == [(fault, len(chosen))]
     assert found(findings)[0].statistics["lag"] == lag
     assert np.all(fixed.tokens.gap == 0)
-
-
-def test_three_shifted_of_four_leave_the_fourth_alone():
-    rollout = [wave(30, phase) for phase in range(8)]
-    train = [values if index % 4 == 0 else [-1.0, *values[:-1]] for index, values in enumerate(rollout)]
-    findings, fixed = find_shift(batch_of(rollout, train))
-    assert [item.samples for item in found(findings)] == [6]
-    assert np.all(fixed.tokens.gap == 0)
-
-
-def test_few_tokens_tell_no_shift():
-    items, _ = find_shift(batch_of([wave(20, 0)], [wave(20, 0)]))
-    assert isinstance(items[0], Undecided) and "20, 40 needed" in items[0].reason
+    (few,), _ = find_shift(batch_of([wave(20, 0)], [wave(20, 0)]))
+    assert isinstance(few, Undecided) and "20, 40 needed" in few.reason
 
 
 def test_swapped_samples_are_found_even_if_their_lengths_differ():
@@ -162,9 +135,6 @@ def test_lengths():
     assert names(values[:-1]) == [("length", None)]
     assert names([*values, -4.0, -4.0, -4.0]) == [("length", None)]
     assert names([-1.0, -2.0, -0.5, *values]) == [("boundary", 3.0)]
-
-
-def test_a_response_with_one_token_more_than_the_server_scored():
     findings, _ = find_lengths(batch_of([[-1.0, -2.0]], [[-1.0, -2.0, -3.0]], ids=[[5, 6, 2]]))
     assert [item.fault for item in found(findings)] == ["eos_appended"]
     assert "id 2" in found(findings)[0].evidence
@@ -206,9 +176,9 @@ def test_negated_log_probs_and_probabilities():
 @pytest.mark.parametrize("base", [2.0, 10.0])
 @pytest.mark.parametrize("side", ["rollout", "training"])
 def test_logs_of_another_base(base: float, side: str):
-    true = [wave(20, phase) for phase in range(3)]
-    other = [[value / math.log(base) for value in values] for values in true]
-    findings, fixed = find_scale(batch_of(other, true) if side == "rollout" else batch_of(true, other))
+    true = np.array([wave(20, phase) for phase in range(3)])
+    sides = {"rollout": true, "training": true} | {side: true / math.log(base)}
+    findings, fixed = find_scale(batch_of(sides["rollout"].tolist(), sides["training"].tolist()))
     assert [(item.fault, item.side, item.statistics["base"]) for item in found(findings)] == [("log_base", side, base)]
     assert np.abs(fixed.tokens.gap).max() < 1e-12
 

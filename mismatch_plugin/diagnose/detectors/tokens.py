@@ -1,0 +1,302 @@
+"""Were both sides given the same text? Another prompt, and other ids inside a response, show in where the gap sits.
+
+For where the training side does not tell its ids. A change of weights moves the gap, too: all here looks inside what
+one version sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
+from mismatch_plugin.diagnose.detectors.alignment import IDS_FIX, LAGS, PROMPT_FIX, moved
+from mismatch_plugin.diagnose.detectors.distance import CLIP, compare, distances
+from mismatch_plugin.diagnose.findings import Confidence, Finding, first_place, place_of
+
+CERTAIN = 0.05
+"""Tokens that both sides give a log-prob above −this say nothing: any two policies agree on them."""
+BINS = 10
+"""By rollout log-prob, to tell which gap is ordinary there."""
+
+EARLY_TOKENS = 16
+"""Tokens of a response that are early, at most; a third of a shorter one. Late ones are its second half."""
+MIN_EACH, MIN_SAMPLES = 3, 6
+"""Telling tokens of either kind in a sample; samples that have them."""
+SOFT = 0.05
+"""Added to both sides of a ratio, in units of the ordinary gap: samples where both are tiny tell nothing."""
+DECAY, CLEAR_RATIO, STANDARD_ERRORS, STANDARD_ERRORS_OF_SOME = 1.25, 1.4, 4.5, 3.5
+"""Early over late gap, and by how many standard errors: of all samples, of some that are far apart next to the others.
+
+Measured: engine noise, int8 and weights some steps on .67 to 1.09; another template 1.66, a system prompt 1.31 to 1.5,
+BOS 1.9 to 2.2, lost prompt tokens 1.4 to 9. After short prompts over after long ones: a system prompt of 30 ids 1.56 to
+1.88, without one .9 to 1.3."""
+LENGTHS_APART = 1.5
+"""Of the longer prompts to the shorter ones, where they are compared."""
+MIN_GAP_NATS = 0.02
+"""A prompt that moves the first tokens by less is no one's problem."""
+JUMP = 0.7
+"""Between the logs of two samples' relative gaps, neighbours in size: what lies above are samples of another kind."""
+
+FAR_NATS, FAR_TIMES, QUANTILE = 0.3, 16.0, 0.25
+"""A token is far off by so many nats at least, and so many times the lower quartile of |gap| at its log-prob
+(half the median of normal noise): half of all tokens may be far."""
+INSIDE, ELSEWHERE = 0.5, 0.03
+"""Share of far tokens in such a stretch, and outside it at least: MoE routers flip for one token in a hundred or so."""
+
+BARS = ((6, 4, 1e-4), (3, 1, 0.05))
+"""Far tokens in a stretch, telling tokens before it, and the chance that far tokens at random places make one: in the
+batch. Once one sample has met this, each is judged alone by the second."""
+
+
+def _borders(sample: Sample) -> list[int]:
+    """Positions at which another version begins."""
+    spans = [span for span in sample.weight_versions if span.end > span.start]
+    return [after.start for before, after in pairwise(spans) if after.version != before.version]
+
+
+def _ordinary(tokens: Tokens, size: Floats, kinds: list[Bools], typical: Callable[[Floats], float]) -> Floats:
+    """[T] what `typical` is of |gap| among the tokens of one kind in the same tenth by rollout log-prob."""
+    ordinary = np.zeros(len(size))
+    for kind in kinds:
+        for part in np.array_split(tokens.order_down[kind[tokens.order_down]], BINS):
+            if len(part):
+                ordinary[part] = typical(size[part])
+    return ordinary
+
+
+class _Contrast(NamedTuple):
+    """samples: those judged. ratio: geometric mean of the larger gap over the smaller, each in units of what is
+    ordinary at these log-probs. larger, smaller: mean |gap| in nats, near certain tokens aside."""
+
+    samples: Ints
+    ratio: float
+    deviations: float
+    larger: float
+    smaller: float
+    where: str
+
+
+def find_wrong_prompt(batch: Batch) -> Outcome:
+    """The gap decays along responses, or is larger after shorter prompts. The batch stays as it is.
+
+    Tokens are compared with what is usual in the batch at their log-prob, since first tokens are often less certain
+    than later ones.
+    """
+    relative, level = _relative(batch)
+    judged = np.flatnonzero(np.isfinite(relative).all(0))
+    contrasts = (
+        (_decay(judged, relative, level), DECAY, STANDARD_ERRORS),
+        (_decay(_outlying(judged, relative), relative, level), DECAY, STANDARD_ERRORS_OF_SOME),
+        (_by_prompt_length(batch, judged, relative, level), CLEAR_RATIO, STANDARD_ERRORS),
+    )
+    for found, ratio, errors in contrasts:
+        if found is None or found.ratio < ratio or found.larger < MIN_GAP_NATS:
+            continue
+        if found.deviations > errors * (1 + 4 / len(found.samples)):  # much as Student's t wants more of few samples
+            return [_prompt_finding(batch, found)], batch
+    return [], batch
+
+
+def _relative(batch: Batch) -> tuple[Floats, Floats]:
+    """[2, N] of early and late tokens of a response's first version: log of the gap in units of what is ordinary, NaN
+    where there are too few tokens; and the mean gap in nats."""
+    lengths = np.array([(_borders(sample) or [len(sample)])[0] for sample in batch])
+    tokens = batch.tokens.where(batch.tokens.position < lengths[batch.tokens.sample])
+    size = np.minimum(np.abs(tokens.gap), CLIP)
+    ordinary = _ordinary(tokens, size, [np.ones(len(size), dtype=bool)], np.mean)
+    end = np.minimum(EARLY_TOKENS, lengths // 3)
+    late = np.maximum(2 * end, lengths // 2)[tokens.sample]
+    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
+    parts = [told & at for at in (tokens.position < end[tokens.sample], tokens.position >= late)]
+    counts, gaps, usual = (
+        np.stack([np.bincount(tokens.sample[at], of[at], len(batch)) for at in parts])
+        for of in (np.ones(len(size)), size, ordinary)
+    )
+    enough = (counts >= MIN_EACH) & (usual > 0)
+    relative = np.log(np.divide(gaps, usual, where=enough, out=np.full(gaps.shape, np.nan)) + SOFT)
+    return relative, gaps / np.maximum(counts, 1)
+
+
+def _outlying(judged: Ints, relative: Floats) -> Ints:
+    """Samples above the largest jump in size: a wrong template may concern some only. By early and late together, so
+    that the choice favours neither."""
+    order = judged[np.argsort(relative[:, judged].mean(0), kind="stable")]
+    jumps = np.diff(relative[:, order].mean(0))
+    return np.sort(order[int(np.argmax(jumps)) + 1 :]) if len(jumps) and jumps.max() > JUMP else order[:0]
+
+
+def _decay(chosen: Ints, relative: Floats, level: Floats) -> _Contrast | None:
+    """Paired within samples."""
+    if len(chosen) < MIN_SAMPLES:
+        return None
+    change = relative[0, chosen] - relative[1, chosen]
+    mean, error = float(change.mean()), float(change.std(ddof=1)) / math.sqrt(len(chosen))
+    early, late = level[:, chosen].mean(1).tolist()
+    where = (
+        f"decays along responses: mean |gap| {early:.3g} nats in their first tokens (up to {EARLY_TOKENS}), {late:.3g} "
+        f"in their second half"
+    )
+    return _Contrast(chosen, math.exp(mean), mean / max(error, 1e-12), early, late, where)
+
+
+def _by_prompt_length(batch: Batch, judged: Ints, relative: Floats, level: Floats) -> _Contrast | None:
+    """A third of the samples, those with the shortest prompts, against that with the longest: a system prompt that one
+    side lacks is the larger part of a short context."""
+    count = len(judged) // 3
+    lengths = np.array([len(sample.prompt_ids) for sample in batch])
+    order = judged[np.argsort(lengths[judged], kind="stable")]
+    short, long = order[:count], order[len(order) - count :]
+    told = all(sample.trained_prompt_ids is not None for sample in batch)
+    if told or count < MIN_SAMPLES or not np.median(lengths[long]) > LENGTHS_APART * np.median(lengths[short]):
+        return None
+    size, gap = relative.mean(0), level.mean(0)
+    mean = float(size[short].mean() - size[long].mean())
+    error = math.sqrt((size[short].var(ddof=1) + size[long].var(ddof=1)) / count)
+    larger, smaller = float(gap[short].mean()), float(gap[long].mean())
+    where = (
+        f"is larger after shorter prompts: mean |gap| {larger:.3g} nats after up to {lengths[short[-1]]} prompt ids, "
+        f"{smaller:.3g} after {lengths[long[0]]} or more"
+    )
+    return _Contrast(np.sort(judged), math.exp(mean), mean / max(error, 1e-12), larger, smaller, where)
+
+
+def _prompt_finding(batch: Batch, found: _Contrast) -> Finding:
+    samples = [batch.samples[index] for index in found.samples]
+    decays = found.where.startswith("decays")
+    cause = "the two sides were given different prompts" if decays else "one side may lack a system prompt"
+    fix = f"Compare both sides' prompt_ids: BOS, system prompt, thinking tags, tools, cut ends. {PROMPT_FIX}"
+    confidence: Confidence = "likely" if decays and found.ratio > CLEAR_RATIO else "possible"
+    if all(sample.trained_prompt_ids is not None for sample in samples):  # differing ones are `prompt_ids`
+        cause = "yet prompt ids are equal: the server may have used a KV cache of older weights"
+        fix = "Flush the prefix cache with every weight update (flush_cache); compare prompt ids with what was sent."
+        confidence = "possible"
+    evidence = (
+        f"The gap {found.where}. That is {found.ratio:.2f} times what log-probs explain ({found.deviations:.0f} "
+        f"standard errors over {len(samples)} samples): {cause}."
+    )
+    statistics = {name: float(getattr(found, name)) for name in ("ratio", "deviations", "larger", "smaller")}
+    first = first_place(samples[0], samples[0].usable)
+    return batch.finding(
+        "wrong_prompt", "both", evidence, fix, samples, first=first, statistics=statistics, confidence=confidence
+    )
+
+
+class Stretch(NamedTuple):
+    """Response tokens start to stop − 1 of a sample. before, inside: mean |gap| of telling tokens there."""
+
+    sample: Sample
+    start: int
+    stop: int
+    before: float
+    inside: float
+
+
+def find_retokenised(batch: Batch) -> Outcome:
+    """The likeliest stretch of far tokens in each sample; from its first token on nothing is compared afterwards."""
+    tokens, size, far, parts = _far_tokens(batch)
+    if far.sum() < BARS[0][0]:
+        return [], batch
+    rate = min(max(ELSEWHERE, float(np.median([far[part].mean() for part in parts]))), INSIDE / 2)
+    found: list[Stretch] = []
+    for least_far, least_before, chance in BARS:
+        if least_far < BARS[0][0] and not found:
+            break
+        samples, longest = (1, max(map(len, batch))) if found else (len(batch), len(far))
+        found = []
+        for part in parts:
+            first, last, gain = _likeliest(far[part], rate)
+            before, inside = size[part][:first], size[part][first : last + 1]
+            few = far[part][first : last + 1].sum() < least_far or len(before) < least_before
+            if few or gain < math.log(longest / chance) or not _agreed(before, inside, samples / chance):
+                continue
+            start, stop = (int(tokens.position[part[at]]) for at in (first, last))
+            sample = batch.samples[int(tokens.sample[part[0]])]
+            item = Stretch(sample, start, stop + 1, float(before.mean()), float(inside.mean()))
+            again = found and found[-1].sample is sample  # under a later version
+            if not again and _lag(item, before=True) is None:  # else the whole list is some positions off
+                found.append(item)
+    masks = {item.sample.index: item.sample.mask & (np.arange(len(item.sample)) < item.start) for item in found}
+    changed = {index: {"loss_mask": mask} for index, mask in masks.items()}
+    return [_ids_finding(batch, found)] if found else [], batch.with_values(changed)
+
+
+def _far_tokens(batch: Batch) -> tuple[Tokens, Floats, Bools, list[Ints]]:
+    """Telling tokens, their |gap|, which are far, and those of each version in each sample.
+
+    What is ordinary is told apart for new tokens and those that occurred before (a penalty moves one kind only), and by
+    how many versions a response went on to.
+    """
+    tokens = batch.tokens
+    size = np.minimum(np.abs(tokens.gap), CLIP)
+    later = np.zeros(len(size), dtype=np.int64)
+    for sample in batch:
+        if borders := _borders(sample):
+            here = slice(*np.searchsorted(tokens.sample, (sample.index, sample.index + 1)))
+            later[here] = len(borders) - np.searchsorted(borders, tokens.position[here], side="right")
+    kinds = [(later == count) & (tokens.occurred == again) for count in np.unique(later) for again in (True, False)]
+    ordinary = _ordinary(tokens, size, kinds, lambda values: float(np.quantile(values, QUANTILE)))
+    told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
+    tokens, size, later = tokens.where(told), size[told], later[told]
+    starts = np.flatnonzero((np.diff(tokens.sample) != 0) | (np.diff(later) != 0)) + 1
+    far = size > np.maximum(FAR_NATS, FAR_TIMES * ordinary[told])
+    return tokens, size, far, np.split(np.arange(len(size)), starts)
+
+
+def _likeliest(far: Bools, rate: float) -> tuple[int, int, float]:
+    """(first, last, score) of the consecutive tokens with the largest score, in one pass (Kadane).
+
+    Σ log(INSIDE/rate) over far tokens + Σ log((1 − INSIDE)/(1 − rate)) over the others, rate being the share of far
+    tokens in an ordinary sample.
+    """
+    scores = np.where(far, math.log(INSIDE / rate), math.log((1 - INSIDE) / (1 - rate)))
+    total = np.cumsum(scores)
+    before = total - scores
+    gains = total - np.minimum.accumulate(before)
+    last = int(np.argmax(gains))
+    return int(np.argmin(before[: last + 1])), last, float(gains[last])
+
+
+def _agreed(before: Floats, inside: Floats, odds: float) -> bool:
+    """What is before is not part of it by chance: log-likelihood ratio of |gap| as exponential of its own mean there,
+    against the mean inside."""
+    own, other = max(float(before.mean()), 1e-3), float(inside.mean())
+    return own < other and len(before) * (math.log(other / own) - 1 + own / other) > math.log(odds)
+
+
+def _lag(item: Stretch, *, before: bool) -> int | None:
+    """The lag under which what is before agrees at all better; or what follows far better: one token became two."""
+    own = distances(item.sample)
+    inside = np.arange(len(own.valid)) >= item.start
+    own = own._replace(valid=own.valid & (inside ^ before))
+    found = [(lag, compare(own, moved(item.sample, lag))) for lag in LAGS]
+    if before:
+        return next((lag for lag, fit in found if fit.tokens >= 2 and fit.other < fit.own), None)
+    lag, best = min(found, key=lambda pair: pair[1].other)
+    return lag if best.tokens >= BARS[-1][0] and best.clearly_better(0.5, 3.0, 0.1) else None
+
+
+def _ids_finding(batch: Batch, found: list[Stretch]) -> Finding:
+    first = found[0]
+    lags = [lag for item in found if (lag := _lag(item, before=False)) is not None]
+    ending = sum(len(item.sample) - item.stop < 4 for item in found)  # nothing that agrees follows
+    until = "to their end" if ending == len(found) else f"to their end in {ending}, for a stretch in the others"
+    why = f"; in {len(lags)} of them the rest fits {lags[0]:+d} on, as where one token became two" if lags else ""
+    before, inside = (float(np.mean([getattr(item, name) for item in found])) for name in ("before", "inside"))
+    evidence = (
+        f"{len(found)} of {len(batch)} samples agree up to some position (mean |gap| {before:.3g}) and are far apart "
+        f"from there on ({inside:.3g}), {until}; in sample {first.sample.index} from position {first.start} of "
+        f"{len(first.sample)}{why}: the training side scores other ids there."
+    )
+    samples, place = [item.sample for item in found], place_of(first.sample, first.start)
+    tokens = sum(int(item.sample.mask[item.start :].sum()) for item in found)
+    statistics = {"mean_before": before, "mean_inside": inside, "to_the_end": ending, "moved": len(lags)}
+    return batch.finding(
+        "retokenised", "both", evidence, IDS_FIX, samples, tokens=tokens, first=place, statistics=statistics
+    )
