@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.diagnose.bounds import STATISTICS, bounds_for
-from mismatch_plugin.diagnose.levels import LEVELS, levels_of, units_in
+from mismatch_plugin.diagnose.levels import LEVELS, STATISTICS, bounds_for, levels_of, units_in
 from mismatch_plugin.diagnose.packing import packed_of
 from tests import ragged
 from tests.diagnose.dumps import batch_of, drawn

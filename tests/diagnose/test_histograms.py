@@ -14,8 +14,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.diagnose import page
-from mismatch_plugin.diagnose.histograms import bound_edges, histograms
-from mismatch_plugin.diagnose.levels import LEVELS
+from mismatch_plugin.diagnose.levels import LEVELS, bound_edges, histograms
 from mismatch_plugin.diagnose.words import Controls, controls_of
 from tests.diagnose.browser import start
 from tests.diagnose.diagnoses import SETTINGS, data, packed, prediction

@@ -11,8 +11,8 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.diagnose.bounds import bounds_for
-from mismatch_plugin.diagnose.figures import Figures, figures_of
+from mismatch_plugin.diagnose.levels import bounds_for
+from mismatch_plugin.diagnose.measure import Figures, figures_of
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.predict import predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
