@@ -1,4 +1,4 @@
-"""The units of every level in a packed batch: their ratios, bounds that keep a wished share of them, fine histograms."""
+"""The units of every level in a packed batch: their ratios, bounds that keep a wished share, fine histograms."""
 
 from __future__ import annotations
 
@@ -216,7 +216,6 @@ def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> Histogr
         place = np.searchsorted(edges, log_ratio, side="right")
         sums = {name: np.bincount(place, weights, len(edges) + 1) for name, weights in columns.items()}
         bins = np.flatnonzero(sums["units"])
-        levels[level] = LevelHistogram(
-            bins=tuple(bins.tolist()), **{name: tuple(of_bins[bins].tolist()) for name, of_bins in sums.items()}
-        )
+        used = {name: tuple(of_bins[bins].tolist()) for name, of_bins in sums.items()}
+        levels[level] = LevelHistogram(bins=tuple(bins.tolist()), **used)
     return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=packed.advantages is not None)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,11 +136,9 @@ Part = tuple[str, tuple[str, ...], Ints]
 def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tuple[Group, ...]:
     """The buckets that hold a token, in order. columns: |Δ log p|, k1, k3, ρ, ρ²."""
     count = np.bincount(codes, minlength=len(labels))
-    sums = [np.bincount(codes, column, len(labels)) for column in columns]
+    sums = np.stack([np.bincount(codes, column, len(labels)) for column in columns], axis=1)
     groups = []
-    for label, n, absolute, kl, k3_kl, ratio, squared in zip(
-        labels, count.tolist(), *map(np.ndarray.tolist, sums), strict=True
-    ):
+    for label, n, (absolute, kl, k3_kl, ratio, squared) in zip(labels, count.tolist(), sums.tolist(), strict=True):
         if n:
             means = {"abs_mean": absolute / n, "kl": kl / n, "k3_kl": k3_kl / n}
             groups.append(Group(name=label, tokens=n, **means, ess=min(ratio**2 / (n * squared), 1.0)))
@@ -168,24 +167,21 @@ def _parts(samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequ
         yield "turn", labels, np.minimum(turns, MAX_TURNS)
     if told := {span.version for sample in samples for span in sample.weight_versions}:
         newest = sorted(told, key=lambda name: (-1 if (n := version_number(name)) is None else n, name))[-MAX_NAMES:]
-        code = dict.fromkeys(told, len(newest)) | {version: index for index, version in enumerate(newest)}
+        code = dict.fromkeys(told, len(newest)) | {version: i for i, version in enumerate(newest)}
         none = len(newest) + 1
         codes = at_places(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, places)
         yield "version", (*newest, "older", "unknown"), codes
     if (steps != UNKNOWN).any():
         labels = ("ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown")
-        yield (
-            "staleness",
-            labels,
-            np.where(steps == UNKNOWN, len(labels) - 1, np.clip(steps, -1, MAX_STALENESS + 1) + 1),
-        )
+        codes = np.clip(steps, -1, MAX_STALENESS + 1) + 1
+        yield "staleness", labels, np.where(steps == UNKNOWN, len(labels) - 1, codes)
     for part, name in enumerate(("server", "dp_rank")):
         values = [sample.worker[part] for sample in samples]
         if named := sorted({value for value in values if value is not None}):
             known = named[:MAX_NAMES]
-            code = dict.fromkeys(named, len(known)) | {value: index for index, value in enumerate(known)}
+            place: dict[Any, int] = dict.fromkeys(named, len(known)) | {value: i for i, value in enumerate(known)}
             labels = (*map(str, known), "others", "unknown")
-            yield name, labels, np.repeat([code.get(value, len(known) + 1) for value in values], lengths)
+            yield name, labels, np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
     if packed.advantages is not None:
         yield "advantage", ("negative", "zero", "positive"), packed.advantages.sign().long().add_(1).numpy()
 

@@ -115,9 +115,8 @@ def _advantages(
 ) -> tuple[Tensor | None, tuple[str, ...]]:
     found = _given("advantages", samples, places)
     if found is not None:
-        return (
-            (found, ()) if found.any() else (None, ("all advantages are 0, which trains nothing: predictions take 1",))
-        )
+        nothing = "all advantages are 0, which trains nothing: predictions take 1"
+        return (found, ()) if found.any() else (None, (nothing,))
     partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
     if not all(map(_rewarded, samples)):
         return None, (f"{partly}there are no advantages, and no reward of every response: predictions take 1",)
@@ -174,9 +173,8 @@ def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> 
     order = np.random.default_rng(seed).permutation(len(lengths))
     count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
     part = _responses(packed, np.sort(order[:count]))
-    return part, (
-        f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random",
-    )
+    note = f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"
+    return part, (note,)
 
 
 def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[PackedSequences]:

@@ -91,7 +91,7 @@ _HUGE = 1e30
 class _Data:
     """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already.
 
-    real: advantages were given. signs: indicator of tokens with A > 0 and with A < 0, () without advantages. thirds: the
+    signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any. thirds: the
     responses by length, shortest first, in three parts; () where there are fewer, or all are as long.
     """
 
