@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -116,8 +117,7 @@ class _Data:
         self.known: dict[str, dict[str, Any]] = {}
         self._last: tuple[str, Correction] | None = None
         self._clips: dict[str, tuple[Tensor, float]] = {}
-        self._units: dict[str, LevelUnits] = {}
-        self._references: dict[str, _Reference] = {}
+        self._levels: dict[str, tuple[LevelUnits, _Reference]] = {}
 
     def corrected(self, key: str, config: MismatchConfig) -> Correction:
         """`correct`, or what it gave last where the key is that of the last one."""
@@ -134,23 +134,21 @@ class _Data:
         advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
         return _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
 
-    def units(self, level: str) -> LevelUnits:
-        """Those of a level."""
-        if level not in self._units:
-            self._units[level] = units_in(level, self.packed)
-        return self._units[level]
-
-    def reference(self, level: str) -> _Reference:
-        """Of a level; at geometric level, whose mean is no ratio of probabilities, that of the whole response."""
-        of = self.units(level)
-        if not (of.units.multiplies or of.units.per_token):
-            return self.reference("sequence")
-        if level not in self._references:
-            advantages_U = of.total(self.advantages_T)
-            values, there = bounded_exp(of.log_ratio_U) * advantages_U, float((of.tokens_U > 0).sum())
-            totals = float(values.sum()), float(values.abs().sum())
-            self._references[level] = _Reference(*totals, _noise(advantages_U), there)
-        return self._references[level]
+    def level(self, name: str) -> tuple[LevelUnits, _Reference]:
+        """Its units, without their ratios, and its reference: at geometric level, whose mean is no ratio of
+        probabilities, that of the whole response."""
+        if name not in self._levels:
+            of = units_in(name, self.packed)
+            if of.units.multiplies or of.units.per_token:
+                advantages_U = of.total(self.advantages_T)
+                values, there = bounded_exp(of.log_ratio_U) * advantages_U, float((of.tokens_U > 0).sum())
+                reference = _Reference(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), there)
+            else:
+                _, reference = self.level("sequence")
+            none = torch.empty(0)  # to sum over units needs no values: they would be kept for nothing
+            tokens_U = none if of.index_T is None else of.tokens_U
+            self._levels[name] = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U), reference
+        return self._levels[name]
 
     def clip(self, config: MismatchConfig) -> tuple[Tensor, float]:
         """Of bypass PPO in its first step: ([T] what multiplies A ∇ log π_θ, share of tokens where the clip is active).
@@ -181,7 +179,8 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
     key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
     if key not in data.known:
         with no_notes():
-            applied = config.replace(metrics="basic", dry_run=False)
+            # Without weights only the counts are read.
+            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         used = data.of_accepted(applied) if applied.rs.group != "keep" and data.groups is not None else data
         data.known[key] = _figures(applied, used.corrected(shared, applied), used)
     return Prediction(
@@ -198,10 +197,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
 def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
     metrics, units = correction.statistics.metrics(), units_of(config)
     tokens_N, kept_N, weights_T = data.tokens_N, correction.kept_N, correction.applied
-    found: dict[str, Any] = {
-        "kept": metrics[f"{PREFIX}accepted_token_fraction"],
-        "unit": units.measure.removesuffix("s"),
-    }
+    found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
     found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in data.signs.items()}
     found["kept_by_length"] = tuple(float(kept_N[part].sum() / tokens_N[part].sum()) for part in data.thirds)
     if config.weighted:
@@ -221,7 +217,8 @@ def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dic
         changed = group_metrics(data.groups.rewards, data.groups.ids, kept_N, config.rs.least_accepted)
         names = {"groups_changed": "group_changed", "advantages_changed": "advantage_changed"}
         found |= {name: changed[f"{PREFIX}rollout_rs_{metric}_fraction"] for name, metric in names.items()}
-    values, of = data.units(units.name).total(weights_T * data.advantages_T), data.reference(units.name)
+    level, of = data.level(units.name)
+    values = level.total(weights_T * data.advantages_T)
     total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
     return found | {
         # Σ (x − mean)² = Σ x² − (Σ x)² / n
