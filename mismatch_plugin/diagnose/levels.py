@@ -110,15 +110,10 @@ def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dic
     ("sequence_mean_k3", "sequence_max_k2", "token_tv", "token_binary_kl", "token_binary_kl_reverse") lower is 0, and at
     most ⌊n (1 − share)⌋ units are above upper. Rounded outwards to a thousandth of |log ρ|, or of the upper bound. An
     upper bound above e^20 is inf, which mask mode takes for e^20; a lower one below e^−20 is 0, which is none.
-    Raises ValueError for shares outside of (0, 1], and where a side is missing.
     """
-    if any(not 0.0 < share <= 1.0 for share in shares):
-        raise ValueError(f"shares {list(shares)} must be above 0 and at most 1: 0.99 keeps 99 %.")
-    if packed.old_log_probs is None or packed.rollout_log_probs is None:
-        raise ValueError("bounds need old_log_probs and rollout_log_probs: the packed batch lacks one of them.")
+    assert packed.old_log_probs is not None
     found: dict[str, dict[str, tuple[float, float]]] = {}
-    names = {share: f"{share * 100:g}%" for share in shares}
-    grown = growing(packed)
+    names, grown = {share: f"{share * 100:g}%" for share in shares}, growing(packed)
     for level in levels_of(packed):
         of = units_in(level, packed)
         there = of.tokens_U > 0

@@ -129,10 +129,6 @@ def staleness(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints:
     return at_places(behind, samples, places)
 
 
-Part = tuple[str, tuple[str, ...], Ints]
-"""By what; its buckets' labels; [T] the bucket of each token, an index into them."""
-
-
 def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tuple[Group, ...]:
     """The buckets that hold a token, in order. columns: |Δ log p|, k1, k3, ρ, ρ²."""
     count = np.bincount(codes, minlength=len(labels))
@@ -145,8 +141,10 @@ def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tu
     return tuple(groups)
 
 
-def _parts(samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences, steps: Ints) -> Iterator[Part]:
-    """Every token is in one bucket of each.
+def _parts(
+    samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences, steps: Ints
+) -> Iterator[tuple[str, tuple[str, ...], Ints]]:
+    """By what; its buckets' labels; [T] the bucket of each token, an index into them.
 
     position: index in the response. length: response tokens. probability: π_rollout. entropy: nats, as told by the
     training side. turn: which run of tokens that train, where a response has several. version: the weights that sampled

@@ -10,7 +10,7 @@ from mismatch_plugin.diagnose.result import Diagnosis
 def write_report(diagnosis: Diagnosis, folder: Path, host: str) -> tuple[Path | None, str]:
     """`report.html` in a folder; the page's path, and a sentence about what could not be written.
 
-    The verdict does not need them: a missing library or a folder that cannot be written is a sentence, no error.
+    The verdict does not need it: a missing library or a folder that cannot be written is a sentence, no error.
     """
     install, page = "pip install 'mismatch-plugin[lab]'", folder / "report.html"
     try:

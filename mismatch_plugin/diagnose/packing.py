@@ -29,10 +29,10 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
 
     Float64. A sequence is a response, its tokens are those that train and that training could use: a number on both
     sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
-    advantages: those of the samples, else the rewards, centred and divided by the sample
-    deviation within their group (the same `group`, else the same prompt), as GRPO has it; None where there are neither.
-    entropy, weight_versions: where every token has one. trainer_version: where all samples have the same one. turn_ids:
-    of whole responses, so that what is left out splits no turn.
+    advantages: those of the samples, else the rewards, centred and divided by the sample deviation within their group
+    (the same `group`, else the same prompt), as GRPO has it; None where there are neither. entropy, weight_versions:
+    where every token has one. trainer_version: where all samples have the same one. turn_ids: of whole responses, so
+    that what is left out splits no turn.
     Raises InputError where no token is left.
     """
     tokens, notes = _sound(batch)

@@ -22,7 +22,6 @@ from mismatch_plugin.files import write_whole
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.table import NOTHING, Table, compact, figure
 
-TEMPLATE = "diagnose/page.html.j2"
 MODES = {
     "truncate": "truncate: min(ρ, upper)",
     "clip": "clip: between the bounds",
@@ -38,10 +37,7 @@ UNIT_NAMES = {
 }
 OUTSIDE = {"truncate": "weights are cut to the upper bound", "clip": "weights are cut to the bounds"}
 """What becomes of the units in the pale areas; in other modes they are rejected."""
-_DEFAULT = words.Controls("token", "truncate", None, 2.0)
 _DIGITS = 10
-
-
 Cell = tuple[str, float | str | None]
 """Text, and the number that a column is sorted by; None for words."""
 
@@ -53,6 +49,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
     """
     from mismatch_plugin.report.templates import environment
 
+    template = environment().get_template("diagnose/page.html.j2")
     script = files("mismatch_plugin").joinpath("diagnose/page.js").read_text(encoding="utf-8")
     verdict, rest = words.headline(diagnosis)
     advice, histograms, data = diagnosis.recommendation, diagnosis.histograms, None
@@ -67,39 +64,35 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         first = vars(advised or words.Controls("token", "none", None, None))
         data = {"edges": histograms.edges, "levels": levels, "settings": settings, "first": first}
         data = _finite(data | {"judged": list(LEVEL_TO_AGGREGATE), "units": UNIT_NAMES})
-    html = (
-        environment()
-        .get_template(TEMPLATE)
-        .render(
-            d=diagnosis,
-            verdict=verdict,
-            headline=rest,
-            fault=diagnosis.verdict == "fault",
-            normal=words.is_it_normal(diagnosis),
-            undecided=words.undecided(diagnosis),
-            caption=caption,
-            settings=settings,
-            modes=MODES,
-            host=host,
-            gate=words.gate_words(diagnosis.gate, brief=True) if diagnosis.gate else None,
-            hosts=words.host_names(advice.flags) if advice else {},
-            published=_published_table(diagnosis),
-            sizes=_size_table(diagnosis),
-            quantiles=_quantile_table(diagnosis),
-            breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
-            headers=HEADERS,
-            predictions=_prediction_rows(diagnosis),
-            bounds=_bounds_table(diagnosis),
-            metrics=_metrics_table(diagnosis),
-            pieces=lambda flags: re.split(r"(\s+)", flags),
-            words=words,
-            figure=figure,
-            data=data,
-            script=script,
-            digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
-            made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-            version=mismatch_plugin.__version__,
-        )
+    html = template.render(
+        d=diagnosis,
+        verdict=verdict,
+        headline=rest,
+        fault=diagnosis.verdict == "fault",
+        normal=words.is_it_normal(diagnosis),
+        undecided=words.undecided(diagnosis),
+        caption=caption,
+        settings=settings,
+        modes=MODES,
+        host=host,
+        gate=words.gate_words(diagnosis.gate, brief=True) if diagnosis.gate else None,
+        hosts=words.host_names(advice.flags) if advice else {},
+        published=_published_table(diagnosis),
+        sizes=_size_table(diagnosis),
+        quantiles=_quantile_table(diagnosis),
+        breakdowns={} if diagnosis.size is None else diagnosis.size.breakdowns,
+        headers=HEADERS,
+        predictions=_prediction_rows(diagnosis),
+        bounds=_bounds_table(diagnosis),
+        metrics=_metrics_table(diagnosis),
+        pieces=lambda flags: re.split(r"(\s+)", flags),
+        words=words,
+        figure=figure,
+        data=data,
+        script=script,
+        digest=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii"),
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        version=mismatch_plugin.__version__,
     )
     write_whole(path, html)
     return path
@@ -114,7 +107,9 @@ def _settings(diagnosis: Diagnosis) -> list[dict[str, Any]]:
         if at is not None and item.algorithm != 1:  # there PPO-clip's own ratio is a weight, which no control has
             found.append({"name": item.setting + " (recommended)" * (item.setting == best), **vars(at)})
     found.sort(key=lambda item: not item["name"].endswith(" (recommended)"))
-    return found or [{"name": "algorithm 2, token, truncate 2", **vars(_DEFAULT)}]
+    return found or [
+        {"name": "algorithm 2, token, truncate 2", "level": "token", "mode": "truncate", "lower": None, "upper": 2.0}
+    ]
 
 
 def _finite(value: Any) -> Any:
@@ -129,16 +124,8 @@ def _finite(value: Any) -> Any:
 def _published_table(diagnosis: Diagnosis) -> Table:
     """Every published gap of the same kind of pair, next to this one."""
     rows = tuple(
-        (
-            item.pair,
-            item.figure,
-            words.span(item.low, item.high),
-            figure(item.value),
-            item.where,
-            item.what,
-            item.source,
-        )
-        for item in diagnosis.normal
+        (of.pair, of.figure, words.span(of.low, of.high), figure(of.value), of.where, of.what, of.source)
+        for of in diagnosis.normal
     )
     headers = ("pair", "figure", "range", "here", "", "model and engines", "source")
     note = f"Up to {LOOSE:g} times above or below a range counts as inside: most are of one run."
@@ -146,12 +133,9 @@ def _published_table(diagnosis: Diagnosis) -> Table:
 
 
 def _size_table(diagnosis: Diagnosis) -> Table:
-    known = words.published(diagnosis)
-    rows = tuple(
-        (title, f"{value} {unit}".strip(), known.get(title, NOTHING))
-        for title, value, unit in words.size_rows(diagnosis)
-    )
-    return Table("Figures", ("figure", "measured", "published"), rows)
+    known, rows = words.published(diagnosis), words.size_rows(diagnosis)
+    shown = tuple((name, f"{value} {unit}".strip(), known.get(name, NOTHING)) for name, value, unit in rows)
+    return Table("Figures", ("figure", "measured", "published"), shown)
 
 
 def _quantile_table(diagnosis: Diagnosis) -> Table:

@@ -84,7 +84,6 @@ class _Reference(NamedTuple):
     units: float
 
 
-_CLIPPED = ("clip_high", "clip_low")
 _HUGE = 1e30
 """Advantages above it are scaled: no sum of their squares is finite in float32."""
 
@@ -165,7 +164,9 @@ class _Data:
             (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
             factor = gradient.neg_().div_(self.advantages_T)
             ratio = bounded_exp(loss.correction.tokens.log_ratio)
-            active = sum(float(column.sum()) for name, column in loss.clip_columns() if name in _CLIPPED)
+            active = sum(
+                float(column.sum()) for name, column in loss.clip_columns() if name in ("clip_high", "clip_low")
+            )
             share = active / max(float(self.tokens_N.sum()), 1.0)
             self._clips[key] = torch.where(self.advantages_T != 0, factor, ratio), share
         return self._clips[key]
