@@ -15,14 +15,12 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.read import Dump, InputError
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.bounds import bounds_for
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.figures import figures_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.gate import gate as judge_gate
-from mismatch_plugin.diagnose.histograms import histograms
-from mismatch_plugin.diagnose.measure import measure
+from mismatch_plugin.diagnose.levels import bounds_for, histograms
+from mismatch_plugin.diagnose.measure import figures_of, measure
 from mismatch_plugin.diagnose.normal import Hints, compare, normality
 from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import predict, predict_one

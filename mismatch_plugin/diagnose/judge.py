@@ -11,8 +11,8 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.diagnose.figures import Figures
 from mismatch_plugin.diagnose.gate import FEW, gate
+from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.result import Gate, Verdict
 from mismatch_plugin.diagnose.trends import Trend
 from mismatch_plugin.report.table import NOTHING, Table, compact

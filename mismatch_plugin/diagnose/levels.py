@@ -1,37 +1,52 @@
-"""The units of every level in a packed batch, as the core forms them."""
+"""The units of every level in a packed batch: their ratios, bounds that keep a wished share, fine histograms."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config.sections import GROWING
+from mismatch_plugin.core.metrics.full import HISTOGRAM_EDGE, HISTOGRAM_SCALE
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import segment_sum
+from mismatch_plugin.core.rejection import token_statistic
+from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import select_tokens
 from mismatch_plugin.core.units import UNITS, Units
+from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.diagnose.result import Histograms, LevelHistogram
+from mismatch_plugin.limits import SAFETY_BOUND
 
 LEVELS = tuple(UNITS)
 GROWN = 0.5
 """`tis.bound_growth` of the bounds that are tried: the share outside hardly depends on the length."""
+SHARES = (0.99, 0.999)
+STATISTICS = (
+    ("token", "tv"),
+    ("token", "binary_kl"),
+    ("token", "binary_kl_reverse"),
+    ("sequence_mean", "k3"),
+    ("sequence_max", "k2"),
+)
+"""(aggregate, statistic) of the criteria that have an upper bound alone."""
+SMALLEST_LOG_RATIO = 1e-6
+"""Bounds are at least so far from ρ = 1; those of a statistic at least its square from 0."""
+_FINENESS = 1e-3
+_ROUNDING = 1e-12
+_SLACK = 1e-9
+"""1 − 0.99 is a little less than 0.01."""
+_LARGEST = 1e300
+"""What is above it cannot be rounded outwards, and stays without a bound."""
+BINS = 2000
+DIGITS = 3
+"""Of ρ − 1 at an edge (of ρ below ½ and above 2): a slider shows the very bound that its figures are for."""
 
-
-def levels_of(packed: PackedSequences) -> tuple[str, ...]:
-    """The levels, without those that are another one here: a turn is the whole response where each has one."""
-    several = any(count > 1 for count in packed.turn_numbers()[1])
-    return tuple(level for level in LEVELS if several or UNITS[level].measure != "turns")
-
-
-def growing(packed: PackedSequences) -> tuple[str, ...]:
-    """Those whose bounds may grow with the length."""
-    return tuple(level for level in levels_of(packed) if level in GROWING)
-
-
-def growing_name(level: str) -> str:
-    """What bounds that grow are called among `bounds_for`."""
-    return f"{level}_growing"
+Bounds = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Level or criterion → wished share kept ("99%") → (lower, upper)."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,17 @@ class LevelUnits:
         return values_U if self.index_T is None else values_U.index_select(0, self.index_T)
 
 
+def levels_of(packed: PackedSequences) -> tuple[str, ...]:
+    """The levels, without those that are another one here: a turn is the whole response where each has one."""
+    several = any(count > 1 for count in packed.turn_numbers()[1])
+    return tuple(level for level in LEVELS if several or UNITS[level].measure != "turns")
+
+
+def growing(packed: PackedSequences) -> dict[str, str]:
+    """Level whose bounds may grow with the length → what such bounds are called in `bounds_for`."""
+    return {level: f"{level}_growing" for level in levels_of(packed) if level in GROWING}
+
+
 def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None) -> LevelUnits:
     """train_T: log π_train, [T]; None: `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     train_T = packed.old_log_probs if train_T is None else train_T
@@ -70,3 +96,121 @@ def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None)
         return LevelUnits(units, aggregated, count, mask, None)
     index = packed.sequence_index if parts is None else parts.index
     return LevelUnits(units, aggregated, count, sums["tokens"], index)
+
+
+# Bounds from the data, in place of constants -------------------------------------------------------------------------
+
+
+def bounds_for(packed: PackedSequences, shares: Sequence[float] = SHARES) -> dict[str, dict[str, tuple[float, float]]]:
+    """Level or criterion → wished share kept ("99%", "99.9%") → (lower, upper).
+
+    Of a level (token, turn where a response has several, sequence, geometric, prefix) the bounds are on its ratio ρ: at
+    most ⌊n (1 − share) / 2⌋ of its n units lie beyond each, and ρ = 1 is always inside. Those of "turn_growing",
+    "sequence_growing" and "prefix_growing" are for one token, and grow with √n (`tis.bound_growth` 0.5). Of a criterion
+    ("sequence_mean_k3", "sequence_max_k2", "token_tv", "token_binary_kl", "token_binary_kl_reverse") lower is 0, and at
+    most ⌊n (1 − share)⌋ units are above upper. Rounded outwards to a thousandth of |log ρ|, or of the upper bound. An
+    upper bound above e^20 is inf, which mask mode takes for e^20; a lower one below e^−20 is 0, which is none.
+    """
+    assert packed.old_log_probs is not None
+    found: dict[str, dict[str, tuple[float, float]]] = {}
+    names, grown = {share: f"{share * 100:g}%" for share in shares}, growing(packed)
+    for level in levels_of(packed):
+        of = units_in(level, packed)
+        there = of.tokens_U > 0
+        values = of.log_ratio_U[there].numpy()
+        found[level] = {name: _two_sided(values, share) for share, name in names.items()}
+        if level in grown:
+            scaled = (of.log_ratio_U / of.count_U.clamp(min=1).pow(GROWN))[there].numpy()
+            found[grown[level]] = {name: _two_sided(scaled, share) for share, name in names.items()}
+    tokens = select_tokens(packed.old_log_probs.detach(), packed)
+    counts_N = segment_sum(packed.loss_mask, packed.offsets)
+    for aggregate, statistic in STATISTICS:
+        values_T, there = token_statistic(statistic, tokens.log_ratio, tokens.train, tokens.rollout), counts_N > 0
+        if aggregate == "token":
+            compared, there = values_T, packed.loss_mask
+        elif aggregate == "sequence_max":
+            compared = segment_max(values_T, packed.offsets)
+        else:
+            compared = segment_sum(values_T, packed.offsets) / counts_N.clamp(min=1)
+        values = compared[there].double().numpy()
+        found[f"{aggregate}_{statistic}"] = {name: (0.0, _above(values, share)) for share, name in names.items()}
+    return found
+
+
+def _two_sided(values: Floats, share: float) -> tuple[float, float]:
+    """Orders the values."""
+    if not len(values):
+        return 1.0, 1.0
+    lost = int(len(values) * (1.0 - share) / 2 + _SLACK)
+    places = [lost, len(values) - 1 - lost]
+    values.partition(places)
+    low, high = values[places].tolist()
+    return _outward(min(low, -SMALLEST_LOG_RATIO), -1), _outward(max(high, SMALLEST_LOG_RATIO), 1)
+
+
+def _outward(log_ratio: float, sign: int) -> float:
+    """e^l, moved away from 1 to a short decimal number, by at most a thousandth of |l|."""
+    if abs(log_ratio) > SAFETY_BOUND:
+        return math.inf if sign > 0 else 0.0
+    ratio = math.exp(log_ratio + sign * _ROUNDING)
+    return _short(ratio, abs(log_ratio) * ratio, sign)
+
+
+def _above(values: Floats, share: float) -> float:
+    """Orders the values."""
+    if not len(values):
+        return SMALLEST_LOG_RATIO
+    kept = len(values) - 1 - int(len(values) * (1.0 - share) + _SLACK)
+    values.partition(kept)
+    value = max(float(values[kept]), SMALLEST_LOG_RATIO**2) * (1.0 + _ROUNDING)
+    return _short(value, value, 1) if value < _LARGEST else math.inf
+
+
+def _short(value: float, size: float, sign: int) -> float:
+    """The value, rounded up (sign 1) or down by less than a thousandth of this size."""
+    digits = -math.floor(math.log10(_FINENESS * size))
+    return round((math.ceil if sign > 0 else math.floor)(value * 10.0**digits) / 10.0**digits, max(digits, 0))
+
+
+# Histograms, from which the page works out other bounds without the data ----------------------------------------------
+
+
+def bound_edges(also: Iterable[float] = ()) -> Floats:
+    """Log-ratios at which a bound can be, ascending, none of them 0: equal in asinh(l / 1e-4), as the histogram of the
+    full metrics, which is 1.3 % of |l|, then rounded to `DIGITS` of ρ. also: ratios that must be among them."""
+    places = np.linspace(-HISTOGRAM_EDGE, HISTOGRAM_EDGE, BINS)  # an even number of them: none is 0
+    ratios = {_rounded(math.exp(HISTOGRAM_SCALE * math.sinh(place))) for place in places}
+    known = [ratio for ratio in (*ratios, *also) if math.exp(-SAFETY_BOUND) < ratio < math.exp(SAFETY_BOUND)]
+    return np.log(sorted(set(known) - {1.0}))
+
+
+def _rounded(ratio: float) -> float:
+    if not 0.5 < ratio < 2.0:
+        return float(f"{ratio:.{DIGITS}g}")
+    return float(f"{1.0 + float(f'{ratio - 1.0:.{DIGITS}g}'):.12g}")  # without 1.0 + x's own rounding
+
+
+def histograms(packed: PackedSequences, bounds: Iterable[float] = ()) -> Histograms:
+    """Histograms of every level of the batch.
+
+    packed: with both sides; advantages where there are any. bounds: ratios that become edges, as those of the settings
+    shown. A unit on an edge counts as above it. Bounds that grow with the length are not of these bins.
+    """
+    edges, mask = bound_edges(bounds), packed.loss_mask.double()
+    advantages = torch.zeros_like(mask) if packed.advantages is None else packed.advantages
+    counted = {"tokens": mask, "positive": mask * (advantages > 0), "negative": mask * (advantages < 0)}
+    levels = {}
+    for level in levels_of(packed):
+        of = units_in(level, packed)
+        there = of.tokens_U > 0
+        log_ratio = of.log_ratio_U[there].numpy()
+        ratio = np.exp(np.clip(log_ratio, -SAFETY_BOUND, SAFETY_BOUND))
+        columns = {name: of.total(values_T)[there].numpy() for name, values_T in counted.items()}
+        columns |= {"units": np.ones_like(ratio), "ratio": ratio, "squared": ratio * ratio}
+        columns["by_token"] = ratio * columns["tokens"]
+        place = np.searchsorted(edges, log_ratio, side="right")
+        sums = {name: np.bincount(place, weights, len(edges) + 1) for name, weights in columns.items()}
+        bins = np.flatnonzero(sums["units"])
+        used = {name: tuple(of_bins[bins].tolist()) for name, of_bins in sums.items()}
+        levels[level] = LevelHistogram(bins=tuple(bins.tolist()), **used)
+    return Histograms(edges=tuple(edges.tolist()), levels=levels, signed=packed.advantages is not None)

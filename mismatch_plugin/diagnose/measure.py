@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import reduce
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,126 +15,280 @@ import torch
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.correction import correct
+from mismatch_plugin.core.metrics.full import PROBABILITY_EDGES
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import k3
-from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.core.segments import bounded_exp, segment_max, segment_sum
+from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number, version_of_tokens
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.breakdowns import UNKNOWN, breakdowns, staleness
-from mismatch_plugin.diagnose.packing import packed_of, pieces
-from mismatch_plugin.diagnose.result import Size
+from mismatch_plugin.diagnose.levels import SMALLEST_LOG_RATIO
+from mismatch_plugin.diagnose.packing import at_places, numbered_versions, packed_of, pieces, samples_of
+from mismatch_plugin.diagnose.result import Group, Size
+from mismatch_plugin.limits import SAFETY_BOUND
 
 QUANTILES = (0.1, 1.0, 5.0, 25.0, 50.0, 75.0, 95.0, 99.0, 99.9)
 """In percent."""
 BINS = 80
-_SMALLEST = 1e-6
-_FEW = 100
-"""Tokens below which a staleness is no point of the regression."""
+POSITION_EDGES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+LENGTH_EDGES = (64, 256, 1024, 4096, 16384, 65536)
+ENTROPY_EDGES = (0.01, 0.1, 0.5, 1.0, 2.0)
+MAX_TURNS = 8
+MAX_NAMES = 24
+MAX_STALENESS = 8
+UNKNOWN = -(2**31)
+"""Staleness of a token whose version, or whose trainer's version, has no number."""
+MIN_TOKENS_OF_STALENESS = 100
+"""A staleness with fewer tokens is no point of the regression."""
+OLD_SHARE = 0.05
+"""Of the tokens: so few of the oldest may be left out."""
 
 
 def measure(
-    batch: Batch,
-    config: MismatchConfig,
-    packed: PackedSequences | None = None,
-    rescored: Sequence[Floats] | None = None,
+    batch: Batch, config: MismatchConfig, packed: PackedSequences | None = None
 ) -> tuple[dict[str, float], Size]:
     """(the metrics that training reports at level full for these settings, how large the mismatch is).
 
-    packed: `packed_of(batch)`, where the caller has it. rescored: as in `separate`.
-    Raises InputError where no token can be compared.
+    packed: `packed_of(batch)`, where the caller has it. Raises InputError where no token can be compared.
     """
     if packed is None:
         packed, _ = packed_of(batch)
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
     with no_notes():
         config = config.replace(metrics="full")
-    # In pieces of whole responses, whose statistics merge exactly: memory hardly grows with the batch.
     # π_θ is π_old in the first step, which is judged here.
-    corrections = (correct(piece, config, log_probs=piece.old_log_probs) for _, piece in pieces(packed))
+    corrections = (correct(piece, config, log_probs=piece.old_log_probs) for piece in pieces(packed))
     statistics = reduce(Statistics.merge, (correction.statistics for correction in corrections))
-    shares = np.array(QUANTILES) / 100
-    named = dict(zip(QUANTILES, np.quantile(_gap(packed), shares, overwrite_input=True).tolist(), strict=True))
+    gap = packed.old_log_probs - packed.rollout_log_probs
+    quantiles = np.quantile(gap.numpy(), np.array(QUANTILES) / 100).tolist()
     # The middle 99.8 % and a quarter more; the outer bins hold the tails.
-    edge = max(1.25 * max(abs(named[0.1]), abs(named[99.9])), _SMALLEST)
+    edge = max(1.25 * max(abs(quantiles[0]), abs(quantiles[-1])), SMALLEST_LOG_RATIO)
     edges = np.linspace(-edge, edge, BINS + 1)
-    counts = sum(np.histogram(np.clip(_gap(piece), -edge, edge), edges)[0] for _, piece in pieces(packed))
+    ratio = bounded_exp(gap)
+    columns = [column.numpy() for column in (gap.abs(), -gap, k3(gap), ratio, ratio.square())]
+    samples, places = samples_of(batch, packed)
+    steps = staleness(samples, places)
+    parts = _parts(samples, places, packed, steps)
     size = Size(
         edges=tuple(edges.tolist()),
-        counts=tuple(np.asarray(counts).tolist()),
-        quantiles={f"p{share:g}": value for share, value in named.items()},
-        breakdowns=breakdowns(batch, packed),
-        separated=separate(batch, rescored, packed),
+        counts=tuple(np.histogram(gap.clamp(-edge, edge).numpy(), edges)[0].tolist()),
+        quantiles={f"p{share:g}": value for share, value in zip(QUANTILES, quantiles, strict=True)},
+        breakdowns={name: _groups(labels, codes, columns) for name, labels, codes in parts},
+        separated=separate(steps, columns[0], columns[2]),
     )
     return statistics.metrics(), size
 
 
-def _gap(packed: PackedSequences) -> Floats:
-    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
-    return (packed.old_log_probs - packed.rollout_log_probs).numpy()
+# Where it comes from -------------------------------------------------------------------------------------------------
 
 
-def separate(
-    batch: Batch, rescored: Sequence[Floats] | None = None, packed: PackedSequences | None = None
-) -> dict[str, float]:
+def separate(steps: Ints, absolute: Floats, k3_T: Floats) -> dict[str, float]:
     """What of the gap is the engine's and what comes from older weights, by name; {} where nothing tells.
 
-    rescored: [n] log-probs of each sample that the rollout server computed afterwards for the same tokens, in one pass.
-
-    Where token and trainer name their weight versions, staleness = trainer − token, and with tokens of staleness 0:
+    steps: [T] `staleness`. absolute: |Δ log p|. With tokens of staleness 0:
     engine_abs, engine_k3: mean |Δ log p| and k3 of those: same weights, so that the engines alone differ
     stale_abs, stale_k3: of the others
     staleness_k3: k3 of all − engine_k3, at least 0: what fresh weights would save
     Without such tokens, but with two or more stalenesses of 100 tokens each:
     engine_k3: value at staleness 0 of the least-squares line of their mean k3 (each weighed by its tokens), at least 0:
         an extrapolation, which holds while the policy drifts evenly; staleness_k3: the rest; k3_per_step: its slope
-    With a rescoring (x sampled, y rescored, z trainer):
-    sampled_abs, sampled_k3: mean |y − x| and k3: sampling against one pass of the same server (batch composition,
-        kernels), and the weights loaded in between
-    trainer_abs, trainer_k3: the same of z − y: the two engines, and how far the trainer is from the server's weights
     """
-    if packed is None:
-        packed, _ = packed_of(batch)
-    by_steps: dict[int, np.ndarray] = {}
-    one_pass = np.zeros((2, 3))
-    for _, piece in pieces(packed):
-        gap, order = _gap(piece), [index for index in piece.sequence_ids if isinstance(index, int)]
-        assert piece.positions is not None and piece.rollout_log_probs is not None
-        places = np.split(piece.positions.numpy(), np.cumsum(piece.lengths)[:-1])
-        steps = staleness([batch.samples[row] for row in order], places)
-        for kind in np.unique(steps[steps != UNKNOWN]).tolist():
-            by_steps[kind] = by_steps.get(kind, np.zeros(3)) + _sums(gap[steps == kind])
-        if rescored is not None:
-            middle = np.concatenate([rescored[row][place] for row, place in zip(order, places, strict=True)])
-            sampled = middle - piece.rollout_log_probs.numpy()
-            known = np.isfinite(middle)
-            one_pass += np.stack([_sums(sampled[known]), _sums((gap - sampled)[known])])
-    found = _by_staleness(by_steps)
-    for name, (count, absolute, k3_sum) in zip(("sampled", "trainer"), one_pass.tolist(), strict=True):
-        if count:
-            found |= {f"{name}_abs": absolute / count, f"{name}_k3": k3_sum / count}
-    return found
-
-
-def _sums(gap: Floats) -> np.ndarray:
-    """Tokens, Σ |Δ log p|, Σ k3."""
-    return np.array([len(gap), np.abs(gap).sum(), float(k3(torch.from_numpy(gap)).sum())])
-
-
-def _by_staleness(by_steps: dict[int, np.ndarray]) -> dict[str, float]:
-    if not by_steps:
+    kinds, code = np.unique(steps, return_inverse=True)
+    sums = np.stack([np.bincount(code), np.bincount(code, absolute), np.bincount(code, k3_T)])[:, kinds != UNKNOWN]
+    kinds = kinds[kinds != UNKNOWN]
+    if not len(kinds):
         return {}
-    count, _, k3_sum = np.sum([*by_steps.values()], axis=0)
-    whole = float(k3_sum / count)
-    if 0 in by_steps:
-        fresh = by_steps[0]
-        found = {"engine_abs": float(fresh[1] / fresh[0]), "engine_k3": float(fresh[2] / fresh[0])}
-        if len(by_steps) > 1:
-            stale = np.sum([values for kind, values in by_steps.items() if kind], axis=0)
-            found |= {"stale_abs": float(stale[1] / stale[0]), "stale_k3": float(stale[2] / stale[0])}
+    count, _, total = sums
+    whole = float(total.sum() / count.sum())
+    if 0 in kinds:
+        found = {}
+        for name, of in (("engine", kinds == 0), ("stale", kinds != 0)):
+            tokens, of_absolute, of_k3 = sums[:, of].sum(1).tolist()
+            if tokens:
+                found |= {f"{name}_abs": of_absolute / tokens, f"{name}_k3": of_k3 / tokens}
         return found | {"staleness_k3": max(whole - found["engine_k3"], 0.0)}
-    points = {kind: values for kind, values in by_steps.items() if values[0] >= _FEW}
-    if len(points) < 2:
+    enough = count >= MIN_TOKENS_OF_STALENESS
+    if enough.sum() < 2:
         return {}
-    counts, _, sums = np.stack([*points.values()]).T
-    slope, level = np.polyfit([*points], sums / counts, 1, w=np.sqrt(counts))
+    slope, level = np.polyfit(kinds[enough], (total / count)[enough], 1, w=np.sqrt(count[enough]))
     engine = min(max(float(level), 0.0), whole)
     return {"engine_k3": engine, "staleness_k3": whole - engine, "k3_per_step": float(slope)}
+
+
+def staleness(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints:
+    """[T] trainer's version − token's version, in steps of the numbers at their ends; UNKNOWN where one has none."""
+
+    def behind(sample: Sample) -> Ints:
+        trainer, numbers = version_number(sample.trainer_version), numbered_versions(sample)
+        if trainer is None:
+            return np.full(len(sample), UNKNOWN, dtype=np.int32)
+        return np.where(numbers < 0, UNKNOWN, np.clip(trainer - numbers, UNKNOWN + 1, 2**31 - 1)).astype(np.int32)
+
+    return at_places(behind, samples, places)
+
+
+def _groups(labels: Sequence[str], codes: Ints, columns: Sequence[Floats]) -> tuple[Group, ...]:
+    """The buckets that hold a token, in order. columns: |Δ log p|, k1, k3, ρ, ρ²."""
+    count = np.bincount(codes, minlength=len(labels))
+    sums = np.stack([np.bincount(codes, column, len(labels)) for column in columns], axis=1)
+    groups = []
+    for label, n, (absolute, kl, k3_kl, ratio, squared) in zip(labels, count.tolist(), sums.tolist(), strict=True):
+        if n:
+            means = {"abs_mean": absolute / n, "kl": kl / n, "k3_kl": k3_kl / n}
+            groups.append(Group(name=label, tokens=n, **means, ess=min(ratio**2 / (n * squared), 1.0)))
+    return tuple(groups)
+
+
+def _parts(
+    samples: Sequence[Sample], places: Sequence[Ints], packed: PackedSequences, steps: Ints
+) -> Iterator[tuple[str, tuple[str, ...], Ints]]:
+    """By what; its buckets' labels; [T] the bucket of each token, an index into them.
+
+    position: index in the response. length: response tokens. probability: π_rollout. entropy: nats, as told by the
+    training side. turn: which run of tokens that train, where a response has several. version: the weights that sampled
+    the token. staleness: how many steps they are behind the trainer's. server, dp_rank. advantage: its sign.
+    """
+    lengths = np.array(packed.lengths)
+    assert packed.positions is not None and packed.rollout_log_probs is not None
+    yield "position", _counted(POSITION_EDGES), _bucket(packed.positions.numpy(), POSITION_EDGES)
+    of_sample = _bucket(np.array([len(sample) for sample in samples]), LENGTH_EDGES)
+    yield "length", _counted(LENGTH_EDGES), np.repeat(of_sample, lengths)
+    probability = _bucket(packed.rollout_log_probs.numpy(), np.log(PROBABILITY_EDGES))
+    yield "probability", _between(PROBABILITY_EDGES), probability
+    if packed.entropy is not None:
+        yield "entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy.numpy(), ENTROPY_EDGES)
+    turns = packed.turn_numbers()[0].numpy()
+    if turns.max() > 0:
+        labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
+        yield "turn", labels, np.minimum(turns, MAX_TURNS)
+    if told := {span.version for sample in samples for span in sample.weight_versions}:
+        newest = sorted(told, key=lambda name: (-1 if (n := version_number(name)) is None else n, name))[-MAX_NAMES:]
+        code = dict.fromkeys(told, len(newest)) | {version: i for i, version in enumerate(newest)}
+        none = len(newest) + 1
+        codes = at_places(lambda s: version_of_tokens(s.weight_versions, code, len(s), none), samples, places)
+        yield "version", (*newest, "older", "unknown"), codes
+    if (steps != UNKNOWN).any():
+        labels = ("ahead", *map(str, range(MAX_STALENESS + 1)), f"from {MAX_STALENESS + 1}", "unknown")
+        codes = np.clip(steps, -1, MAX_STALENESS + 1) + 1
+        yield "staleness", labels, np.where(steps == UNKNOWN, len(labels) - 1, codes)
+    for part, name in enumerate(("server", "dp_rank")):
+        values = [sample.worker[part] for sample in samples]
+        if named := sorted({value for value in values if value is not None}):
+            known = named[:MAX_NAMES]
+            place: dict[Any, int] = dict.fromkeys(named, len(known)) | {value: i for i, value in enumerate(known)}
+            labels = (*map(str, known), "others", "unknown")
+            yield name, labels, np.repeat([place.get(value, len(known) + 1) for value in values], lengths)
+    if packed.advantages is not None:
+        yield "advantage", ("negative", "zero", "positive"), packed.advantages.sign().long().add_(1).numpy()
+
+
+def _bucket(values: Ints | Floats, edges: Sequence[float] | Floats) -> Ints:
+    """How many edges are ≤ the value."""
+    return np.searchsorted(np.asarray(edges), values, side="right")
+
+
+def _counted(edges: Sequence[int]) -> tuple[str, ...]:
+    """Labels of whole numbers."""
+    inner = [str(low) if high == low + 1 else f"{low} to {high - 1}" for low, high in pairwise((0, *edges))]
+    return (*inner, f"from {edges[-1]}")
+
+
+def _between(edges: Sequence[float]) -> tuple[str, ...]:
+    inner = [f"{low:g} to {high:g}" for low, high in pairwise(edges)]
+    return (f"below {edges[0]:g}", *inner, f"from {edges[-1]:g}")
+
+
+# What a setting is chosen by -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What the rules look at.
+
+    k3_kl: nats a token, the estimate of KL. ess: effective sample size of the tokens' ratios, a share.
+    mean_length, max_length: trained tokens a response; inf where nobody knows.
+    tail: share of tokens with a ratio outside [½, 2] and |l| above ten medians: Gaussian noise of one size has none.
+    mean_turns: runs of tokens that train, a response. longest_turn: its trained tokens; inf where nobody knows.
+    credit: share of the responses whose advantages differ from token to token.
+    drifting: share of responses whose mean log-ratio, times √length, is six robust deviations from the median one; each
+    token's limited to six medians of |l|, so that single tokens are no drift.
+    stale: weight versions that the oldest tokens are behind. fresh: versions that all but `OLD_SHARE` of the tokens are
+    behind at most; inf where nobody knows. old_kl: k3 of the others, over that of these; 0 without others.
+    one_step: one optimizer step a rollout batch. expensive_pass: the user would save the second forward pass.
+    """
+
+    k3_kl: float
+    ess: float
+    mean_length: float
+    max_length: float
+    tail: float = 0.0
+    drifting: float = 0.0
+    stale: float = 0.0
+    fresh: float = math.inf
+    old_kl: float = 0.0
+    mean_turns: float = 1.0
+    longest_turn: float = math.inf
+    credit: float = 0.0
+    one_step: bool = False
+    expensive_pass: bool = False
+
+    @property
+    def kl_length(self) -> float:
+        """k3 times the longest response: half the variance of the log of its product of ratios."""
+        return self.k3_kl * self.max_length
+
+    @property
+    def kl_turn(self) -> float:
+        """The same of the longest turn."""
+        return self.k3_kl * self.longest_turn
+
+
+def figures_of(
+    packed: PackedSequences, *, stale: float | None = None, one_step: bool = False, expensive_pass: bool = False
+) -> Figures:
+    """The figures of a batch as `packed_of` makes it: every token trains, every sequence has one.
+
+    stale: how many steps the oldest tokens are behind; None: newest minus oldest of `weight_versions`.
+    """
+    assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
+    log_ratio = (packed.old_log_probs - packed.rollout_log_probs).double().clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    ratio, size, divergence = log_ratio.exp(), log_ratio.abs(), k3(log_ratio)
+    median = float(size.median())
+    far = (size > math.log(2.0)) & (size > 10 * median)
+    lengths = torch.tensor(packed.lengths, dtype=torch.float64)
+    means = segment_sum(log_ratio.clamp(-6 * median, 6 * median), packed.offsets) / lengths
+    shift = (means - means.median()) * lengths.sqrt()
+    deviation = 1.4826 * shift.abs().median()
+    of_turns = packed.turns.offsets.diff().double()
+    versions, fresh, old_kl = packed.weight_versions, math.inf, 0.0
+    if versions is not None and packed.trainer_version is not None:
+        behind = packed.trainer_version - versions
+        fresh = float(max(int(behind.sort().values[math.ceil((1.0 - OLD_SHARE) * len(behind)) - 1]), 0))
+        old = behind > fresh
+        rest = float(divergence[~old].mean())
+        old_kl = float(divergence[old].mean()) / rest if old.any() and rest > 0 else 0.0
+    credit = 0.0
+    if packed.advantages is not None:
+        values = packed.advantages.double()
+        most, least = segment_max(values, packed.offsets), -segment_max(-values, packed.offsets)
+        credit = float((most - least > 1e-6 * torch.maximum(most.abs(), least.abs())).double().mean())
+    if stale is None:
+        stale = 0.0 if versions is None else float(versions.max() - versions.min())
+    return Figures(
+        k3_kl=float(divergence.mean()),
+        ess=float(ratio.sum() ** 2 / (len(ratio) * (ratio**2).sum())),
+        mean_length=float(lengths.mean()),
+        max_length=float(lengths.max()),
+        tail=float(far.double().mean()),
+        drifting=float((shift.abs() > 6 * deviation).double().mean()) if deviation > 0 else 0.0,
+        stale=stale,
+        fresh=fresh,
+        old_kl=old_kl,
+        mean_turns=float((of_turns > 0).sum() / len(lengths)),
+        longest_turn=float(of_turns.max()),
+        credit=credit,
+        one_step=one_step,
+        expensive_pass=expensive_pass,
+    )

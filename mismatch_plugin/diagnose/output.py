@@ -1,4 +1,4 @@
-"""The files that `inspect` writes of a dump: the page and the pictures."""
+"""The file that `inspect` writes of a dump: the page."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from mismatch_plugin.diagnose.result import Diagnosis
 
 
 def write_report(diagnosis: Diagnosis, folder: Path, host: str) -> tuple[Path | None, str]:
-    """`report.html` and PNGs in a folder; the page's path, and a sentence about what could not be written.
+    """`report.html` in a folder; the page's path, and a sentence about what could not be written.
 
-    The verdict does not need them: a missing library or a folder that cannot be written is a sentence, no error.
+    The verdict does not need it: a missing library or a folder that cannot be written is a sentence, no error.
     """
     install, page = "pip install 'mismatch-plugin[lab]'", folder / "report.html"
     try:
@@ -22,12 +22,4 @@ def write_report(diagnosis: Diagnosis, folder: Path, host: str) -> tuple[Path | 
         return None, f"no page: {error}: {install}"
     except OSError as error:
         return None, f"no page: {folder} cannot be written ({error.strerror}); choose another with --out"
-    try:
-        from mismatch_plugin.diagnose.pictures import write_pictures
-
-        write_pictures(diagnosis, folder)
-    except ImportError as error:
-        return page, f"no pictures: {error}: {install}"
-    except OSError as error:
-        return page, f"no pictures: {folder} cannot be written ({error.strerror})"
     return page, ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.validity import KINDS, SOUND, classify
-from mismatch_plugin.data.arrays import Bools, Floats, Ints
+from mismatch_plugin.data.arrays import Ints
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
@@ -29,30 +29,30 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
 
     Float64. A sequence is a response, its tokens are those that train and that training could use: a number on both
     sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
-    advantages: those of the samples, else the rewards, centred and divided by the sample
-    deviation within their group (the same `group`, else the same prompt), as GRPO has it; None where there are neither.
-    entropy, weight_versions: where every token has one. trainer_version: where all samples have the same one. turn_ids:
-    of whole responses, so that what is left out splits no turn.
+    advantages: those of the samples, else the rewards, centred and divided by the sample deviation within their group
+    (the same `group`, else the same prompt), as GRPO has it; None where there are neither. entropy, weight_versions:
+    where every token has one. trainer_version: where all samples have the same one. turn_ids: of whole responses, so
+    that what is left out splits no turn.
     Raises InputError where no token is left.
     """
     tokens, notes = _sound(batch)
     starts = np.flatnonzero(np.diff(tokens.sample, prepend=-1))
-    order, lengths = tokens.sample[starts], np.diff(starts, append=len(tokens))
+    order, places = tokens.sample[starts], np.split(tokens.position, starts[1:])
     samples = [batch.samples[index] for index in order]
-    places = np.split(tokens.position, starts[1:])
     advantages, said = _advantages(batch, samples, places)
+    versions = at_places(numbered_versions, samples, places)
     trained_at = {version_number(sample.trainer_version) for sample in samples}
     packed = PackedSequences(
         loss_mask=torch.ones(len(tokens), dtype=torch.bool),
-        lengths=tuple(lengths.tolist()),
+        lengths=tuple(map(len, places)),
         rollout_log_probs=torch.from_numpy(tokens.rollout),
         old_log_probs=torch.from_numpy(tokens.training),
-        advantages=None if advantages is None else torch.from_numpy(advantages),
-        entropy=_tensor(_gathered([sample.entropy for sample in samples], samples, places)),
+        advantages=advantages,
+        entropy=_given("entropy", samples, places),
         positions=torch.from_numpy(tokens.position),
-        weight_versions=_tensor(_versions(samples, places)),
+        weight_versions=None if versions.min() < 0 else torch.from_numpy(versions),
         trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
-        turn_ids=torch.from_numpy(np.concatenate([_turns(s)[at] for s, at in zip(samples, places, strict=True)])),
+        turn_ids=torch.from_numpy(at_places(_turns, samples, places)),
         sequence_ids=tuple(order.tolist()),
     )
     return packed, (*notes, *said)
@@ -77,34 +77,16 @@ def _sound(batch: Batch) -> tuple[Tokens, list[str]]:
     return tokens, notes
 
 
-def _tensor(values: np.ndarray | None) -> Tensor | None:
-    return None if values is None else torch.from_numpy(values)
+def at_places(values: Callable[[Sample], np.ndarray], samples: Sequence[Sample], places: Sequence[Ints]) -> np.ndarray:
+    """[T] the values of each sample at its places."""
+    return np.concatenate([values(sample)[place] for sample, place in zip(samples, places, strict=True)])
 
 
-def _gathered(given: Sequence[Floats | None], samples: Sequence[Sample], places: Sequence[Ints]) -> Floats | None:
-    """[T], or None where a token has no finite value."""
-    found, start = np.empty(sum(map(len, places))), 0
-    for values, sample, place in zip(given, samples, places, strict=True):
-        if values is None or len(values) != len(sample) or not np.isfinite(values[place]).all():
-            return None
-        found[start : (start := start + len(place))] = values[place]
-    return found
-
-
-def _versions(samples: Sequence[Sample], places: Sequence[Ints]) -> Ints | None:
-    found, start = np.empty(sum(map(len, places)), dtype=np.int64), 0
-    for sample, place in zip(samples, places, strict=True):
-        numbers = numbered_versions(sample)[place]
-        if not len(numbers) or numbers.min() < 0:
-            return None
-        found[start : (start := start + len(place))] = numbers
-    return found
-
-
-def _turns(sample: Sample) -> Ints:
-    """[n] number of each token's turn: runs of tokens that train, those between two with the first of them."""
-    begins = np.diff(sample.mask.astype(np.int8), prepend=0) == 1
-    return np.maximum(np.cumsum(begins) - 1, 0)
+def samples_of(batch: Batch, packed: PackedSequences) -> tuple[list[Sample], list[Ints]]:
+    """(the sample of each packed sequence, the places of its packed tokens in it)."""
+    assert packed.positions is not None
+    places = np.split(packed.positions.numpy(), np.cumsum(packed.lengths)[:-1])
+    return [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)], places
 
 
 def numbered_versions(sample: Sample) -> Ints:
@@ -114,38 +96,52 @@ def numbered_versions(sample: Sample) -> Ints:
     return version_of_tokens(sample.weight_versions, numbers, len(sample))
 
 
+def _turns(sample: Sample) -> Ints:
+    """[n] number of each token's turn: runs of tokens that train, those between two with the first of them."""
+    begins = np.diff(sample.mask.astype(np.int8), prepend=0) == 1
+    return np.maximum(np.cumsum(begins) - 1, 0)
+
+
+def _given(name: str, samples: Sequence[Sample], places: Sequence[Ints]) -> Tensor | None:
+    """[T] this field, or None where a token has no finite value."""
+    if any(getattr(sample, name) is None or len(getattr(sample, name)) != len(sample) for sample in samples):
+        return None
+    found = at_places(lambda sample: getattr(sample, name), samples, places)
+    return torch.from_numpy(found) if np.isfinite(found).all() else None
+
+
 def _advantages(
     batch: Batch, samples: Sequence[Sample], places: Sequence[Ints]
-) -> tuple[Floats | None, tuple[str, ...]]:
-    given = [sample.advantages for sample in samples]
-    found = _gathered(given, samples, places)
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    found = _given("advantages", samples, places)
     if found is not None:
-        if found.any():
-            return found, ()
-        return None, ("all advantages are 0, which trains nothing: predictions take 1",)
-    partly = "some tokens have no advantage, so none is used; " if any(a is not None for a in given) else ""
-    if any(sample.reward is None or not np.isfinite(sample.reward) for sample in samples):
+        nothing = "all advantages are 0, which trains nothing: predictions take 1"
+        return (found, ()) if found.any() else (None, (nothing,))
+    partly = "some tokens have no advantage, so none is used; " * any(s.advantages is not None for s in samples)
+    if not all(map(_rewarded, samples)):
         return None, (f"{partly}there are no advantages, and no reward of every response: predictions take 1",)
-    values, how = _of_rewards(batch)
-    if not values:
+    rewarded = [sample for sample in batch if _rewarded(sample)]
+    ids, how = _group_ids(rewarded)
+    if len(set(ids)) == len(ids):
+        ids, how = [0] * len(ids), "over the batch, for no two responses share a group or prompt"
+    values = group_advantages(_rewards(rewarded), ids).tolist()
+    if not any(values):
         return None, (f"{partly}rewards are the same {how}: there is no advantage, predictions take 1",)
-    by_sample = np.array([values[sample.index] for sample in samples])
+    of_sample = {sample.index: value for sample, value in zip(rewarded, values, strict=True)}
+    by_sample = torch.tensor([of_sample[sample.index] for sample in samples], dtype=torch.float64)
     said = f"{partly}advantages are made of the rewards, centred and divided by their deviation {how}"
-    return np.repeat(by_sample, [len(place) for place in places]), (said,)
+    return by_sample.repeat_interleave(torch.tensor([len(place) for place in places])), (said,)
 
 
-def _of_rewards(batch: Batch) -> tuple[dict[int, float], str]:
-    """(`group_advantages` by sample, {} where all are 0; within what)."""
-    rewarded = [s for s in batch if s.reward is not None and np.isfinite(s.reward)]
-    groups, how = _group_names(rewarded)
-    if len(set(groups)) == len(groups):
-        groups, how = [0] * len(groups), "over the batch, for no two responses share a group or prompt"
-    rewards = torch.tensor([sample.reward for sample in rewarded], dtype=torch.float64)
-    values = group_advantages(rewards, groups).tolist()
-    return ({s.index: value for s, value in zip(rewarded, values, strict=True)} if any(values) else {}), how
+def _rewarded(sample: Sample) -> bool:
+    return sample.reward is not None and bool(np.isfinite(sample.reward))
 
 
-def _group_names(samples: Sequence[Sample]) -> tuple[Sequence[Hashable], str]:
+def _rewards(samples: Sequence[Sample]) -> Tensor:
+    return torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+
+
+def _group_ids(samples: Sequence[Sample]) -> tuple[Sequence[Hashable], str]:
     """(the group of each, else its prompt; within what)."""
     if all(sample.group is not None for sample in samples):
         return [sample.group for sample in samples], "within each group"
@@ -161,12 +157,11 @@ class Groups(NamedTuple):
 
 def groups_of(batch: Batch, packed: PackedSequences) -> Groups | None:
     """Rewards and groups of the packed responses; None where one has no finite reward, or no two share a group."""
-    samples = [batch.samples[index] for index in packed.sequence_ids if isinstance(index, int)]
-    rewards = [sample.reward for sample in samples]
-    ids, _ = _group_names(samples)
-    if len(set(ids)) == len(ids) or any(reward is None or not np.isfinite(reward) for reward in rewards):
+    samples, _ = samples_of(batch, packed)
+    ids, _ = _group_ids(samples)
+    if len(set(ids)) == len(ids) or not all(map(_rewarded, samples)):
         return None
-    return Groups(torch.tensor(rewards, dtype=torch.float64), ids)
+    return Groups(_rewards(samples), ids)
 
 
 def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> tuple[PackedSequences, tuple[str, ...]]:
@@ -177,34 +172,27 @@ def subset(packed: PackedSequences, tokens: int = MAX_TOKENS, seed: int = 0) -> 
     lengths = np.array(packed.lengths)
     order = np.random.default_rng(seed).permutation(len(lengths))
     count = max(int(np.searchsorted(np.cumsum(lengths[order]), tokens, side="right")), 1)
-    chosen = np.zeros(len(lengths), dtype=bool)
-    chosen[order[:count]] = True
-    part = _part(packed, torch.from_numpy(np.repeat(chosen, lengths)), chosen)
+    part = _responses(packed, np.sort(order[:count]))
     note = f"settings are predicted on {sum(part.lengths)} of {total} tokens: {count} responses drawn at random"
     return part, (note,)
 
 
-def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[tuple[slice, PackedSequences]]:
-    """(its tokens, the piece): whole responses one after the other, about so many tokens at a time."""
-    ends = np.cumsum(packed.lengths)
-    first = start = 0
-    while first < len(ends):
-        last = max(int(np.searchsorted(ends, start + tokens, side="right")), first + 1)
-        where = slice(start, int(ends[last - 1]))
-        chosen = np.zeros(len(ends), dtype=bool)
-        chosen[first:last] = True
-        yield where, _part(packed, where, chosen)
-        first, start = last, where.stop
+def pieces(packed: PackedSequences, tokens: int = _PIECE) -> Iterator[PackedSequences]:
+    """Whole responses one after the other, about so many tokens at a time: memory hardly grows with the batch."""
+    if sum(packed.lengths) <= tokens:
+        yield packed
+        return
+    lengths = np.array(packed.lengths)
+    piece = (np.cumsum(lengths) - lengths) // tokens
+    for number in np.unique(piece):
+        yield _responses(packed, np.flatnonzero(piece == number))
 
 
-def _part(packed: PackedSequences, where_T: slice | Tensor, chosen_N: Bools) -> PackedSequences:
-    at = np.flatnonzero(chosen_N)
-    of_tokens = [item.name for item in fields(packed) if item.name != "rewards"]
-    values: dict[str, Any] = {
-        name: value[where_T] for name in of_tokens if isinstance(value := getattr(packed, name), Tensor)
-    }
-    if packed.rewards is not None:
-        values["rewards"] = packed.rewards[torch.from_numpy(at)]
-    lengths = tuple(packed.lengths[i] for i in at)
-    ids = tuple(packed.sequence_ids[i] for i in at)
-    return PackedSequences(lengths=lengths, sequence_ids=ids, trainer_version=packed.trainer_version, **values)
+def _responses(packed: PackedSequences, rows: Ints) -> PackedSequences:
+    """These alone; rows ascend."""
+    chosen = np.isin(np.arange(len(packed.lengths)), rows)
+    where = torch.from_numpy(np.repeat(chosen, packed.lengths))
+    tensors = {item.name: getattr(packed, item.name) for item in fields(packed)}
+    changed: dict[str, Any] = {name: value[where] for name, value in tensors.items() if isinstance(value, Tensor)}
+    kept = {name: tuple(np.array(getattr(packed, name))[rows].tolist()) for name in ("lengths", "sequence_ids")}
+    return packed.replace(**changed, **kept)

@@ -26,249 +26,180 @@ function recompute(edges, of, mode, lower, upper) {
   };
 }
 
+/* Units of one level in 90 equal bars around 0, wide enough for the bounds (log-ratios) and for all but the outermost
+   1e-4 of the units; what lies further out than four times these, or than eight times a bound, is beyond the picture. */
+function bars(edges, of, bounds) {
+  const ends = [edges[0] - 1, ...edges, edges[edges.length - 1] + 1], below = [0];
+  const units = new Map(of.bins.map((bin, k) => [bin, of.units[k]]));
+  for (let i = 0; i < ends.length - 1; i++) below.push(below[i] + (units.get(i) || 0));
+  const total = below[below.length - 1];
+  const at = (x, from, to) => {
+    const i = from.findIndex((value) => value >= x);
+    if (i < 1) return i < 0 ? to[to.length - 1] : to[0];
+    return to[i - 1] + (to[i] - to[i - 1]) * (x - from[i - 1]) / (from[i] - from[i - 1]);
+  };
+  const far = Math.max(...[of.bins[0], of.bins[of.bins.length - 1] + 1].map((i) => Math.abs(ends[i])));
+  const near = Math.max(...[1e-4, 1 - 1e-4].map((share) => Math.abs(at(share * total, below, ends))));
+  const data = Math.min(far, 4 * near);
+  const extent = 1.08 * Math.max(data, 1e-6, ...bounds.map(Math.abs).filter((bound) => bound < 8 * data));
+  const counts = [], places = Array.from({ length: 91 }, (_, i) => extent * (i / 45 - 1));
+  const reached = places.map((place) => at(place, ends, below));
+  for (let i = 0; i < 90; i++) counts.push(reached[i + 1] - reached[i]);
+  return { places, counts, total, beyond: [reached[0], total - reached[90]].map(Math.round) };
+}
+
+const LEFT = 48, WIDTH = 464, TOP = 24, BOTTOM = 236;
+
+/* The bars with ticks and with what lies outside of the bounds (log-ratios, or null) pale. */
+function draw(svg, edges, of, bounds, shown) {
+  const drawn = svg.drawn = bars(edges, of, shown), end = drawn.places[90];
+  const powers = Math.max(1, Math.ceil(Math.log10(Math.max(...drawn.counts))));
+  const x = (value) => LEFT + WIDTH * (value + end) / (2 * end);
+  const y = (count) => BOTTOM - (BOTTOM - TOP) * Math.max(0, Math.log10(2 * count)) / Math.log10(2 * 10 ** powers);
+  const text = (x, y, anchor, said) => `<text x="${x}" y="${y}" text-anchor="${anchor}">${said}</text>`;
+  const line = (kind, x1, x2, y1, y2) => `<line class="${kind}" x1="${x1}" x2="${x2}" y1="${y1}" y2="${y2}"/>`;
+  const rect = (kind, from, to, top) => `<rect class="${kind}" x="${from}" width="${to - from}" y="${top}" height="${BOTTOM - top}"/>`;
+  const parts = [], [left, right] = drawn.beyond, beyond = left + right ? [`${left} on the left, ${right} on the right`] : [];
+  for (let n = 0; n <= powers; n += 1 + Math.floor(powers / 6)) {
+    parts.push(line("grid-line", LEFT, LEFT + WIDTH, y(10 ** n), y(10 ** n)));
+    parts.push(text(LEFT - 6, y(10 ** n) + 4, "end", 10 ** (n % 3) + ["", "k", "M", "G"][Math.floor(n / 3)]));
+  }
+  const rough = 2 * end / 9, power = 10 ** Math.floor(Math.log10(rough));
+  const step = power * [1, 2, 5, 10].find((factor) => factor * power >= rough);
+  for (let k = Math.ceil(-end / step); k * step <= end; k++) {
+    parts.push(line("axis", x(k * step), x(k * step), BOTTOM, BOTTOM + 4));
+    parts.push(text(x(k * step), BOTTOM + 18, "middle", String(Number((k * step).toPrecision(6))).replace("-", "−")));
+  }
+  drawn.counts.forEach((count, i) => parts.push(rect("bar-of", x(drawn.places[i]), x(drawn.places[i + 1]), y(count))));
+  ["lower", "upper"].forEach((side, i) => {
+    if (bounds[i] === null) return;
+    const at = x(Math.min(end, Math.max(-end, bounds[i])));
+    parts.push(i ? rect("out", at, LEFT + WIDTH, TOP) : rect("out", LEFT, at, TOP));
+    const said = `${side} ${Number(Math.exp(bounds[i]).toPrecision(6))}`;
+    if (Math.abs(bounds[i]) > end) return void beyond.push(`${said} of the bounds`);
+    parts.push(line("bound", at, at, TOP - 4, BOTTOM));
+    parts.push(text(at, TOP - 9, at < LEFT + 60 ? "start" : at > LEFT + WIDTH - 60 ? "end" : "middle", said));
+  });
+  parts.push(line("axis", LEFT, LEFT + WIDTH, BOTTOM, BOTTOM), text(LEFT + WIDTH / 2, 276, "middle", "log-ratio, nat"));
+  svg.innerHTML = parts.join("") + `<rect class="cursor off" width="${WIDTH / 90}" y="${TOP}" height="${BOTTOM - TOP}"/>`;
+  svg.parentNode.querySelector(".beyond").textContent = beyond.length ? `Beyond the picture: ${beyond.join("; ")}.` : "";
+}
+
+function percent(value) {
+  if (value === null) return "–";
+  if (value === 0 || value === 1) return `${100 * value} %`;
+  for (const digits of [1, 2, 3, 4]) {
+    const shown = (100 * value).toFixed(digits);
+    if (Number(shown) !== 0 && Number(shown) !== 100) return `${shown} %`;
+  }
+  return value > 0.5 ? "> 99.9999 %" : "< 0.0001 %";
+}
+
 function start(document) {
   const data = JSON.parse(document.getElementById("data").textContent);
   const all = (selector, root) => [...(root || document).querySelectorAll(selector)];
-  const one = (selector, root) => (root || document).querySelector(selector);
-  const text = (element, value) => { if (element && element.textContent !== value) element.textContent = value; };
-  const short = (value) => value === null || value === undefined ? "–" : String(Number(Number(value).toPrecision(4)));
-  const percent = (value) => {
-    if (value === null || value === undefined) return "–";
-    if (value === 0 || value === 1) return `${100 * value} %`;
-    for (const digits of [1, 2, 3, 4]) {
-      const shown = (100 * value).toFixed(digits);
-      if (Number(shown) !== 0 && Number(shown) !== 100) return `${shown} %`;
-    }
-    return value > 0.5 ? "> 99.9999 %" : "< 0.0001 %";
-  };
   document.documentElement.classList.add("js");
 
-  /* Tabs: arrow keys move between them. */
-  for (const list of all("[role=tablist]")) {
-    const tabs = all("[role=tab]", list);
-    const choose = (tab, focus) => {
-      for (const other of tabs) {
-        other.setAttribute("aria-selected", String(other === tab));
-        other.tabIndex = other === tab ? 0 : -1;
-        document.getElementById(other.getAttribute("aria-controls")).classList.toggle("off", other !== tab);
-      }
-      if (focus) tab.focus();
-    };
-    tabs.forEach((tab, i) => {
-      tab.addEventListener("click", () => choose(tab, false));
-      tab.addEventListener("keydown", (event) => {
-        const to = { ArrowRight: i + 1, ArrowLeft: i - 1, Home: 0, End: tabs.length - 1 }[event.key];
-        if (to === undefined) return;
-        event.preventDefault();
-        choose(tabs[(to + tabs.length) % tabs.length], true);
-      });
-    });
-    choose(tabs.find((tab) => tab.getAttribute("aria-selected") === "true") || tabs[0], false);
-  }
-
-  for (const button of all("button.copy")) {
-    button.addEventListener("click", async () => {
-      const source = document.getElementById(button.dataset.of);
-      let done = true;
-      try { await navigator.clipboard.writeText(source.textContent); } catch {
-        const range = document.createRange();
-        range.selectNodeContents(source);
-        getSelection().removeAllRanges();
-        getSelection().addRange(range);
-        done = document.execCommand("copy");
-      }
-      text(button, done ? "Copied" : "Selected: press Ctrl+C");
-      setTimeout(() => text(button, "Copy"), 2500);
-    });
-  }
+  const host = document.getElementById("host");
+  const choose = () => all(".panel").forEach((panel) => panel.classList.toggle("off", panel.dataset.host !== host.value));
+  if (host) host.addEventListener("change", choose), choose();
+  for (const button of all("button.copy")) button.addEventListener("click", async () => {
+    const source = button.previousElementSibling;
+    getSelection().selectAllChildren(source);
+    let done = true;
+    try { await navigator.clipboard.writeText(source.textContent); } catch { done = document.execCommand("copy"); }
+    button.textContent = done ? "Copied" : "Selected: press Ctrl+C";
+    setTimeout(() => { button.textContent = "Copy"; }, 2500);
+  });
 
   /* A picture tells what is under the pointer, or under the arrow keys. */
-  for (const svg of all("svg[data-bars]")) {
-    const of = data.distributions[svg.dataset.bars], said = document.getElementById(svg.getAttribute("aria-describedby"));
-    const first = said.textContent, mark = one(".cursor", svg), n = of.counts.length;
-    const left = Number(svg.dataset.left), width = Number(svg.dataset.width) / n;
-    const total = of.counts.reduce((a, b) => a + b, of.beyond[0] + of.beyond[1]);
+  for (const svg of all(".distribution svg")) {
+    const said = document.getElementById(svg.getAttribute("aria-describedby")), first = said.textContent;
     let at = -1;
     const show = (i) => {
-      at = i;
-      mark.classList.toggle("off", i < 0);
-      if (i < 0) return text(said, first);
-      mark.setAttribute("x", left + i * width);
-      mark.setAttribute("width", width);
-      const [a, b] = [of.edges[i], of.edges[i + 1]], count = of.counts[i];
-      const many = count < 0.05 ? "none" : `about ${Math.max(1, Math.round(count))} of ${Math.round(total)} (${percent(count / total)})`;
-      text(said, `log-ratio ${a.toPrecision(3)} to ${b.toPrecision(3)}, ratio ${Math.exp(a).toPrecision(4)} to ${Math.exp(b).toPrecision(4)}: ${many}`);
+      const { places, counts, total } = svg.drawn, cursor = svg.querySelector(".cursor");
+      at = i >= 0 && i < counts.length ? i : -1;
+      cursor.classList.toggle("off", at < 0);
+      cursor.setAttribute("x", LEFT + at * WIDTH / counts.length);
+      if (at < 0) return void (said.textContent = first);
+      const [a, b] = [places[at], places[at + 1]], count = counts[at];
+      const many = count < 0.05 ? "none" : `about ${Math.max(1, Math.round(count))} of ${total} (${percent(count / total)})`;
+      said.textContent = `log-ratio ${a.toPrecision(3)} to ${b.toPrecision(3)}, ratio ${Math.exp(a).toPrecision(4)} to ${Math.exp(b).toPrecision(4)}: ${many}`;
     };
     svg.addEventListener("pointermove", (event) => {
-      const box = svg.getBoundingClientRect();
-      const x = (event.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
-      const i = Math.floor((x - left) / width);
-      show(i >= 0 && i < n ? i : -1);
+      const box = svg.getBoundingClientRect(), scale = Math.min(box.width / 520, box.height / 284);
+      show(Math.floor(((event.clientX - box.left - box.width / 2) / scale + 260 - LEFT) / WIDTH * 90));
     });
-    svg.addEventListener("pointerleave", () => show(-1));
-    svg.addEventListener("blur", () => show(-1));
+    for (const left of ["pointerleave", "blur"]) svg.addEventListener(left, () => show(-1));
     svg.addEventListener("keydown", (event) => {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       if (event.key === "Escape") show(-1);
       if (!step) return;
       event.preventDefault();
-      show(at < 0 ? Math.floor(n / 2) : Math.min(n - 1, Math.max(0, at + step)));
+      show(at < 0 ? 45 : Math.min(89, Math.max(0, at + step)));
     });
   }
 
   /* A column's button sorts by it, and the second time the other way round. */
-  for (const table of all("table.sortable")) {
-    const heads = all("th[aria-sort]", table), body = table.tBodies[0];
-    heads.forEach((head) => one("button", head).addEventListener("click", () => {
-      const column = head.cellIndex, down = head.getAttribute("aria-sort") !== "descending";
-      heads.forEach((other) => other.setAttribute("aria-sort", "none"));
-      head.setAttribute("aria-sort", down ? "descending" : "ascending");
-      const key = (row) => {
-        const value = row.cells[column].dataset.value, number = Number(value);
-        return value === undefined ? row.cells[column].textContent : value === "" ? -Infinity : number;
-      };
-      [...body.rows].sort((a, b) => {
-        const [x, y] = down ? [key(b), key(a)] : [key(a), key(b)];
-        return x < y ? -1 : x > y ? 1 : 0;
-      }).forEach((row) => body.append(row));
-    }));
-  }
-
-  const figure = document.getElementById("bar-figure");
-  if (figure) figure.addEventListener("change", () => {
-    for (const chart of all(".bars")) {
-      const rows = all("[data-figures]", chart).map((row) => [row, JSON.parse(row.dataset.figures)[figure.value]]);
-      const most = Math.max(...rows.map(([, value]) => Math.abs(value)), 1e-300);
-      for (const [row, value] of rows) {
-        one(".bar i", row).style.width = `${100 * Math.abs(value) / most}%`;
-        text(one(".value", row), figure.value === "ess" ? percent(value) : String(Number(value.toPrecision(3))));
-      }
-    }
+  for (const head of all("table.sortable th[aria-sort]")) head.firstChild.addEventListener("click", () => {
+    const down = head.getAttribute("aria-sort") !== "descending", body = head.closest("table").tBodies[0];
+    all("th", head.parentNode).forEach((other) => other.setAttribute("aria-sort", "none"));
+    head.setAttribute("aria-sort", down ? "descending" : "ascending");
+    const key = ({ textContent, dataset: { value } }) => value === undefined ? textContent : value === "" ? -Infinity : Number(value);
+    const keyed = [...body.rows].map((row) => [key(row.cells[head.cellIndex]), row]);
+    keyed.sort(([a], [b]) => (a < b ? -1 : a > b ? 1 : 0) * (down ? -1 : 1)).forEach(([, row]) => body.append(row));
   });
 
-  if (data.levels) controls(document, data, { all, one, text, percent, short });
-
-  /* On paper everything is open. */
-  let closed = [];
-  addEventListener("beforeprint", () => {
-    closed = all("details:not([open])");
-    closed.forEach((part) => { part.open = true; });
-  });
-  addEventListener("afterprint", () => closed.forEach((part) => { part.open = false; }));
+  if (data) controls(document, data, all);
 }
 
-/* Level, mode and bounds over the user's own data. */
-function controls(document, data, { all, one, text, percent, short }) {
-  const edges = data.edges, form = document.getElementById("try"), last = edges.length;
-  const inputs = { lower: form.elements.lower, upper: form.elements.upper };
-  const typed = { lower: form.elements.lower_value, upper: form.elements.upper_value };
-  const ratio = (place) => Number(Math.exp(edges[place]).toPrecision(7));
-  const nearest = (value) => {
-    const wanted = Math.log(value);
-    let best = 0;
-    edges.forEach((edge, i) => { if (Math.abs(edge - wanted) < Math.abs(edges[best] - wanted)) best = i; });
-    return best;
-  };
-  const firstAbove = edges.findIndex((edge) => edge > 0);
-  const place = (side) => {
-    const value = Number(inputs[side].value);
-    if (side === "lower") return value <= Number(inputs.lower.min) ? -1 : value;
-    return value >= Number(inputs.upper.max) ? last : value;
-  };
+/* The first picture, and level, mode and bounds over the user's own data. */
+function controls(document, data, all) {
+  const { edges, levels, settings, first } = data, form = document.getElementById("try").elements;
+  const logs = (...items) => items.flatMap(({ lower, upper }) => [lower, upper]).map((bound) => bound === null ? null : Math.log(bound));
+  const there = (bounds) => bounds.filter((bound) => bound !== null);
+  draw(document.getElementById("distribution"), edges, levels[first.level], logs(first), there(logs(first)));
+  const above = edges.findIndex((edge) => edge > 0), none = { lower: -1, upper: edges.length };
+  Object.assign(form.lower, { min: -1, max: above - 1 });
+  Object.assign(form.upper, { min: above, max: edges.length });
   const set = (side, bound) => {
-    const none = side === "lower" ? inputs.lower.min : inputs.upper.max;
-    inputs[side].value = bound === null ? none : String(nearest(bound));
+    const log = Math.log(bound);
+    const nearest = () => edges.reduce((best, edge, i) => Math.abs(edge - log) < Math.abs(edges[best] - log) ? i : best, 0);
+    form[side].value = bound > 0 ? nearest() : none[side];
   };
-  /* From the outermost data, or a bound that some setting has there, inwards over three powers of ten. */
-  const range = (level) => {
-    const bins = data.levels[level].bins, of = data.settings.filter((item) => item.level === level);
-    const out = (sign) => {
-      const ends = of.flatMap((item) => [item.lower, item.upper]).filter((b) => b !== null).map((b) => sign * Math.log(b));
-      const edge = sign < 0 ? edges[Math.max(0, Math.min(bins[0] - 1, firstAbove - 2))]
-        : edges[Math.min(last - 1, Math.max(bins[bins.length - 1], firstAbove + 1))];
-      return Math.max(sign * edge, ...ends);
-    };
-    const low = out(-1), high = out(1);
-    const most = Math.max(low, high);
-    inputs.lower.min = Math.max(0, nearest(Math.exp(-most)) - 1);
-    inputs.lower.max = Math.min(firstAbove - 1, nearest(Math.exp(-most / 1000)));
-    inputs.upper.min = Math.max(firstAbove, nearest(Math.exp(most / 1000)));
-    inputs.upper.max = Math.min(last - 1, nearest(Math.exp(most)) + 1);
-  };
-  const same = (item, level, mode, lower, upper) => item.level === level && item.mode === mode
-    && (mode === "truncate" || (item.lower === null ? lower < 0 : nearest(item.lower) === lower))
-    && (item.upper === null ? upper >= last : nearest(item.upper) === upper);
   const update = () => {
-    const level = form.elements.level.value, reject = one("[name=mode][value=reject]", form);
+    const level = form.level.value, reject = all("[name=mode][value=reject]")[0];
     reject.disabled = !data.judged.includes(level);  // no criterion judges turns or prefixes
-    if (reject.disabled && reject.checked) form.elements.mode.value = "mask";
-    const mode = form.elements.mode.value;
-    const lower = mode === "truncate" ? -1 : place("lower"), upper = place("upper");
-    inputs.lower.disabled = typed.lower.disabled = mode === "truncate";
-    const names = { lower: lower < 0 ? "none" : ratio(lower), upper: upper >= last ? "none" : ratio(upper) };
-    for (const side of ["lower", "upper"]) {
-      typed[side].value = names[side] === "none" ? "" : names[side];
-      inputs[side].setAttribute("aria-valuetext", `${side} bound ${names[side]}`);
+    if (reject.disabled && reject.checked) form.mode.value = "mask";
+    const mode = form.mode.value, places = { lower: mode === "truncate" ? -1 : Number(form.lower.value), upper: Number(form.upper.value) };
+    form.lower.disabled = form.lower_value.disabled = mode === "truncate";
+    for (const side in places) {
+      const edge = edges[places[side]], shown = edge === undefined ? "" : Number(Math.exp(edge).toPrecision(7));
+      form[`${side}_value`].value = shown;
+      form[side].setAttribute("aria-valuetext", `${side} bound ${shown || "none"}`);
     }
-    let shown = recompute(edges, data.levels[level], mode, lower, upper);
-    const items = data.settings.filter((item) => item.figures && same(item, level, mode, lower, upper));
-    const exact = items.find((item) => item.recommended) || items[0];
-    if (exact) shown = { ...shown, ...exact.figures };
-    for (const name of ["kept", "kept_positive", "kept_negative", "ess"]) {
-      text(one(`[data-now=${name}]`, document), percent(shown[name]));
+    const found = recompute(edges, levels[level], mode, places.lower, places.upper);
+    for (const cell of all("[data-now]")) {
+      const value = found[cell.dataset.now];
+      cell.textContent = cell.dataset.now !== "mean_weight" ? percent(value) : value === null ? "–" : Number(value.toPrecision(4));
     }
-    text(one("[data-now=mean_weight]", document), short(shown.mean_weight));
-    const near = Math.min(last - 1, Math.max(1, upper)), step = edges[near] - edges[near - 1];
-    text(document.getElementById("exactness"), exact
-      ? `These bounds are those of “${exact.name}”: the figures are its prediction, with all else that it sets.`
-      : `Weights and rejection by these bounds alone. Bounds move in steps of ${short(Number(step.toPrecision(2)))} of the log-ratio here; at every step the figures are exact.`);
-    for (const picture of all("#try-pictures figure")) picture.classList.toggle("off", picture.dataset.level !== level);
-    const svg = one(`#try-pictures figure[data-level="${level}"] svg`, document);
-    if (!svg) return;
-    const of = data.distributions[svg.dataset.bars], left = Number(svg.dataset.left), width = Number(svg.dataset.width);
-    const x = (value) => left + width * Math.min(1, Math.max(0, (value - of.edges[0]) / (of.edges[of.edges.length - 1] - of.edges[0])));
-    const [a, b] = [lower < 0 ? left : x(edges[lower]), upper >= last ? left + width : x(edges[upper])];
-    const put = (name, from, to) => {
-      one(`.${name}`, svg).setAttribute("x", from);
-      one(`.${name}`, svg).setAttribute("width", Math.max(0, to - from));
-    };
-    put("out-low", left, a);
-    put("out-high", b, left + width);
-    for (const [name, at, none] of [["line-low", a, lower < 0], ["line-high", b, upper >= last]]) {
-      const line = one(`.${name}`, svg);
-      line.classList.toggle("off", none);
-      line.setAttribute("x1", at);
-      line.setAttribute("x2", at);
-    }
+    const svg = document.getElementById("tried"), bounds = [edges[places.lower] ?? null, edges[places.upper] ?? null];
+    draw(svg, edges, levels[level], bounds, there(logs(...settings.filter((item) => item.level === level))));
+    svg.setAttribute("aria-label", `Log-ratios of ${data.units[level]}. Arrow keys read the bars.`);
   };
-  const load = (item) => {
-    form.elements.level.value = item.level;
-    form.elements.mode.value = item.mode;
-    range(item.level);
-    set("lower", item.lower);
-    set("upper", item.upper);
+  const load = () => {
+    const item = settings[Number(form.from.value)];
+    for (const name of ["level", "mode"]) form[name].value = item[name];
+    for (const side of ["lower", "upper"]) set(side, item[side]);
     update();
   };
-  const from = form.elements.from;
-  from.addEventListener("change", () => load(data.settings[Number(from.value)]));
-  form.addEventListener("submit", (event) => event.preventDefault());
-  for (const radio of all("[name=level]", form)) radio.addEventListener("change", () => {
-    const bounds = ["lower", "upper"].map((side) => typed[side].value ? Number(typed[side].value) : null);
-    range(radio.value);
-    set("lower", bounds[0]);
-    set("upper", bounds[1]);
+  form.from.addEventListener("change", load);
+  for (const control of [...form.level, ...form.mode, form.lower, form.upper]) control.addEventListener("input", update);
+  for (const side of ["lower", "upper"]) form[`${side}_value`].addEventListener("change", () => {
+    set(side, Number(form[`${side}_value`].value));
     update();
   });
-  for (const radio of all("[name=mode]", form)) radio.addEventListener("change", update);
-  for (const side of ["lower", "upper"]) {
-    inputs[side].addEventListener("input", update);
-    typed[side].addEventListener("change", () => {
-      const value = Number(typed[side].value);
-      set(side, value > 0 && (side === "lower" ? value < 1 : value > 1) ? value : null);
-      update();
-    });
-  }
-  load(data.settings[Number(from.value)]);
+  load();
 }
 
 if (typeof document !== "undefined") start(document);

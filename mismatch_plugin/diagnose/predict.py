@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +17,9 @@ from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.segments import bounded_exp, spread
+from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.diagnose.bounds import Bounds
-from mismatch_plugin.diagnose.levels import LevelUnits, units_in
+from mismatch_plugin.diagnose.levels import Bounds, LevelUnits, units_in
 from mismatch_plugin.diagnose.packing import Groups, subset
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.diagnose.tried import OWN, Setting, setting_of, settings_for
@@ -76,20 +74,14 @@ def predict_one(packed: PackedSequences, config: MismatchConfig, name: str, grou
     return predict_settings(packed, [setting_of(name, config)], groups)[0]
 
 
-@dataclass(frozen=True)
-class _Reference:
-    """total, absolute: Σ ρ A and Σ |ρ A| over units. noise: Σ A² / (Σ |A|)². units: how many there are."""
+class _Reference(NamedTuple):
+    """Of the ratios of a level before bounding. total, absolute: Σ ρ A and Σ |ρ A| over units. noise: Σ A² / (Σ |A|)².
+    units: how many there are."""
 
     total: float
     absolute: float
     noise: float
     units: float
-
-    @classmethod
-    def of(cls, ratio_U: Tensor, advantages_U: Tensor, units: float) -> _Reference:
-        """From what is one a unit."""
-        values = ratio_U * advantages_U
-        return cls(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), units)
 
 
 _HUGE = 1e30
@@ -97,23 +89,34 @@ _HUGE = 1e30
 
 
 class _Data:
-    """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already."""
+    """What all settings share: advantages, reference ratios, shares of tokens, and what was computed already.
+
+    signs: indicator of tokens with A > 0 and with A < 0, and how many they are, where there are any. thirds: the
+    responses by length, shortest first, in three parts; () where there are fewer, or all are as long.
+    """
 
     def __init__(self, packed: PackedSequences, groups: Groups | None = None) -> None:
         assert packed.old_log_probs is not None
-        self.real, self.groups = packed.advantages is not None, groups
+        self.groups = groups
         given = torch.ones_like(packed.old_log_probs) if packed.advantages is None else packed.advantages
         if given.numel() and (largest := float(given.abs().max())) > _HUGE:
             given = given / largest  # predictions are of ratios of sums, which would overflow
         self.advantages_T = torch.where(packed.loss_mask, given, 0.0).to(packed.old_log_probs.dtype)
         self.packed = packed.replace(advantages=self.advantages_T)
-        self.plain = correct(self.packed, MismatchConfig(metrics="off"))
-        self.tokens_N = self.plain.tokens_N
+        self.tokens_N = segment_sum(packed.loss_mask.double(), packed.offsets)
+        self.signs: dict[str, tuple[Tensor, float]] = {}
+        if packed.advantages is not None:
+            for name, mask in (("kept_positive", self.advantages_T > 0), ("kept_negative", self.advantages_T < 0)):
+                if count := float(mask.sum()):
+                    self.signs[name] = mask.to(self.advantages_T.dtype), count
+        there = (self.tokens_N > 0).nonzero().flatten()
+        lengths = self.tokens_N[there]
+        equal = len(there) < 3 or lengths.min() == lengths.max()
+        self.thirds = () if equal else torch.tensor_split(there[lengths.argsort(stable=True)], 3)
         self.known: dict[str, dict[str, Any]] = {}
         self._last: tuple[str, Correction] | None = None
         self._clips: dict[str, tuple[Tensor, float]] = {}
-        self._units: dict[str, LevelUnits] = {}
-        self._references: dict[str, _Reference] = {}
+        self._levels: dict[str, tuple[LevelUnits, _Reference]] = {}
 
     def corrected(self, key: str, config: MismatchConfig) -> Correction:
         """`correct`, or what it gave last where the key is that of the last one."""
@@ -130,37 +133,21 @@ class _Data:
         advantages_N = group_advantages(self.groups.rewards, self.groups.ids, kept_N, min_accepted=least)
         return _Data(self.packed.replace(advantages=spread(advantages_N, self.packed.sequence_index)), self.groups)
 
-    @cached_property
-    def signs(self) -> dict[str, Tensor]:
-        """Indicator of tokens with A > 0 and A < 0."""
-        chosen = {"kept_positive": self.advantages_T > 0, "kept_negative": self.advantages_T < 0}
-        return {name: mask.to(self.advantages_T.dtype) for name, mask in chosen.items()}
-
-    @cached_property
-    def thirds(self) -> tuple[Tensor, ...]:
-        """The responses by length, shortest first, in three parts; () where there are fewer, or all are as long."""
-        there = (self.tokens_N > 0).nonzero().flatten()
-        lengths = self.tokens_N[there]
-        if len(there) < 3 or lengths.min() == lengths.max():
-            return ()
-        return torch.tensor_split(there[lengths.argsort(stable=True)], 3)
-
-    def units(self, level: str) -> LevelUnits:
-        """Those of a level."""
-        if level not in self._units:
-            self._units[level] = units_in(level, self.packed)
-        return self._units[level]
-
-    def reference(self, level: str) -> _Reference:
-        """Of a level; at geometric level, whose mean is no ratio of probabilities, that of the whole response."""
-        of = self.units(level)
-        if not (of.units.multiplies or of.units.per_token):
-            return self.reference("sequence")
-        if level not in self._references:
-            there = float((of.tokens_U > 0).sum())
-            advantages_U = of.total(self.advantages_T)
-            self._references[level] = _Reference.of(bounded_exp(of.log_ratio_U), advantages_U, there)
-        return self._references[level]
+    def level(self, name: str) -> tuple[LevelUnits, _Reference]:
+        """Its units, without their ratios, and its reference: at geometric level, whose mean is no ratio of
+        probabilities, that of the whole response."""
+        if name not in self._levels:
+            of = units_in(name, self.packed)
+            if of.units.multiplies or of.units.per_token:
+                advantages_U = of.total(self.advantages_T)
+                values, there = bounded_exp(of.log_ratio_U) * advantages_U, float((of.tokens_U > 0).sum())
+                reference = _Reference(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), there)
+            else:
+                _, reference = self.level("sequence")
+            none = torch.empty(0)  # to sum over units needs no values: they would be kept for nothing
+            tokens_U = none if of.index_T is None else of.tokens_U
+            self._levels[name] = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U), reference
+        return self._levels[name]
 
     def clip(self, config: MismatchConfig) -> tuple[Tensor, float]:
         """Of bypass PPO in its first step: ([T] what multiplies A ∇ log π_θ, share of tokens where the clip is active).
@@ -177,8 +164,10 @@ class _Data:
             (gradient,) = torch.autograd.grad(loss.policy.sum(), current)
             factor = gradient.neg_().div_(self.advantages_T)
             ratio = bounded_exp(loss.correction.tokens.log_ratio)
-            active = {name: float(column.sum()) for name, column in loss.clip_columns() if name.startswith("clip_")}
-            share = (active.get("clip_high", 0.0) + active.get("clip_low", 0.0)) / max(float(self.tokens_N.sum()), 1.0)
+            active = sum(
+                float(column.sum()) for name, column in loss.clip_columns() if name in ("clip_high", "clip_low")
+            )
+            share = active / max(float(self.tokens_N.sum()), 1.0)
             self._clips[key] = torch.where(self.advantages_T != 0, factor, ratio), share
         return self._clips[key]
 
@@ -191,7 +180,8 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
     key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
     if key not in data.known:
         with no_notes():
-            applied = config.replace(metrics="basic", dry_run=False)
+            # Without weights only the counts are read.
+            applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         used = data.of_accepted(applied) if applied.rs.group != "keep" and data.groups is not None else data
         data.known[key] = _figures(applied, used.corrected(shared, applied), used)
     return Prediction(
@@ -206,50 +196,32 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
 
 @torch.no_grad()
 def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
-    metrics = correction.statistics.metrics()
-    found: dict[str, Any] = {"kept": metrics[f"{PREFIX}accepted_token_fraction"]}
-    keep, units = correction.keep, units_of(config)
-    if data.real:
-        found |= {
-            name: float(keep.dot(sign) / count) for name, sign in data.signs.items() if (count := float(sign.sum()))
-        }
-    found["kept_by_length"] = tuple(
-        float(correction.kept_N[part].sum() / data.tokens_N[part].sum()) for part in data.thirds
-    )
-    found["unit"] = units.measure.removesuffix("s")
-    weights = correction.applied
+    metrics, units = correction.statistics.metrics(), units_of(config)
+    tokens_N, kept_N, weights_T = data.tokens_N, correction.kept_N, correction.applied
+    found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
+    found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in data.signs.items()}
+    found["kept_by_length"] = tuple(float(kept_N[part].sum() / tokens_N[part].sum()) for part in data.thirds)
     if config.weighted:
         after = f"{PREFIX}rollout_is_weight_after_"
         found |= {"mean_weight": metrics[f"{after}mean"], "max_weight": metrics[f"{after}max"]}
         found["ess"] = metrics[f"{after}{units.ess}eff_sample_size"]
-    else:
+    else:  # the core reports no weights: there are none but those of rejection and of the clip
         if config.algorithm == 1:
             with torch.enable_grad():
                 factor, found["clipped"] = data.clip(config)
-            weights = weights * factor
-        found |= _of_weights(weights, correction, data)
+            weights_T = weights_T * factor
+        total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(kept_N.sum())
+        found["mean_weight"] = total / kept if kept else 0.0
+        found["max_weight"] = float(weights_T.max())
+        found["ess"] = min(total**2 / (float(tokens_N.sum()) * square), 1.0) if square else 0.0
     if data.groups is not None and config.rejects and not config.needs_advantages:
-        changed = group_metrics(data.groups.rewards, data.groups.ids, correction.kept_N, config.rs.least_accepted)
+        changed = group_metrics(data.groups.rewards, data.groups.ids, kept_N, config.rs.least_accepted)
         names = {"groups_changed": "group_changed", "advantages_changed": "advantage_changed"}
         found |= {name: changed[f"{PREFIX}rollout_rs_{metric}_fraction"] for name, metric in names.items()}
-    return found | _errors(weights, data, units.name)
-
-
-def _of_weights(weights_T: Tensor, correction: Correction, data: _Data) -> dict[str, float]:
-    """Where the core reports no weights, for there are none but those of rejection and of the clip."""
-    total, square, kept = float(weights_T.sum()), float(weights_T.dot(weights_T)), float(correction.kept_N.sum())
-    return {
-        "mean_weight": total / kept if kept else 0.0,
-        "max_weight": float(weights_T.max()) if len(weights_T) else 0.0,
-        "ess": min(total**2 / (float(data.tokens_N.sum()) * square), 1.0) if square else 0.0,
-    }
-
-
-def _errors(weights_T: Tensor, data: _Data, level: str) -> dict[str, float]:
-    values = data.units(level).total(weights_T * data.advantages_T)
-    of = data.reference(level)
+    level, of = data.level(units.name)
+    values = level.total(weights_T * data.advantages_T)
     total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
-    return {
+    return found | {
         # Σ (x − mean)² = Σ x² − (Σ x)² / n
         "variance": max(noise - (total / absolute) ** 2 / of.units, 0.0) if absolute else math.inf,
         "noise": noise / of.noise if absolute else math.inf,

@@ -10,11 +10,11 @@ from mismatch_plugin.config import MismatchConfig, preset
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.diagnose.bounds import Bounds
-from mismatch_plugin.diagnose.figures import Figures
 from mismatch_plugin.diagnose.findings import Status
 from mismatch_plugin.diagnose.flags import config_of, flags_for, preset_of
 from mismatch_plugin.diagnose.hosts import HOSTS
+from mismatch_plugin.diagnose.levels import Bounds
+from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
 from mismatch_plugin.diagnose.rules import ADDITIONS, RULES, Rule
 from mismatch_plugin.report.table import figure

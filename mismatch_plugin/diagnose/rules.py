@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch_plugin.config.values import at, dotted_fields_set
-from mismatch_plugin.diagnose.figures import OLD_SHARE, Figures
+from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
 from mismatch_plugin.diagnose.result import Prediction
 from mismatch_plugin.report.table import NOTHING, Table
 

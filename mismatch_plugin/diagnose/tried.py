@@ -11,8 +11,7 @@ from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.presets import PRESETS, Preset
 from mismatch_plugin.config.values import merge, no_notes
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.diagnose.bounds import Bounds, bounds_for
-from mismatch_plugin.diagnose.levels import GROWN, growing, growing_name, levels_of
+from mismatch_plugin.diagnose.levels import GROWN, Bounds, bounds_for, growing, levels_of
 from mismatch_plugin.limits import SAFETY_BOUND
 
 OWN = "your settings"
@@ -63,8 +62,8 @@ def settings_for(
             for upper, (lower, _), note in [*tried, (high, (low, high), f" (keeps {_KEEPS})")]:
                 if math.isfinite(upper):
                     yield from _of_bounds(level, lower, upper, note)
-        for level in growing(packed):
-            lower, upper = measured[growing_name(level)][_KEEPS]
+        for level, name in growing(packed).items():
+            lower, upper = measured[name][_KEEPS]
             if math.isfinite(upper):
                 tis = {"level": level, "lower_bound": lower, "upper_bound": upper, "bound_growth": GROWN}
                 for mode in ("clip", "mask"):

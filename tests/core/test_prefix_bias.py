@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
-from mismatch_plugin.diagnose.figures import Figures
+from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.rules import CREDIT, RULES, Rule
 from mismatch_plugin.report.presets import quiet_preset

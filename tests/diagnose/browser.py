@@ -98,9 +98,6 @@ class Browser:
         shot = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(shot["data"]))
 
-    def pdf(self) -> bytes:
-        return base64.b64decode(self.call("Page.printToPDF", printBackground=False)["data"])
-
 
 def start(folder: Path) -> Browser:
     """Skips the test where there is no browser."""

@@ -11,7 +11,7 @@ import torch
 import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.diagnose.findings import CheckResult, Mismatch, Place
-from mismatch_plugin.diagnose.histograms import histograms
+from mismatch_plugin.diagnose.levels import histograms
 from mismatch_plugin.diagnose.predict import predict_one
 from mismatch_plugin.diagnose.result import (
     Cause,

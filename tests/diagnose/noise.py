@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.core.units import units_of
+from mismatch_plugin.diagnose.predict import predict_one
 from mismatch_plugin.diagnose.result import Prediction
 
 
@@ -63,22 +62,7 @@ def noise(
 
 def measured(packed: mp.PackedSequences, config: mp.MismatchConfig) -> Prediction:
     """What `correct` does with the batch."""
-    with no_notes():
-        correction = mp.correct(packed, config)
-    metrics = correction.statistics.metrics()
-    of = units_of(config).ess
-    return Prediction(
-        setting="measured",
-        settings=config.model_dump(mode="json", exclude_unset=True),
-        algorithm=config.algorithm,
-        kept=float(correction.keep.double().mean()),
-        mean_weight=float(correction.weights.mean()),
-        max_weight=float(correction.weights.max()),
-        ess=metrics.get(f"rollout_corr/rollout_is_weight_after_{of}eff_sample_size", 1.0),
-        variance=0.0,
-        bias=0.0,
-        second_pass=not config.use_rollout_log_probs,
-    )
+    return predict_one(packed, config, "measured")
 
 
 def bounds_of(packed: mp.PackedSequences) -> dict[str, dict[str, tuple[float, float]]]:

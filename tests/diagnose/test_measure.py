@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,8 @@ from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose import packing
-from mismatch_plugin.diagnose.measure import measure, packed_of, separate
+from mismatch_plugin.diagnose.measure import measure
+from mismatch_plugin.diagnose.packing import packed_of
 from mismatch_plugin.diagnose.result import Size
 from tests.diagnose.dumps import batch_of, drawn
 
@@ -26,14 +26,20 @@ def names(size: Size, what: str) -> dict[str, int]:
     return {group.name: group.tokens for group in size.breakdowns[what]}
 
 
-def test_metrics_are_those_that_training_reports():
+def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
     batch = drawn()
     packed, _ = packed_of(batch)
-    metrics, _ = measure(batch, CONFIG)
+    metrics, size = measure(batch, CONFIG)
     assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
     by_hand = batch.tokens.gap
     assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
     assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
+    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
+    # What nothing tells has no breakdown.
+    assert set(size.breakdowns) == {"position", "length", "probability"} and size.separated == {}
+    # They do not depend on the pieces.
+    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
+    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
 
 
 def test_what_judges_the_current_policy_is_that_of_the_first_step():
@@ -42,19 +48,9 @@ def test_what_judges_the_current_policy_is_that_of_the_first_step():
     other, _ = measure(batch, current.replace(rs={"policy": "auto"}))
     share = "rollout_corr/accepted_token_fraction"
     assert metrics[share] == pytest.approx(other[share]) and other[share] < 1
-
-
-def test_metrics_do_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch):
-    batch = drawn()
-    whole, size = measure(batch, CONFIG)
-    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
-    parts, other = measure(batch, CONFIG)
-    assert parts == pytest.approx(whole, rel=1e-9, abs=1e-12)
-    assert (size.counts, size.quantiles) == (other.counts, other.quantiles)
-    for what, groups in size.breakdowns.items():
-        for one, two in zip(groups, other.breakdowns[what], strict=True):
-            assert two.name == one.name
-            assert two.model_dump(exclude={"name"}) == pytest.approx(one.model_dump(exclude={"name"}), rel=1e-9)
+    nothing = mp.MismatchConfig(rs=mp.Rejection.model_validate({"criteria": ["token:ratio:50:60"]}))
+    metrics, _ = measure(batch, nothing)
+    assert metrics[share] == 0.0 and metrics["rollout_corr/all_rejected"] == 1.0
 
 
 def test_a_bucket_by_hand():
@@ -70,49 +66,37 @@ def test_a_bucket_by_hand():
 def test_every_breakdown_by_hand():
     mask = np.array([False, True, True, False, True])
     span = WeightSpan(version="v6", start=0, end=3)
+    told = Served(server="b", dp_rank=0, sglang="0.5.23", dtype="bfloat16", head_dtype="float32")
     first = {"loss_mask": mask, "weight_versions": (span,), "server": "a", "dp_rank": 1, "advantages": np.arange(5.0)}
     first |= {"entropy": np.array([9.0, 0.0, 0.3, 9.0, 5.0]), "trainer_version": "v7"}
-    last = {"advantages": np.full(3, -1.0), "server": "b", "entropy": np.full(3, 0.6), "trainer_version": "v7"}
+    last = {"advantages": np.full(3, -1.0), "server": "http://router", "served": told, "trainer_version": "v7"}
+    last |= {"entropy": np.full(3, 0.6)}
     rollout = [[-0.1, -0.001, -0.1, -1.0, -1.0], [-9.0, -3.0, -0.2]]
     size = measure(batch_of(rollout, rollout, [first, last]), CONFIG)[1]
-    assert names(size, "position") == {"0": 1, "1 to 3": 4, "4 to 15": 1}
-    assert names(size, "length") == {"0 to 63": 6}
-    assert names(size, "probability") == {
-        "below 0.01": 1, "0.01 to 0.1": 1, "0.1 to 0.5": 1, "0.5 to 0.9": 1, "0.9 to 0.99": 1, "from 0.99": 1
+    assert {what: names(size, what) for what in size.breakdowns} == {
+        "position": {"0": 1, "1 to 3": 4, "4 to 15": 1},
+        "length": {"0 to 63": 6},
+        "probability": {"below 0.01": 1, "0.01 to 0.1": 1, "0.1 to 0.5": 1, "0.5 to 0.9": 1, "0.9 to 0.99": 1,
+                        "from 0.99": 1},
+        "entropy": {"below 0.01": 1, "0.1 to 0.5": 1, "0.5 to 1": 3, "from 2": 1},
+        "turn": {"1": 5, "2": 1},
+        "version": {"v6": 2, "unknown": 4},
+        "staleness": {"1": 2, "unknown": 4},
+        "server": {"a": 3, "b": 3},  # behind a router by what each tells
+        "dp_rank": {"0": 3, "1": 3},
+        "advantage": {"negative": 3, "positive": 3},
     }  # fmt: skip
-    assert names(size, "entropy") == {"below 0.01": 1, "0.1 to 0.5": 1, "0.5 to 1": 3, "from 2": 1}
-    assert names(size, "turn") == {"1": 5, "2": 1}
-    assert names(size, "version") == {"v6": 2, "unknown": 4}
-    assert names(size, "staleness") == {"1": 2, "unknown": 4}
-    assert names(size, "server") == {"a": 3, "b": 3}
-    assert names(size, "dp_rank") == {"1": 3, "unknown": 3}
-    assert names(size, "advantage") == {"negative": 3, "positive": 3}
-
-
-def test_servers_are_told_apart_behind_a_router_by_what_they_tell():
-    rows = [[-1.0, -2.0], [-1.5, -0.5, -0.1]]
-    fields = []
-    for name, rank in (("a", 0), ("b", 1)):
-        told = Served(server=name, dp_rank=rank, sglang="0.5.23", dtype="bfloat16", head_dtype="float32")
-        fields.append({"server": "http://router", "served": told})
-    size = measure(batch_of(rows, rows, fields), CONFIG)[1]
-    assert names(size, "server") == {"a": 2, "b": 3} and names(size, "dp_rank") == {"0": 2, "1": 3}
-
-
-def test_what_nothing_tells_has_no_breakdown():
-    size = measure(drawn(), CONFIG)[1]
-    assert set(size.breakdowns) == {"position", "length", "probability"}
-    assert size.separated == {}
-
-
-def test_many_turns_and_servers_end_in_one_bucket():
-    mask = np.tile([True, False], 12)
     rows = [[-1.0] * 24] * 40
-    size = measure(
-        batch_of(rows, rows, [{"loss_mask": mask, "server": f"s{index:02}"} for index in range(40)]), CONFIG
-    )[1]
+    fields = [{"loss_mask": np.tile([True, False], 12), "server": f"s{index:02}" if index else None,
+               "weight_versions": (WeightSpan(version=f"v{index}", start=0, end=24),),
+               "trainer_version": "v20"} for index in range(40)]  # fmt: skip
+    size = measure(batch_of(rows, rows, fields), CONFIG)[1]
     assert names(size, "turn") == {**{str(turn): 40 for turn in range(1, 9)}, "from 9": 4 * 40}
-    assert names(size, "server")["others"] == 16 * 12
+    assert [names(size, "server")[name] for name in ("s24", "others", "unknown")] == [12, 15 * 12, 12]
+    assert names(size, "version") == {"older": 16 * 12, **{f"v{version}": 12 for version in range(16, 40)}}
+    assert names(size, "staleness") == {
+        "ahead": 19 * 12, **{str(steps): 12 for steps in range(9)}, "from 9": 12 * 12
+    }  # fmt: skip
 
 
 @settings(max_examples=30, deadline=None)
@@ -143,32 +127,17 @@ def test_every_breakdown_adds_up_to_the_whole(seed: int, spread: float, sequence
     assert Size.model_validate_json(size.model_dump_json()) == size
 
 
-def test_the_outer_bins_hold_the_tails():
+def test_the_distribution_of_few_of_equal_and_of_far_tokens():
     gaps = np.r_[np.linspace(-0.01, 0.01, 2001), 5.0, -7.0]
     size = measure(batch_of([[-8.0] * len(gaps)], [(gaps - 8.0).tolist()]), CONFIG)[1]
-    assert size.edges[-1] < 0.02 and size.counts[0] >= 1 and size.counts[-1] >= 1
-    assert sum(size.counts) == len(gaps)
-    assert size.quantiles["p50"] == pytest.approx(0.0, abs=1e-9)
-
-
-def test_two_equal_sides_are_measured_as_such():
-    batch = batch_of([[-1.0, -2.0]], [[-1.0, -2.0]])
-    metrics, size = measure(batch, CONFIG)
-    assert metrics["rollout_corr/k3_kl"] == 0.0 and set(size.quantiles.values()) == {0.0}
-    assert sum(size.counts) == 2
-
-
-def test_a_single_token_and_none():
+    assert size.edges[-1] < 0.02 and size.counts[0] >= 1 and size.counts[-1] >= 1, "the outer bins hold the tails"
+    assert sum(size.counts) == len(gaps) and size.quantiles["p50"] == pytest.approx(0.0, abs=1e-9)
+    metrics, size = measure(batch_of([[-1.0, -2.0]], [[-1.0, -2.0]]), CONFIG)
+    assert metrics["rollout_corr/k3_kl"] == 0.0 and set(size.quantiles.values()) == {0.0} and sum(size.counts) == 2
     metrics, size = measure(batch_of([[-1.0]], [[-1.5]]), CONFIG)
     assert metrics["rollout_corr/kl"] == pytest.approx(0.5) and names(size, "position") == {"0": 1}
     with pytest.raises(InputError, match="nothing to measure"):
         measure(batch_of([[math.nan]], [[-1.5]]), CONFIG)
-
-
-def test_settings_of_a_rejecting_kind_show_in_the_metrics():
-    config = mp.MismatchConfig(rs=mp.Rejection.model_validate({"criteria": ["token:ratio:50:60"]}))
-    metrics, _ = measure(drawn(), config)
-    assert metrics["rollout_corr/accepted_token_fraction"] == 0.0 and metrics["rollout_corr/all_rejected"] == 1.0
 
 
 # What is stale.
@@ -179,45 +148,24 @@ def k3(gap: float) -> float:
 
 
 def of_versions(gaps: dict[str, float], tokens: int, trainer: str | None = "v5") -> dict[str, float]:
-    """`separate` of one response a version, each with one gap at all of its tokens."""
-    return separate(
-        batch_of(
-            [[-2.0] * tokens] * len(gaps),
-            [[-2.0 + gap] * tokens for gap in gaps.values()],
-            [
-                {"weight_versions": (WeightSpan(version=version, start=0, end=tokens),), "trainer_version": trainer}
-                for version in gaps
-            ],
-        )
-    )
+    """What is separated of one response a version, each with one gap at all of its tokens."""
+    spans = [{"weight_versions": (WeightSpan(version=v, start=0, end=tokens),), "trainer_version": trainer}
+             for v in gaps]  # fmt: skip
+    training = [[-2.0 + gap] * tokens for gap in gaps.values()]
+    return measure(batch_of([[-2.0] * tokens] * len(gaps), training, spans), CONFIG)[1].separated
 
 
-def test_tokens_of_the_same_weights_show_the_engines_alone():
-    found = of_versions({"v5": 0.01, "v3": 0.1}, 4)
-    assert found == pytest.approx(
-        {
-            "engine_abs": 0.01,
-            "engine_k3": k3(0.01),
-            "stale_abs": 0.1,
-            "stale_k3": k3(0.1),
-            "staleness_k3": (k3(0.1) - k3(0.01)) / 2,
-        }
-    )
-    assert of_versions({"v5": 0.01}, 4) == pytest.approx(
-        {"engine_abs": 0.01, "engine_k3": k3(0.01), "staleness_k3": 0.0}
-    )
-
-
-def test_without_fresh_tokens_the_line_is_followed_to_staleness_0():
-    found = of_versions({"v4": 0.1, "v3": 0.2}, 200)
-    slope = k3(0.2) - k3(0.1)
-    engine = max(k3(0.1) - slope, 0.0)
-    assert found == pytest.approx(
-        {"engine_k3": engine, "staleness_k3": (k3(0.1) + k3(0.2)) / 2 - engine, "k3_per_step": slope}
-    )
-    found = of_versions({"v4": 0.10, "v3": 0.12}, 200)
-    slope = k3(0.12) - k3(0.1)
-    assert found["engine_k3"] == pytest.approx(k3(0.1) - slope) and found["engine_k3"] > 0
+def test_tokens_of_the_same_weights_show_the_engines_alone_else_the_line_is_followed_to_staleness_0():
+    engines = {"engine_abs": 0.01, "engine_k3": k3(0.01)}
+    stale = {"stale_abs": 0.1, "stale_k3": k3(0.1), "staleness_k3": (k3(0.1) - k3(0.01)) / 2}
+    assert of_versions({"v5": 0.01, "v3": 0.1}, 4) == pytest.approx(engines | stale)
+    assert of_versions({"v5": 0.01}, 4) == pytest.approx(engines | {"staleness_k3": 0.0})
+    for gaps in ((0.1, 0.2), (0.1, 0.12)):
+        slope, mean = k3(gaps[1]) - k3(gaps[0]), (k3(gaps[0]) + k3(gaps[1])) / 2
+        engine = max(k3(0.1) - slope, 0.0)
+        line = {"engine_k3": engine, "staleness_k3": mean - engine, "k3_per_step": slope}
+        assert of_versions(dict(zip(("v4", "v3"), gaps, strict=True)), 200) == pytest.approx(line)
+        assert (engine > 0) == (gaps[1] == 0.12)
 
 
 @pytest.mark.parametrize(
@@ -232,22 +180,3 @@ def test_without_fresh_tokens_the_line_is_followed_to_staleness_0():
 )
 def test_where_versions_do_not_tell_nothing_is_separated(versions: dict[str, float], tokens: int, trainer: str | None):
     assert of_versions(versions, tokens, trainer) == {}
-
-
-def test_a_rescoring_splits_the_gap_at_the_server():
-    batch = batch_of([[-1.0, -2.0], [-3.0]], [[-1.3, -2.3], [-3.3]])
-    rescored = [np.array([-1.1, -2.1]), np.array([np.nan])]
-    found = separate(batch, rescored)
-    assert found == pytest.approx(
-        {"sampled_abs": 0.1, "sampled_k3": k3(-0.1), "trainer_abs": 0.2, "trainer_k3": k3(-0.2)}
-    )
-    assert separate(batch, [np.full(2, np.nan), np.full(1, np.nan)]) == {}
-
-
-def test_the_packed_batch_may_be_given():
-    batch = drawn()
-    packed, _ = packed_of(batch)
-    assert measure(batch, CONFIG, packed) == measure(batch, CONFIG)
-    assert packed.old_log_probs is not None and torch.equal(
-        packed.old_log_probs, torch.cat([torch.from_numpy(sample.train_log_probs) for sample in batch])
-    )

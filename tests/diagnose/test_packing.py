@@ -44,35 +44,24 @@ def test_only_trained_tokens_with_two_sound_numbers_are_packed():
     assert notes[2] == NO_ADVANTAGES
 
 
-def test_of_a_whole_batch_nothing_is_said():
-    batch = batch_of([[-1.0]], [[-1.1]], [{"advantages": np.array([2.0])}])
-    assert packed_of(batch)[1] == ()
-
-
 @pytest.mark.parametrize(("rollout", "training"), [([NAN], [-1.0]), ([-9999.0], [-1.0]), ([-1.0], [-1.0, -2.0])])
 def test_nothing_to_compare_is_an_error(rollout: list[float], training: list[float]):
     with pytest.raises(InputError, match="no token that trains has a sound log-prob on both sides"):
         packed_of(batch_of([rollout], [training]))
 
 
-def test_rewards_are_normalised_within_their_group():
-    rewards = [(0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0)]
-    values, note = advantages_of([{"group": group, "reward": reward} for group, reward in rewards])
-    assert values == pytest.approx([0.5**0.5, -(0.5**0.5), 0.0, 0.0], abs=1e-5)
-    assert note == "advantages are made of the rewards, centred and divided by their deviation within each group"
-
-
-def test_without_groups_the_same_prompt_is_a_group():
+def test_advantages_are_rewards_normalised_within_group_prompt_or_batch():
+    half, said = 0.5**0.5, "advantages are made of the rewards, centred and divided by their deviation"
+    values, note = advantages_of(
+        [{"group": group, "reward": r} for group, r in [(0, 1.0), (0, 0.0), (1, 5.0), (1, 5.0)]]
+    )
+    assert values == pytest.approx([half, -half, 0.0, 0.0], abs=1e-5) and note == f"{said} within each group"
     prompts = [([1], 1.0), ([2], 0.0), ([1], 3.0), ([2], 0.0)]
     values, note = advantages_of([{"prompt_ids": np.array(ids), "reward": reward} for ids, reward in prompts])
-    assert values == pytest.approx([-(0.5**0.5), 0.0, 0.5**0.5, 0.0], abs=1e-5)
-    assert note.endswith("within each prompt")
-
-
-def test_where_no_group_has_two_responses_the_batch_is_the_group():
+    assert values == pytest.approx([-half, 0.0, half, 0.0], abs=1e-5) and note == f"{said} within each prompt"
     values, note = advantages_of([{"group": index, "reward": float(index)} for index in range(3)])
     assert values == pytest.approx([-1.0, 0.0, 1.0], abs=1e-5)
-    assert note.endswith("over the batch, for no two responses share a group or prompt")
+    assert note == f"{said} over the batch, for no two responses share a group or prompt"
 
 
 @pytest.mark.parametrize(
@@ -84,35 +73,37 @@ def test_where_no_group_has_two_responses_the_batch_is_the_group():
         ([{"reward": 0.1}] * 3, "rewards are the same within each prompt: there is no advantage, predictions take 1"),
         ([{"advantages": np.zeros(2)}], "all advantages are 0, which trains nothing: predictions take 1"),
         ([{"advantages": np.ones(2)}, {}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
+        ([{"advantages": np.full(2, 2.0)}], ""),
         ([{"advantages": np.array([1.0, NAN])}], f"some tokens have no advantage, so none is used; {NO_ADVANTAGES}"),
     ],
 )
 def test_where_advantages_say_nothing_there_are_none(responses: list[dict[str, Any]], note: str):
-    assert advantages_of(responses) == (None, note)
+    assert advantages_of(responses) == (None if note else [2.0], note)
 
 
 def test_entropy_and_versions_where_every_token_has_one():
     spans = {"weight_versions": (WeightSpan(version="v3", start=0, end=1), WeightSpan(version="v4", start=1, end=2))}
     entropy = {"entropy": np.array([0.1, 0.2])}
     rows = [[-1.0, -2.0]] * 2
-    packed, _ = packed_of(batch_of(rows, rows, [spans | entropy] * 2))
+    packed, _ = packed_of(batch_of(rows, rows, [spans | entropy | {"trainer_version": "7"}] * 2))
     assert packed.weight_versions is not None and packed.weight_versions.tolist() == [3, 4, 3, 4]
     assert packed.entropy is not None and packed.entropy.tolist() == [0.1, 0.2, 0.1, 0.2]
-    packed, _ = packed_of(batch_of(rows, rows, [spans | entropy, {"entropy": np.array([0.1, NAN])}]))
-    assert packed.weight_versions is None and packed.entropy is None
+    assert packed.trainer_version == 7 == [*pieces(packed, tokens=1)][1].trainer_version
+    for version in ("8", None):
+        other = {"entropy": np.array([0.1, NAN]), "trainer_version": version}
+        packed, _ = packed_of(batch_of(rows, rows, [spans | entropy | {"trainer_version": "7"}, other]))
+        assert packed.weight_versions is None and packed.entropy is None and packed.trainer_version is None
 
 
 @pytest.mark.parametrize("tokens", [1, 50, 10**6])
 def test_pieces_are_whole_responses_in_order(tokens: int):
     packed, _ = packed_of(drawn())
     found = [*pieces(packed, tokens)]
-    assert [length for _, piece in found for length in piece.lengths] == list(packed.lengths)
-    assert [index for _, piece in found for index in piece.sequence_ids] == list(packed.sequence_ids)
-    assert packed.old_log_probs is not None
-    assert torch.equal(torch.cat([packed.old_log_probs[where] for where, _ in found]), packed.old_log_probs)
-    for where, piece in found:
-        assert piece.old_log_probs is not None and torch.equal(piece.old_log_probs, packed.old_log_probs[where])
-        assert sum(piece.lengths) <= tokens or len(piece.lengths) == 1
+    for name in ("lengths", "sequence_ids"):
+        assert [value for piece in found for value in getattr(piece, name)] == list(getattr(packed, name))
+    for name in ("old_log_probs", "rollout_log_probs", "positions", "turn_ids"):
+        assert torch.equal(torch.cat([getattr(piece, name) for piece in found]), getattr(packed, name))
+    assert all(sum(piece.lengths[:-1]) <= tokens for piece in found) and (len(found) > 1) == (tokens < 100)
 
 
 def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
@@ -121,14 +112,6 @@ def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
     packed, _ = packed_of(batch_of([values], [[-1.1] * 8], [{"loss_mask": mask}]))
     assert packed.positions is not None and packed.positions.tolist() == [1, 5, 7]
     assert packed.turn_ids is not None and packed.turn_ids.tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("versions", "found"), [(("7", "7"), 7), (("7", "8"), None), (("7", None), None)])
-def test_the_trainer_s_version_is_one_for_all_or_none(versions: tuple[str | None, ...], found: int | None):
-    told = [{"trainer_version": version} for version in versions]
-    packed, _ = packed_of(batch_of([[-1.0], [-1.0]], [[-1.1], [-1.2]], told))
-    assert packed.trainer_version == found
-    assert [piece.trainer_version for _, piece in pieces(packed, tokens=1)] == [found, found]
 
 
 def test_groups_are_the_record_s_else_the_prompt_s_where_every_response_has_a_reward():

@@ -11,8 +11,8 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.diagnose.bounds import bounds_for
-from mismatch_plugin.diagnose.figures import Figures, figures_of
+from mismatch_plugin.diagnose.levels import bounds_for
+from mismatch_plugin.diagnose.measure import Figures, figures_of
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.predict import predict, predict_one
 from mismatch_plugin.diagnose.recommend import recommend
@@ -249,27 +249,25 @@ def test_it_says_why_and_what_to_watch() -> None:
 
 
 def test_figures_by_hand() -> None:
-    log_ratio = torch.tensor([0.1, -0.1, 0.0, 0.2, -0.05, -3.0])
+    log_ratio = torch.tensor([0.1, -0.1, 0.2, -0.05, -3.0]).double()
     packed = mp.PackedSequences(
-        loss_mask=torch.tensor([True, True, False, True, True, True]),
-        lengths=(3, 3),
-        rollout_log_probs=torch.full((6,), -9.0),
-        old_log_probs=torch.full((6,), -9.0) + log_ratio,
-        weight_versions=torch.tensor([3, 3, 0, 4, 4, 4]),
+        loss_mask=torch.ones(5, dtype=torch.bool),
+        lengths=(2, 3),
+        rollout_log_probs=torch.full((5,), -9.0).double(),
+        old_log_probs=-9.0 + log_ratio,
+        weight_versions=torch.tensor([3, 3, 4, 4, 4]),
     )
-    found, trained = figures_of(packed), log_ratio[[0, 1, 3, 4, 5]].double()
-    ratio = trained.exp()
-    assert found.k3_kl == pytest.approx(float((ratio - 1 - trained).mean()), rel=1e-5)
-    assert found.ess == pytest.approx(float(ratio.sum() ** 2 / 5 / (ratio**2).sum()), rel=1e-5)
+    found, ratio = figures_of(packed), log_ratio.exp()
+    assert found.k3_kl == pytest.approx(float((ratio - 1 - log_ratio).mean()))
+    assert found.ess == pytest.approx(float(ratio.sum() ** 2 / 5 / (ratio**2).sum()))
     assert (found.mean_length, found.max_length, found.tail, found.stale) == (2.5, 3, 0.2, 1.0)
     assert (found.fresh, found.old_kl, found.credit) == (math.inf, 0.0, 0.0)
     assert (found.mean_turns, found.longest_turn) == (1.0, 3.0)
-    cut = figures_of(packed.replace(loss_mask=torch.tensor([True, False, True, True, True, True])))
-    assert (cut.mean_turns, cut.longest_turn) == (1.5, 3.0)  # the mask cuts the first response in two
-    dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 5, 1]))
+    cut = figures_of(packed.replace(turn_ids=torch.tensor([0, 1, 0, 0, 0])))
+    assert (cut.mean_turns, cut.longest_turn) == (1.5, 3.0)  # the first response has two turns
+    dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 1]))
     assert figures_of(dated).fresh == 4.0  # a twentieth of five tokens is none
-    advantages = torch.tensor([1.0, 2.0, 0.0, 3.0, 3.0, 3.0])
-    assert figures_of(packed.replace(advantages=advantages)).credit == 0.5
+    assert figures_of(packed.replace(advantages=torch.tensor([1.0, 2.0, 3.0, 3.0, 3.0]))).credit == 0.5
 
 
 def test_gaussian_noise_has_neither_a_tail_nor_drifting_responses() -> None:
@@ -279,9 +277,3 @@ def test_gaussian_noise_has_neither_a_tail_nor_drifting_responses() -> None:
         assert found.k3_kl == pytest.approx(kl, rel=0.05)
     assert figures_of(noise(0.001, 400, tail=0.001)).tail == pytest.approx(0.001, rel=0.3)
     assert figures_of(noise(0.001, 400, drift=0.03, responses=300)).drifting == pytest.approx(0.03, abs=0.005)
-
-
-def test_a_batch_without_tokens_is_refused() -> None:
-    packed = noise(0.01, 10, tokens=50, responses=2)
-    with pytest.raises(ValueError, match="no token trains"):
-        figures_of(packed.replace(loss_mask=torch.zeros_like(packed.loss_mask)))
