@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import read_lines, read_text, refuse_special
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
-from mismatch_plugin.report.table import Table
 
 Rows = list[dict[str, float]]
 
@@ -40,50 +39,38 @@ ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
 
-class Known(NamedTuple):
-    """A metric that a trainer writes without the plugin, ours that it is read as, and where the two differ."""
-
-    trainer: str
-    name: str
-    ours: str
-    difference: str = ""
-
-
-_SLIME, _MIS = "slime, miles", "slime, miles: mis.py"
 _SAME = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
 )
-# fmt: off
-KNOWN = (
-    Known(_SLIME, "train_rollout_logprob_abs_diff", ABS_GAP, "a mean over samples; rejected tokens count as 0"),
-    Known("miles", "train_rollout_kl", "k3_kl", "log-ratio clamped to ±10"),
-    Known(_SLIME, "tis", "rollout_is_ratio_mean", "a mean over samples"),
-    *(Known(_MIS, f"mis_{name}", name) for name in _SAME),
-    Known(_MIS, "mis_tis_weight_before_bound", "rollout_is_mean"),
-    Known(_MIS, "mis_tis_weight_after_bound", "rollout_is_weight_after_mean", "before rejection"),
-    Known(_MIS, "mis_rs_catastrophic_seq_fraction", "rollout_is_veto_fraction"),
-    Known("verl", "training/rollout_probs_diff_mean", "probability_difference_mean"),
-    Known("verl", "training/rollout_probs_diff_max", "probability_difference_max"),
-    Known("verl", "training/rollout_actor_probs_pearson_corr", "rollout_actor_probs_pearson_corr", "ours has none"),
-    Known("NeMo-RL", "gen_kl_error", "k3_kl", "its reference_policy_kl_type, k3 by default"),
-    Known("NeMo-RL", "token_mult_prob_error", "token_mult_prob_error", "ours has none: the mean of e^|l|"),
-    Known("NeMo-RL", "sampling_importance_ratio", "rollout_is_weight_after_mean", "rejected ones count as 0"),
-    Known("TRL", "sampling/sampling_logp_difference/mean", ABS_GAP),
-    Known("TRL", "sampling/sampling_logp_difference/max", "log_ratio_abs_max", "ours has none"),
-    Known("TRL", "sampling/importance_sampling_ratio/mean", "rollout_is_weight_after_mean", "rejected ones count as 0"),
-    Known("TRL", "sampling/importance_sampling_ratio/max", "rollout_is_weight_after_max"),
-    Known("prime-rl", "mismatch_kl/all/mean", "k3_kl"),
-    Known("prime-rl", "mismatch_kl/mean", "k3_kl", "the name in older versions"),
-)
-# fmt: on
-
-
-def known_table() -> Table:
-    """What is read of other trainers, for docs/metric_names.md."""
-    rows = tuple((known.trainer, known.name, known.ours, known.difference) for known in KNOWN)
-    return Table("Read under our names", ("trainer", "its metric", "ours", "difference"), rows,
-                 code=frozenset({"its metric", "ours"}))  # fmt: skip
+"""Of mis.py of slime and miles."""
+KNOWN = {
+    # slime and miles
+    "train_rollout_logprob_abs_diff": ABS_GAP,
+    "train_rollout_kl": "k3_kl",
+    "tis": "rollout_is_ratio_mean",
+    **{f"mis_{name}": name for name in _SAME},
+    "mis_tis_weight_before_bound": "rollout_is_mean",
+    "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
+    "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
+    # verl
+    "training/rollout_probs_diff_mean": "probability_difference_mean",
+    "training/rollout_probs_diff_max": "probability_difference_max",
+    "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
+    # NeMo-RL
+    "gen_kl_error": "k3_kl",
+    "token_mult_prob_error": "token_mult_prob_error",
+    "sampling_importance_ratio": "rollout_is_weight_after_mean",
+    # TRL
+    "sampling/sampling_logp_difference/mean": ABS_GAP,
+    "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
+    "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
+    "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
+    # prime-rl, now and before
+    "mismatch_kl/all/mean": "k3_kl",
+    "mismatch_kl/mean": "k3_kl",
+}
+"""What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +85,24 @@ class Source:
 
 
 class _Column(NamedTuple):
-    """A column that is known. rank: 0 of the plugin's own, else the place in KNOWN. before: what stands before it."""
+    """A column that is known: before + metric, read as ours. rank: 0 of the plugin's own, else the place in KNOWN."""
 
     rank: int
     before: str
+    metric: str
     ours: str
-    name: str
 
 
 def _column(name: str) -> _Column | None:
-    before, ours, rest = name.rpartition(PREFIX)
     if name.endswith(_SPREAD):
         return None
-    if ours:
-        return _Column(0, before, PREFIX + rest, name)
-    for rank, known in enumerate(KNOWN, start=1):
-        before = name.removesuffix(known.name)
+    if PREFIX in name:
+        before, _, rest = name.rpartition(PREFIX)
+        return _Column(0, before, PREFIX + rest, PREFIX + rest)
+    for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
+        before = name.removesuffix(known)
         if before != name and (not before or before[-1] in "/ "):
-            return _Column(rank, before, PREFIX + known.ours, name)
+            return _Column(rank, before, known, PREFIX + ours)
     return None
 
 
@@ -155,16 +142,15 @@ def _exports(folder: Path) -> list[Path]:
 
 
 def read_source(path: str | Path, run: str | None = None) -> Source:
-    """Read a run's metrics. run: text that tells one run or family from others in what stands before a metric's name,
-    or one of TensorBoard's files from others in their names.
+    """Read a run's metrics. run: text that tells one run or family from others in what stands before a metric's name.
 
     Raises ValueError naming the file where it cannot be read, holds several runs, or nothing that is known.
     """
-    path, notes = Path(path), ()
+    path, notes = Path(path), []
     try:
         path = _resolve(path)
         if EVENTS in path.name or (path.is_dir() and any(path.glob(f"*{EVENTS}*"))):
-            rows, notes, run = _events(path, run)
+            rows, notes = _events(path)
         elif path.is_dir():
             rows = _charts(path)
         else:
@@ -174,15 +160,16 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}. Give {_ACCEPTED}.") from None
     columns = _columns(path, rows, run)
-    if others := [column for column in columns if column.rank]:
-        read = _listed([f"{KNOWN[column.rank - 1].name} as {column.ours.removeprefix(PREFIX)}" for column in others])
-        notes = (*notes, f"metrics of a trainer without the plugin, read under our names: {read}")
-    names = {column.name: column.ours for column in columns}
+    if any(column.rank for column in columns):
+        renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
+        also = f": {_listed(renamed)}" if renamed else ""
+        notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
+    names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
     numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
     ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
-    return Source(ours, numbers, path, notes)
+    return Source(ours, numbers, path, tuple(notes))
 
 
 def _resolve(path: Path) -> Path:
@@ -213,24 +200,22 @@ def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:
     seen = list(dict.fromkeys(name for row in rows for name in row))
     columns = [column for name in seen if (column := _column(name)) is not None]
     if not columns:
-        looked_for = (f"{PREFIX}*", "mis_*", *(known.name for known in KNOWN if not known.name.startswith("mis_")))
+        looked_for = (f"{PREFIX}*", "mis_*", *(known for known in KNOWN if not known.startswith("mis_")))
         raise ValueError(
             f"{path}: no step holds a known metric of a mismatch. Looked for: {', '.join(looked_for)}. "
             f"It has: {_listed(seen) or 'nothing'}. The plugin writes none with --mismatch-metrics off."
         )
     if run is not None:
         runs = list(dict.fromkeys(column.before for column in columns))
-        begins = [before for before in runs if before.startswith(run)]
-        chosen = [run] if run in runs else begins or [before for before in runs if run in before]
-        if not chosen:
+        columns = [c for c in columns if c.before.startswith(run)] or [c for c in columns if run in c.before]
+        if not columns:
             raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(map(repr, runs))}.")
-        columns = [column for column in columns if column.before in chosen]
     held: dict[str, _Column] = {}
     for column in sorted(columns, key=lambda column: column.rank):
         first = held.setdefault(column.ours, column)
         if first is not column and first.rank == column.rank:
             raise ValueError(
-                f"{path} holds {column.name.removeprefix(column.before)} for several runs, "
+                f"{path} holds {column.metric} for several runs, "
                 f"{_listed(dict.fromkeys(repr(column.before) for column in columns))}: choose one with --run, by how "
                 f"its name begins or a part of it."
             )
@@ -302,16 +287,13 @@ def _charts(folder: Path) -> Rows:
     return [merged[step] for step in sorted(merged)] or unknown
 
 
-def _events(path: Path, run: str | None) -> tuple[Rows, tuple[str, ...], str | None]:
-    """The scalars of a file, or of a folder where a resumed run writes another file; notes; `run`, unless it chose
-    among the files. Of a step that was written twice the later counts.
+def _events(path: Path) -> tuple[Rows, list[str]]:
+    """The scalars of a file, or of a folder where a resumed run writes another file, and notes. Of a step that was
+    written twice the later counts.
 
     Raises ValueError where files hold the same steps and none goes on after the other, as of two runs.
     """
     paths = sorted(path.glob(f"*{EVENTS}*")) if path.is_dir() else [path]  # a name begins with when its writer began
-    chosen = [file for file in paths if run is not None and run in file.name]
-    if chosen and len(chosen) < len(paths):
-        paths, run = chosen, None
     rows: dict[int, dict[str, float]] = {}
     older: dict[str, set[int]] = {}
     notes: list[str] = []
@@ -324,7 +306,7 @@ def _events(path: Path, run: str | None) -> tuple[Rows, tuple[str, ...], str | N
             if min(new) <= min(rows) or max(new) <= max(rows) or 2 * len(twice) > len(new):
                 raise ValueError(
                     f"{path}: {pair} both hold {len(twice)} steps, and neither goes on after the other. Two runs? "
-                    f"Give one of the files, or --run with a part of its name that the other has not."
+                    f"Give one of the files."
                 )
             notes.append(f"{len(twice)} steps are in {pair}, as of a resumed run: those of the later file count")
         older[file.name] = {*new}
@@ -332,7 +314,7 @@ def _events(path: Path, run: str | None) -> tuple[Rows, tuple[str, ...], str | N
             rows[step] = rows.get(step, {}) | values
     if not rows:
         raise ValueError(f"{path} holds no events with a number: its writer has written none yet.")
-    return [{**rows[step], "step": float(step)} for step in sorted(rows)], tuple(notes), run
+    return [{**rows[step], "step": float(step)} for step in sorted(rows)], notes
 
 
 def _scalars(path: Path) -> tuple[dict[int, dict[str, float]], float]:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import typer
@@ -19,16 +20,16 @@ from mismatch_plugin.diagnose.figures import Figures
 from mismatch_plugin.diagnose.gate import FEW, gate
 from mismatch_plugin.diagnose.normal import FAR_ABS_GAP, FAR_K3, MODERATE_ABS_GAP, MODERATE_K3, SMALL_ABS_GAP, SMALL_K3
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import Gate, Verdict
+from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
 from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
 from mismatch_plugin.report.state import merged_metrics
-from mismatch_plugin.report.table import NOTHING, Table, compact, printable
+from mismatch_plugin.report.table import NOTHING, Table, compact, figure, printable
 from mismatch_plugin.report.terminal import terminal
 
 Row = Mapping[str, float]
-Warnings = Sequence[tuple[HealthWarning, int]]
-"""Of each kind the newest, with the number of judged steps that gave it."""
+Mean = Callable[[str], float]
+"""A metric without its prefix → its mean over the judged steps, NaN where it was not recorded."""
 
 SIZES = {
     "k3_kl": ("k3_kl", (SMALL_K3, MODERATE_K3, FAR_K3), 100.0),
@@ -43,9 +44,9 @@ SHORT = (
     *("rollout_is_weight_after_eff_sample_size", "accepted_token_fraction"),
 )
 """What the screen shows unless it is asked for all."""
-_SHIFTS = (f"{PREFIX}kl", f"{PREFIX}rollout_is_ratio_mean")
+_SHIFTS = ("kl", "rollout_is_ratio_mean")
 """What all tokens share, and no weight or filter repairs."""
-_INSPECT = "mismatch-plugin inspect of a dump"
+_INSPECT = "mismatch-plugin inspect DUMP"
 _MOVES = (
     " In bypass mode this is of the policy that trains, which moves in the steps of a rollout as well: the first step "
     "of each rollout shows what lies between the engines alone."
@@ -58,13 +59,12 @@ MIN_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Trend:
-    """Growth of a metric of SIZES. before, after: medians of the first and of the last `steps` steps. began: the step
-    from which on it stays above its beginning, single steps aside."""
+    """Growth of a metric of SIZES. before, after: medians of the first and of the last steps. began: the step from
+    which on it stays above its beginning, single steps aside."""
 
     metric: str
     before: float
     after: float
-    steps: int
     began: float
 
     @property
@@ -74,11 +74,8 @@ class Trend:
         return self.after > small and self.after > growth * self.before
 
     def __str__(self) -> str:
-        times = f" ({compact(self.after / self.before)} times)" if self.before else ""
-        return (
-            f"{SIZES[self.metric][0]} has grown from {compact(self.before)} to {compact(self.after)} nat a token"
-            f"{times}, and stays above its beginning since step {self.began:g}"
-        )
+        times = f" {figure(self.after / self.before, 2)} times" if self.before else " from 0"
+        return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}"
 
 
 def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
@@ -96,64 +93,38 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
         if after >= MIN_GROWTH * before and np.quantile(last, 0.1) > low:
             of_three = np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=1)
             began = int(np.flatnonzero(of_three <= low)[-1]) + 2  # the step behind the middle one of the three
-            found.append(Trend(metric, before, after, size, steps[began]))
+            found.append(Trend(metric, before, after, steps[began]))
     return found
 
 
 @dataclass(frozen=True)
 class Run:
-    """steps: how many, of which the last are judged. figures: every metric that was recorded, by header. data: how
-    large the mismatch is. correction: what is left of it. k3_kl, ess: of the judged steps, NaN where not recorded;
-    tokens: how many they have, None where that was not recorded.
+    """steps: how many. data: how large the mismatch is. correction: what is left of it. findings: of each kind of
+    warning the newest, and growth that has a cause. metrics: all that were recorded, by header. k3_kl, ess: of the
+    judged steps, NaN where not recorded; tokens: how many they have, None where that was not recorded.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
     correction repairs it), no trend `broke`, and a mismatch that is large otherwise is corrected.
     """
 
-    steps: int
-    judged: int
-    figures: tuple[dict[str, str | float], ...]
-    warnings: Warnings
-    trends: Sequence[Trend]
+    verdict: Verdict
+    sound: bool
     data: str
     correction: str
+    trend: str
+    steps: int
+    judged: int
     k3_kl: float
     ess: float
     tokens: int | None
-    sound: bool
-    state: Verdict
-
-    @property
-    def trend(self) -> str:
-        """In one sentence."""
-        recorded = {row["metric"] for row in self.figures}
-        looked_for = ", ".join(name for metric, (name, *_) in SIZES.items() if metric in recorded)
-        if self.trends:
-            return f"{'; '.join(map(str, self.trends))}."
-        few = f": it takes {MIN_STEPS} to tell." if self.steps < MIN_STEPS else f" ({looked_for or 'KL not recorded'})."
-        return f"none in {counted(self.steps)}{few}"
-
-    def tables(self, show_all: bool) -> list[Table]:
-        """Of the metrics of SHORT, and of all others where they are asked for."""
-        short = [row for row in self.figures if row["metric"] in SHORT]
-        others = [row for row in self.figures if row["metric"] not in SHORT]
-        note = (f"{len(others)} more metrics: --all or --json",) if others and not show_all else ()
-        tables = [_table(f"{counted(self.steps)}, judged by the last {self.judged}", short, note)]
-        return [*tables, _table("all other metrics", others)] if others and show_all else tables
-
-    def gate(self, bar: float | None = None) -> Gate:
-        """Whether k3_kl of the judged steps is at most the bar (`diagnose.gate`); without tokens, by k3_kl alone."""
-        return gate(self.k3_kl, FEW if self.tokens is None else self.tokens, bar)
+    trends: list[Trend]
+    findings: list[dict[str, Any]]
+    metrics: list[dict[str, str | float]]
 
 
 def judged(steps: int) -> int:
     """How many of a run's steps are judged: the last tenth, at least ten."""
     return min(steps, max(10, steps // 10))
-
-
-def counted(steps: int) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def judge_run(source: Source, config: MismatchConfig | None) -> Run:
@@ -170,10 +141,10 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     if not recent:
         raise ValueError("the newest steps hold no response token: is every loss mask 0?")
     settings = config or MismatchConfig()
-    together = merged_metrics(source.path, settings, size) if source.path.name == METRICS else None
+    together = (merged_metrics(source.path, settings, size) if source.path.name == METRICS else None) or {}
 
     def mean(name: str) -> float:
-        if together and math.isfinite(exact := together.get(PREFIX + name, math.nan)):
+        if math.isfinite(exact := together.get(PREFIX + name, math.nan)):
             return exact
         values = [value for row in recent if math.isfinite(value := row.get(PREFIX + name, math.nan))]
         return sum(values) / len(values) if values else math.nan
@@ -181,42 +152,82 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     given: dict[str, list[HealthWarning]] = {}
     for warning in (warning for row in recent for warning in check_health(row, settings)):
         if warning.about != "correction" or config is not None:
-            given.setdefault(warning.metric, []).append(warning)
-    warnings = [(of_one[-1], len(of_one)) for of_one in sorted(given.values(), key=len, reverse=True)]
-    about = {warning.about for warning, _ in warnings}
+            given.setdefault(warning.metric.removeprefix(PREFIX), []).append(warning)
+    given = dict(sorted(given.items(), key=lambda item: -len(item[1])))
+    named = {about: _named(given, about) for about in ("data", "correction", "fault")}
     trends = trends_of(source.numbers, [row if row.get(f"{PREFIX}tokens", 1.0) else {} for row in rows])
     broke = [trend for trend in trends if trend.broke]
     sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
-    far = any(value > SIZES[metric][1][-1] for metric, value in sizes.items())
-    large = far or "data" in about or bool(broke)
-    shifted = any(warning.metric in _SHIFTS for warning, _ in warnings)
-    corrected = config is not None and _corrects(config)
-    state: Verdict = "fault" if about & {"fault", "correction"} else "large" if large else "normal"
-    data = _data(sizes, counted(len(recent)), warnings, broke, large, shifted)
-    correction = _correction(mean, warnings, config)
+    size_class = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
+    large = size_class == 3 or bool(named["data"] or broke)
+    shifted = not given.keys().isdisjoint(_SHIFTS)
+    broken = bool(named["fault"] or named["correction"])
+
+    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
+    said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
+    said += f" over the last {counted(len(recent))}"
+    if named["fault"]:
+        data = f"cannot be trusted: {named['fault']}; {said}."
+    elif large:
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        parts = filter(None, (*map(str, broke), said, named["data"]))
+        data = f"large mismatch: {', '.join(parts)}. {cause} the cause: {_INSPECT}."
+        data += _MOVES if config is not None and config.use_rollout_log_probs else ""
+    else:
+        sized = {
+            None: f"not judged: {said}.",
+            0: f"small mismatch, as of two engines in one precision: {said}.",
+            1: f"moderate mismatch: {said}.",
+            2: f"noticeable mismatch: {said}. See whether precision alone explains it: {_INSPECT}.",
+        }
+        data = sized[size_class]
+    correction = _correction(mean, named["correction"], config)
     if any(empty):
         correction += (
-            f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)}, in {sum(empty)} of all; "
-            f"these have no weights, and are left out of the means of weights."
+            f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)} ({sum(empty)} of all "
+            f"{len(rows)}); means of weights leave these out."
         )
+    if trends:
+        spans = [f"{one}, from {figure(one.before, 2)} to {figure(one.after, 2)} nat a token" for one in trends]
+        trend = f"{'; '.join(spans)}."
+    elif len(rows) < MIN_STEPS:
+        trend = f"none in {counted(len(rows))}: it takes {MIN_STEPS} to tell."
+    else:
+        looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
+        trend = f"none in {counted(len(rows))} ({looked_for})."
+    findings = [
+        {"fault": name, "severity": "note" if of_one[-1].about == "data" else "fault", "confidence": "likely",
+         "evidence": f"{of_one[-1].value:.3g}: {of_one[-1].meaning} ({counted(len(of_one))})", "first": None,
+         "fix": of_one[-1].advice}
+        for name, of_one in given.items()
+    ] + [
+        {"fault": "growth", "severity": "note", "confidence": "likely", "evidence": str(one), "first": None,
+         "fix": f"Find what changed: {_INSPECT}."}
+        for one in broke
+    ]  # fmt: skip
     tokens = sum(row.get(f"{PREFIX}tokens", math.nan) for row in recent)
+    corrected = config is not None and _corrects(config)
     header = f"the last {len(recent)} together" if together else f"mean of the last {len(recent)}"
     return Run(
+        verdict="fault" if broken else "large" if large else "normal" if sizes else "undecided",
+        sound=not (broken or shifted or broke or (large and not corrected)),
+        data=data,
+        correction=correction,
+        trend=trend,
         steps=len(rows),
         judged=len(recent),
-        figures=_figures(
-            rows, mean, f"the last {len(recent)} together" if together else f"mean of the last {len(recent)}"
-        ),
-        warnings=warnings,
-        trends=trends,
-        data=data + (_MOVES if large and config is not None and config.use_rollout_log_probs else ""),
-        correction=correction,
         k3_kl=mean("k3_kl"),
         ess=mean("rollout_is_ratio_eff_sample_size"),
         tokens=None if math.isnan(tokens) else int(tokens),
-        sound=not (shifted or broke or state == "fault" or (large and not corrected)),
-        state=state if sizes or state != "normal" else "undecided",
+        trends=trends,
+        findings=findings,
+        metrics=_metrics(rows, mean, header),
     )
+
+
+def counted(steps: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{steps} step{'s' * (steps != 1)}"
 
 
 def _without_weights(row: Row) -> Row:
@@ -224,85 +235,47 @@ def _without_weights(row: Row) -> Row:
     return {name: value for name, value in row.items() if not name.startswith(f"{PREFIX}rollout_is_weight_after_")}
 
 
-def _data(
-    sizes: Mapping[str, float], steps: str, warnings: Warnings, broke: Sequence[Trend], large: bool, shifted: bool
-) -> str:
-    """How large the mismatch is, whatever is done about it."""
-    if sizes:
-        said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items()) + " nat a token"
-    else:
-        said = "neither KL nor the mean |log ratio| was recorded"
-    said += f" over the last {steps}"
-    if faults := _named(warnings, "fault"):
-        return f"cannot be trusted: {faults}; {said}."
-    if large:
-        parts = [*map(str, broke), said, *([named] if (named := _named(warnings, "data")) else [])]
-        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        return f"large mismatch: {'; '.join(parts)}. {cause} the cause with {_INSPECT}."
-    if not sizes:
-        return f"not judged: {said}."
-    size = max(sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items())
-    if size == 0:
-        return f"small mismatch, as of two engines in one precision: {said}."
-    if size == 1:
-        return f"moderate mismatch: {said}."
-    return f"noticeable mismatch: {said}. See whether precision alone explains it with {_INSPECT}."
-
-
 def _corrects(config: MismatchConfig) -> bool:
     return (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
 
 
-def _named(warnings: Warnings, about: str) -> str:
+def _named(given: Mapping[str, Sequence[HealthWarning]], about: str) -> str:
     """`2 warnings (kl, chi2_token)`, or nothing."""
-    names = [warning.metric.removeprefix(PREFIX) for warning, _ in warnings if warning.about == about]
+    names = [name for name, warnings in given.items() if warnings[-1].about == about]
     return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
 
 
-def _correction(mean: Callable[[str], float], warnings: Warnings, config: MismatchConfig | None) -> str:
+def _correction(mean: Mean, found: str, config: MismatchConfig | None) -> str:
     """What is left of it after this correction. config: None where nobody gave the run's settings."""
-    found = _named(warnings, "correction")
     if config is not None and not _corrects(config):
         what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
         return f"{what}; {found}." if found else f"{what}."
-    means = {"mean weight": mean("rollout_is_weight_after_mean"), "tokens kept": mean("accepted_token_fraction")}
+    of_weights = {"mean weight": mean("rollout_is_weight_after_mean")}
+    kept = {"tokens kept": mean("accepted_token_fraction")}
     if config is None:
-        shown = ", ".join(f"{label} {value:.2g}" for label, value in means.items() if not math.isnan(value))
-        unknown = "not judged, since the run's settings are not known: give them with --config"
-        return f"{unknown} ({shown})." if shown else f"{unknown}."
+        known = [f"{label} {value:.2g}" for label, value in (of_weights | kept).items() if not math.isnan(value)]
+        shown = f" ({', '.join(known)})" if known else ""
+        return f"not judged, since the run's settings are not known: give them with --config{shown}."
     if config.weighted:
         ess = mean(f"rollout_is_weight_after_{units_of(config).ess}eff_sample_size")
-        means = {"mean weight": means["mean weight"], "effective sample size": ess, "tokens kept": means["tokens kept"]}
-    else:
-        del means["mean weight"]
-    shown = ", ".join(
-        f"{label} {'not recorded' if math.isnan(value) else f'{value:.2g}'}" for label, value in means.items()
-    )
+        kept = of_weights | {"effective sample size": ess} | kept
+    figures = {label: "not recorded" if math.isnan(value) else f"{value:.2g}" for label, value in kept.items()}
+    shown = ", ".join(f"{label} {value}" for label, value in figures.items())
     if found:
         return f"does not hold: {found}; {shown}."
-    return f"not judged: {shown}." if all(map(math.isnan, means.values())) else f"holds ({shown})."
+    return f"not judged: {shown}." if all(map(math.isnan, kept.values())) else f"holds ({shown})."
 
 
-def _figures(rows: Sequence[Row], mean: Callable[[str], float], header: str) -> tuple[dict[str, str | float], ...]:
+def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str | float]]:
     """A row for each metric that is finite at some step, those of SHORT first: header → its name, or a number."""
     recorded = dict.fromkeys(name.removeprefix(PREFIX) for row in rows for name in row)
-    figures: list[dict[str, str | float]] = []
+    table: list[dict[str, str | float]] = []
     for name in [*(name for name in SHORT if name in recorded), *(name for name in recorded if name not in SHORT)]:
         values = [row.get(PREFIX + name, math.nan) for row in rows]
         if finite := [value for value in values if math.isfinite(value)]:
             range_of = {"smallest": min(finite), "largest": max(finite)}
-            figures.append({"metric": name, "last step": values[-1], header: mean(name), **range_of})
-    return tuple(figures)
-
-
-def _table(title: str, figures: Sequence[Mapping[str, str | float]], notes: tuple[str, ...] = ()) -> Table:
-    headers = tuple(figures[0]) if figures else ("metric",)
-    rows = tuple(tuple(v if isinstance(v, str) else _cell(v) for v in row.values()) for row in figures)
-    return Table(title, headers, rows, code=frozenset({"metric"}), notes=notes)
-
-
-def _cell(value: float) -> str:
-    return compact(value) if math.isfinite(value) else NOTHING
+            table.append({"metric": name, "last step": values[-1], header: mean(name), **range_of})
+    return table
 
 
 def inspect_run(
@@ -321,7 +294,7 @@ def inspect_run(
 
     given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
     `read_source`. pictures: their folder, None for none. gated: k3_kl of the judged steps is compared with the bar, too
-    (None: the default one). show_all: the screen has every metric.
+    (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -331,31 +304,17 @@ def inspect_run(
     source = read_source(path, run)
     config, where = given or _written(source.path)
     found = judge_run(source, config)
-    gate = found.gate(bar) if gated else None
-    failed, undecided = (gate is not None and gate.passed is False), (gate is not None and gate.passed is None)
-    status = 1 if failed or not found.sound else 3 if undecided or found.state == "undecided" else 0
+    verdict = gate(found.k3_kl, FEW if found.tokens is None else found.tokens, bar) if gated else None
+    passed = True if verdict is None else verdict.passed
+    status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
     drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
     advice = None
-    if found.state == "normal" and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
-        figures = Figures(k3_kl=found.k3_kl, ess=found.ess, mean_length=math.inf, max_length=math.inf)
-        advice = recommend(figures)
+    if found.verdict == "normal" and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
+        advice = recommend(Figures(k3_kl=found.k3_kl, ess=found.ess, mean_length=math.inf, max_length=math.inf))
     if as_json:
-        findings = [
-            {"fault": w.metric, "severity": "note" if w.about == "data" else "fault", "confidence": "likely",
-             "evidence": f"{w.value:.3g}: {w.meaning} ({counted(count)})", "first": None, "fix": w.advice}
-            for w, count in found.warnings
-        ] + [
-            {"fault": "growth", "severity": "note", "confidence": "likely", "evidence": str(trend), "first": None,
-             "fix": f"find what changed, with {_INSPECT}"}
-            for trend in found.trends if trend.broke
-        ]  # fmt: skip
-        body = {
-            "verdict": found.state, "headline": found.data, "source": str(source.path), "settings": where,
-            "steps": found.steps, "sound": found.sound, "data": found.data, "correction": found.correction,
-            "findings": findings, "trends": [asdict(trend) for trend in found.trends], "metrics": found.figures,
-            "predictions": [], "recommendation": advice and advice.model_dump(), "gate": gate and gate.model_dump(),
-            "notes": source.notes, "pictures": [str(picture) for picture in drawn],
-        }  # fmt: skip
+        body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
+        body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
+        body |= {"predictions": [], "notes": source.notes, "pictures": [str(picture) for picture in drawn]}
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
@@ -366,23 +325,30 @@ def inspect_run(
         console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
         console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
     console.print(f"trend: {found.trend}")
-    if gate is not None:
-        said = "not decided, too few tokens" if undecided else "FAILED" if failed else "passed"
-        value = f"k3_kl {gate.value:.2g}"
-        if math.isnan(gate.value):
-            said, value = "not decided", "k3_kl was not recorded"
-        console.print(f"gate: {said}: {value}, bar {gate.bar:g} nat a token, over the steps judged.")
-    for table in found.tables(show_all):
-        console.print(table.to_rich(console.width))
-        for note in table.notes:
-            console.print(note)
-    for warning, count in found.warnings:
-        console.print(f"{warning} ({counted(count)})")
-    if drawn:
-        typer.echo(f"pictures: {drawn[0]}, and {len(drawn) - 1} panels next to it")  # a path stays whole
-    elif not_drawn:
-        typer.echo(not_drawn)
+    if verdict is not None:
+        said = {True: "passed", False: "FAILED", None: "not decided, too few tokens"}[passed]
+        if math.isnan(verdict.value):
+            said = "not decided, k3_kl was not recorded"
+        value = "" if math.isnan(verdict.value) else f"k3_kl {verdict.value:.2g}, "
+        console.print(f"gate: {said}: {value}bar {verdict.bar:g} nat a token, over the steps judged.")
+    short = [row for row in found.metrics if row["metric"] in SHORT]
+    others = [row for row in found.metrics if row["metric"] not in SHORT]
+    for title, rows in ((f"{counted(found.steps)}, judged by the last {found.judged}", short), ("all others", others)):
+        if rows and (show_all or rows is short):
+            cells = tuple(tuple(v if isinstance(v, str) else _cell(v) for v in row.values()) for row in rows)
+            console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich(console.width))
+    if others and not show_all:
+        console.print(f"{len(others)} more metrics: --all or --json")
+    for finding in found.findings:
+        if finding["fault"] != "growth":  # which the trend has told
+            console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
+    if drawn or not_drawn:  # a path stays whole
+        typer.echo(not_drawn or f"pictures: {drawn[0]}, and {len(drawn) - 1} panels next to it")
     return status
+
+
+def _cell(value: float) -> str:
+    return compact(value) if math.isfinite(value) else NOTHING
 
 
 def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
@@ -392,11 +358,9 @@ def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
     # Checked when the run began: a preset may hold what has no effect.
     if (file := path.with_name(SETTINGS)).exists():
         return MismatchConfig.build(read_mapping(file)), str(file)
-    if (file := path.with_name("config.json")).exists() and isinstance(
-        of_run := read_mapping(file).get("mismatch"), dict
-    ):
-        return MismatchConfig.build(of_run), str(file)
-    return None, None
+    file = path.with_name("config.json")
+    of_run = read_mapping(file).get("mismatch") if file.exists() else None
+    return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
 
 
 def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
