@@ -164,12 +164,13 @@ def inspect(
 
     PATH: rollout dumps of slime, miles, verl, NeMo-RL, TRL, vLLM, our JSONL
     or Parquet, padded tensors (.pt, .npz); or the folder of
-    --mismatch-report-dir, a CSV or JSONL export of W&B, TensorBoard events.
+    --mismatch-report-dir, a CSV or JSONL export of W&B, a folder of its
+    charts as CSV, TensorBoard events, also of trainers without the plugin.
     docs/inspect.md lists the formats and how to make each.
 
     Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
-    a run's metrics: broken numbers, a shift of all tokens, k3 that has grown
-    100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
+    a run's metrics: broken numbers, a shift of all tokens, a mismatch that has
+    grown 100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
     training side to compare with; 4 stopped before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.data.read import InputError

@@ -91,8 +91,9 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
         first, last = values[:size], values[-size:]
         before, after, low = float(np.median(first)), float(np.median(last)), np.quantile(first, 0.9)
         if after >= MIN_GROWTH * before and np.quantile(last, 0.1) > low:
-            of_three = np.median(np.lib.stride_tricks.sliding_window_view(values, 3), axis=1)
-            began = int(np.flatnonzero(of_three <= low)[-1]) + 2  # the step behind the middle one of the three
+            width = max(3, min(size // 10, 50))  # neighbours whose median tells, so that single steps do not
+            medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
+            began = int(np.flatnonzero(medians <= low)[-1]) + width // 2 + 1
             found.append(Trend(metric, before, after, steps[began]))
     return found
 

@@ -14,17 +14,70 @@ from typer.testing import CliRunner
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
-from mismatch_plugin.core.metrics.registry import METRICS, PLACES
-from mismatch_plugin.diagnose.run_sources import read_source
-from mismatch_plugin.report.log import write_step
+from mismatch_plugin.core.metrics.registry import METRICS
+from mismatch_plugin.diagnose.run_sources import KNOWN, kind_of, read_source
+from mismatch_plugin.diagnose.runs import judge_run
+from mismatch_plugin.report.log import read_steps, to_json, write_step
 
-KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
+CONFIG = mp.preset("token_is")
+KL, K3, GAP = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ratio_abs_mean"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
+
+
+def test_steps_come_back_as_written(tmp_path: Path) -> None:
+    steps = [{KL: 0.1, K3: 0.2}, {KL: math.nan, K3: math.inf}]
+    for step in steps:
+        write_step(tmp_path / "deep" / "run", CONFIG, step)
+    found = list(read_steps(tmp_path / "deep" / "run"))
+    assert found[0] == {"step": 1, **steps[0]} and math.isnan(found[1][KL]) and found[1][K3] == math.inf
+    assert mp.MismatchConfig.from_file(tmp_path / "deep" / "run" / "settings.json") == CONFIG
+
+
+def test_steps_of_other_settings_are_refused(tmp_path: Path) -> None:
+    write_step(tmp_path, CONFIG, {KL: 0.0})
+    with pytest.raises(ValueError, match=rf"{tmp_path.name} holds .* with tis.level token, now sequence: .* folder"):
+        write_step(tmp_path, mp.preset("seq_is"), {KL: 0.0})
+    assert len(list(read_steps(tmp_path))) == 1
+    write_step(tmp_path, CONFIG.model_copy(update={"report_dir": "elsewhere"}), {KL: 0.0})  # the same folder
+    assert len(list(read_steps(tmp_path))) == 2
+
+
+def test_a_line_cut_by_a_kill_is_left_out_and_a_broken_one_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "metrics.jsonl", f'{{"{KL}": 0.1}}\n{{"rollout_co')
+    assert list(read_steps(path)) == [{KL: 0.1}]
+    write_step(tmp_path, CONFIG, {KL: 0.3})  # the run is resumed
+    assert [step[KL] for step in read_steps(path)] == [0.1, 0.3]
+    for line in ("[1]", '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", f'{{"a": 1{"0" * 400}}}'):
+        write(tmp_path, "metrics.jsonl", f'{{"{KL}": 0.1}}\n{line}\n')
+        with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2 is no step"):
+            list(read_steps(path))
+    with pytest.raises(ValueError, match="is not there"):
+        list(read_steps(tmp_path / "other.jsonl"))
+
+
+def test_what_is_no_metrics_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}', encoding="utf-16")
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe.csv")
+    reasons = {
+        tmp_path / "metrics.jsonl": "metrics.jsonl is no metrics.jsonl: ",
+        tmp_path / "folder": "holds neither metrics.jsonl nor TensorBoard events nor CSVs",
+        tmp_path / "pipe.csv": "is a pipe, not a regular file",
+        tmp_path / "none.csv": "is not there",
+        Path("/dev/zero"): "is a device, not a regular file",
+    }
+    for given, reason in reasons.items():
+        with pytest.raises(ValueError, match=reason):
+            read_source(given)
+    assert kind_of(tmp_path / "folder") == "metrics"
+
+
+# Names.
 
 
 @pytest.mark.parametrize("before", ["", "train/", "actor/metrics/", "my run, no. 2 - train/"])
@@ -76,7 +129,8 @@ def test_several_runs_are_told_apart_by_name(tmp_path: Path) -> None:
     assert read_source(path, "a").rows[0] == {KL: 0.1}  # "a" is in "val", too
     assert read_source(path, "b - val/").rows[0] == {KL: 0.3}
     with pytest.raises(ValueError, match=r"for several runs, 'b - train/', 'b - val/'"):
-        read_source(path, "b - ")
+        read_source(path, "b")
+    assert read_source(path, "val/").rows[0] == {KL: 0.3}
     with pytest.raises(ValueError, match=r"--run c is none of those in .*two\.csv: there is 'a - train/'"):
         read_source(path, "c")
 
@@ -89,18 +143,87 @@ def test_families_without_a_metric_in_common_are_one_run(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.csv", "Step,loss\n1,2\n", "no step holds a metric that begins with rollout_corr/"),
-        ("a.csv", "", "no step holds a metric"),
+        (
+            "a.csv",
+            "Step,loss\n1,2\n",
+            r"no step holds a known metric .* rollout_corr/\*, mis_\*, .* It has: Step, loss\.",
+        ),
+        ("a.csv", "", "no step holds a known metric .* It has: nothing"),
         ("a.csv", f"Step,{KL}\n1,0.1,7\n", r"a\.csv, line 2 has 3 cells for 2 columns"),
         ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", rf"a\.csv has the column {KL} twice"),
         ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", r"a\.csv, line \d is no line of a CSV file"),
         ("a.jsonl", "Step,loss\n1,2\n", r"a\.jsonl, line 1 is no step"),
-        ("a.txt", "{}\n", "no step holds a metric"),
+        ("a.txt", "{}\n", "no step holds a known metric .* The plugin writes none with --mismatch-metrics off"),
     ],
 )
 def test_what_holds_nothing_of_ours_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_source(write(tmp_path, name, text))
+
+
+OTHERS = {
+    "slime": {"train/train_rollout_logprob_abs_diff": 0.01, "train/pg_loss": 0.3, "rollout/response_len/mean": 90.0},
+    "slime, mis.py": {"train/mis_k3_kl": 8e-4, "train/mis_kl": 1e-4, "train/mis_tis_weight_after_bound": 0.99},
+    "verl": {"training/rollout_probs_diff_mean": 0.003, "rollout_corr/kl": 1e-4, "rollout_corr/k3_kl": 8e-4},
+    "NeMo-RL": {"train/gen_kl_error": 8e-4, "train/token_mult_prob_error": 1.02, "train/sampling_importance_ratio": 1.0},
+    "TRL": {"train/sampling/sampling_logp_difference/mean": 0.01, "train/sampling/importance_sampling_ratio/mean": 0.99},
+    "prime-rl": {"mismatch_kl/all/mean": 8e-4, "masked_mismatch_kl/all/mean": 3.0, "mismatch_kl/all/max": 9.0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: str) -> None:
+    """Sound, and hundred times that: no number of theirs is taken for another."""
+    for times, verdict in ((1.0, "normal"), (200.0, "large")):
+        lines = [{"_step": i, **{name: value * times for name, value in OTHERS[trainer].items()}} for i in range(30)]
+        path = write(tmp_path, "export.jsonl", "".join(to_json(line) + "\n" for line in lines))
+        assert kind_of(path) == "metrics"
+        source = read_source(path)
+        found = judge_run(source, None)
+        assert found.verdict == verdict and source.numbers == tuple(range(30)), found
+        sizes = {name: source.rows[0].get(name) for name in (K3, GAP)}
+        expected = 0.01 if trainer in ("slime", "TRL") else 8e-4
+        assert [value for value in sizes.values() if value is not None] == [pytest.approx(expected * times)]
+    assert "of the trainer itself are read under our names" in source.notes[0]
+
+
+def test_names_of_others_are_documented_and_ours_come_first(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metric_names.md").read_text(encoding="utf-8")
+    assert [name for name in KNOWN if f"`{name}`" not in page] == []
+    row = {"rollout_corr/k3_kl": 1e-4, "train/gen_kl_error": 2e-4, "train/mis_k3_kl": 3e-4, "train/tis_abs": 0.1}
+    source = read_source(write(tmp_path, "both.jsonl", json.dumps(row) + "\n"))
+    assert source.rows == ({K3: 1e-4},) and source.notes == ()
+    two = "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n"
+    with pytest.raises(ValueError, match=r"holds mis_kl for several runs, 'a - train/', 'b - train/'"):
+        read_source(write(tmp_path, "two.csv", two))
+    assert read_source(tmp_path / "two.csv", "b").rows == ({KL: 0.2},)
+
+
+def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
+    write(tmp_path, "kl.csv", CHART)
+    write(tmp_path, "k3.csv", "Step,run-7 - train/mis_k3_kl\n3,0.5\n1,0.25\n2,NaN\n")
+    write(tmp_path, "again.csv", "Step,run-7 - train/mis_k3_kl\n2,NaN\n")
+    write(tmp_path, "machines.csv", "host,gpus\na,8\n")
+    assert kind_of(tmp_path) == "metrics"
+    source = read_source(tmp_path)
+    assert source.numbers == (1.0, 2.0, 3.0) and [row.get(KL) for row in source.rows] == [0.01, None, 1.5e-5]
+    assert source.rows[0][K3] == 0.25 and source.rows[2][K3] == 0.5
+    write(tmp_path, "again.csv", "Step,run-7 - train/mis_k3_kl\n1,7\n")
+    with pytest.raises(ValueError, match=r"mis_k3_kl is 0\.25 at step 1, in another file 7: leave one of them out"):
+        read_source(tmp_path)
+    write(tmp_path, "again.csv", "train/step,run-7 - train/mis_kl\n1,7\n")
+    with pytest.raises(ValueError, match="counts by Step, another by train/step: export all charts over one x axis"):
+        read_source(tmp_path)
+    for file in tmp_path.glob("*.csv"):
+        if file.name != "machines.csv":
+            file.unlink()
+    with pytest.raises(ValueError, match="no step holds a known metric .* It has: gpus"):
+        read_source(tmp_path)
+    write(tmp_path, "dump.jsonl", "{}")
+    assert kind_of(tmp_path) == "dump"
+
+
+# TensorBoard.
 
 
 def events(
@@ -163,16 +286,14 @@ def test_text_and_tensors_under_the_prefix_do_not_hide_the_numbers(tmp_path: Pat
     assert read_source(tmp_path).rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75})
 
 
-def test_two_runs_in_one_folder_are_refused_unless_one_is_chosen(tmp_path: Path) -> None:
+def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     events(tmp_path, suffix=".first")
     events(tmp_path, shift=5.0, suffix=".second")
-    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* --run with a part of its name"
-    for run in (None, "tfevents", "third"):
-        with pytest.raises(ValueError, match=says):
-            read_source(tmp_path, run)
-    assert read_source(tmp_path, ".second").rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
-    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"])
-    assert result.exit_code == 2 and "both hold 3 steps" in " ".join(result.output.split())
+    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* Give one of the files"
+    with pytest.raises(ValueError, match=says):
+        read_source(tmp_path)
+    (second,) = tmp_path.glob("*.second")
+    assert read_source(second).rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
 
 
 def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> None:
@@ -188,8 +309,6 @@ def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> N
     assert [row[KL] for row in source.rows] == [0.25, 0.5, 5.75, 6.0, 6.25]
     (note,) = source.notes
     assert note.startswith("1 steps are in events") and note.endswith("those of the later file count")
-    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"]).output
-    assert "note: 1 steps are in events" in output
     body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
     assert body["notes"] == [note]
 
@@ -225,20 +344,6 @@ def test_a_quote_that_is_not_closed_is_named(tmp_path: Path, text: str, line: in
         read_source(write(tmp_path, "a.csv", text))
 
 
-# Which metrics are shown.
-
-
-def test_what_is_shown_is_declared() -> None:
-    """A place that no part of the table has would hide its metric; a name that nobody declares draws nothing."""
-    assert {metric.place for metric in METRICS} == {"", *PLACES}
-    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
-    from mismatch_plugin.diagnose import panels
-
-    series = [item for panel in panels.PANELS for item in (*panel.series, panel.older) if item is not None]
-    drawn = {name for item in series for name in item.names}
-    assert drawn <= {metric.name for metric in METRICS}
-
-
 # Pictures.
 
 STEPS = 30
@@ -247,6 +352,16 @@ NAMES = (
     *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
 )
 PANELS = {"mean_weight", "effective_sample_size", "veto", "kl", "ppl_ratio", "chi2"}
+
+
+def test_what_is_drawn_is_declared() -> None:
+    """A name that nobody declares draws nothing."""
+    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    from mismatch_plugin.diagnose import panels
+
+    series = [item for panel in panels.PANELS for item in (*panel.series, panel.older) if item is not None]
+    drawn = {f"rollout_corr/{name}" for item in series for name in item.names}
+    assert drawn <= {GAP, *(f"rollout_corr/{metric.name}" for metric in METRICS)}
 
 
 def write_run(folder: Path, names: tuple[str, ...] = NAMES, steps: int = STEPS) -> Path:
@@ -309,18 +424,3 @@ def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     without = CliRunner().invoke(app, ["inspect", str(run)])
     assert "pip install 'mismatch-plugin[lab]'" in without.output and without.exit_code == plain.exit_code
-
-
-def test_contradicting_options_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ("kl",), steps=1)
-    result = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures", "--pictures", "x"])
-    assert result.exit_code == 2 and "contradict each other" in result.output
-
-
-def test_a_run_of_compare_is_judged_by_its_own_settings(tmp_path: Path) -> None:
-    line = {"step": 1, "metrics": {KL: 0.05}}
-    write(tmp_path, "metrics.jsonl", json.dumps(line) + "\n")
-    config = mp.preset("token_is").model_dump(mode="json")
-    write(tmp_path, "config.json", json.dumps({"settings": {}, "mismatch": config}))
-    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
-    assert body["settings"] == str(tmp_path / "config.json") and body["correction"].startswith("holds")
