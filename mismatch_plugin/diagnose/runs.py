@@ -44,6 +44,10 @@ SHORT = (
     *("rollout_is_weight_after_eff_sample_size", "accepted_token_fraction"),
 )
 """What the screen shows unless it is asked for all."""
+_WORDS = (
+    *("small mismatch, as of two engines in one precision", "moderate mismatch", "noticeable mismatch"),
+    "large mismatch",
+)
 _SHIFTS = ("kl", "rollout_is_ratio_mean")
 """What all tokens share, and no weight or filter repairs."""
 _INSPECT = "mismatch-plugin inspect DUMP"
@@ -74,8 +78,9 @@ class Trend:
         return self.after > small and self.after > growth * self.before
 
     def __str__(self) -> str:
-        times = f" {figure(self.after / self.before, 2)} times" if self.before else " from 0"
-        return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}"
+        times = f" {figure(self.after / self.before, 2)} times" if self.before else ""
+        span = f"from {figure(self.before, 2)} to {figure(self.after, 2)} nat a token"
+        return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}, {span}"
 
 
 def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
@@ -159,43 +164,33 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     trends = trends_of(source.numbers, [row if row.get(f"{PREFIX}tokens", 1.0) else {} for row in rows])
     broke = [trend for trend in trends if trend.broke]
     sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
-    size_class = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
-    large = size_class == 3 or bool(named["data"] or broke)
+    sized = {metric: sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()}
+    large = bool(named["data"] or broke) or 3 in sized.values()
     shifted = not given.keys().isdisjoint(_SHIFTS)
     broken = bool(named["fault"] or named["correction"])
 
     said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
     said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
     said += f" over the last {counted(len(recent))}"
-    if named["fault"]:
-        data = f"cannot be trusted: {named['fault']}; {said}."
-    elif large:
+    grown = f"growth of {' and '.join(SIZES[one.metric][0] for one in broke)}" if broke else ""
+    word = "not judged" if not sizes else _WORDS[max(sized.values())]
+    advice = "" if word != _WORDS[2] else f" See with {_INSPECT} whether precision alone explains it."
+    if large:
         cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        parts = filter(None, (*map(str, broke), said, named["data"]))
-        data = f"large mismatch: {', '.join(parts)}. {cause} the cause: {_INSPECT}."
-        data += _MOVES if config is not None and config.use_rollout_log_probs else ""
-    else:
-        sized = {
-            None: f"not judged: {said}.",
-            0: f"small mismatch, as of two engines in one precision: {said}.",
-            1: f"moderate mismatch: {said}.",
-            2: f"noticeable mismatch: {said}. See whether precision alone explains it: {_INSPECT}.",
-        }
-        data = sized[size_class]
+        word, advice = _WORDS[3], f" {cause} the cause with {_INSPECT}."
+        advice += _MOVES if config is not None and config.use_rollout_log_probs else ""
+    if named["fault"]:
+        word, advice = "cannot be trusted", ""
+    data = f"{word}: {', '.join(filter(None, (named['fault'], said, grown, named['data'])))}.{advice}"
     correction = _correction(mean, named["correction"], config)
     if any(empty):
         correction += (
             f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)} ({sum(empty)} of all "
             f"{len(rows)}); means of weights leave these out."
         )
-    if trends:
-        spans = [f"{one}, from {figure(one.before, 2)} to {figure(one.after, 2)} nat a token" for one in trends]
-        trend = f"{'; '.join(spans)}."
-    elif len(rows) < MIN_STEPS:
-        trend = f"none in {counted(len(rows))}: it takes {MIN_STEPS} to tell."
-    else:
-        looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
-        trend = f"none in {counted(len(rows))} ({looked_for})."
+    looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
+    why = f": it takes {MIN_STEPS} to tell" if len(rows) < MIN_STEPS else f" ({looked_for})"
+    trend = "; ".join(map(str, trends)) or f"none in {counted(len(rows))}{why}"
     findings = [
         {"fault": name, "severity": "note" if of_one[-1].about == "data" else "fault", "confidence": "likely",
          "evidence": f"{of_one[-1].value:.3g}: {of_one[-1].meaning} ({counted(len(of_one))})", "first": None,
@@ -203,7 +198,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         for name, of_one in given.items()
     ] + [
         {"fault": "growth", "severity": "note", "confidence": "likely", "evidence": str(one), "first": None,
-         "fix": f"Find what changed: {_INSPECT}."}
+         "fix": f"Find what changed with {_INSPECT}."}
         for one in broke
     ]  # fmt: skip
     tokens = sum(row.get(f"{PREFIX}tokens", math.nan) for row in recent)
@@ -214,7 +209,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         sound=not (broken or shifted or broke or (large and not corrected)),
         data=data,
         correction=correction,
-        trend=trend,
+        trend=f"{trend}.",
         steps=len(rows),
         judged=len(recent),
         k3_kl=mean("k3_kl"),
