@@ -17,7 +17,7 @@ Pair = Literal[
 """Engine and trainer, by what sets the size of the gap."""
 Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
 SMALL_K3, MODERATE_K3, FAR_K3 = 1e-3, 1e-2, 0.1
-SMALL_ABS_GAP, MODERATE_ABS_GAP, FAR_ABS_GAP = 0.036, 0.11, 0.35
+SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN = 0.036, 0.11, 0.35
 """Upper ends of three sizes, nats a token: of k3 (of |KL|, the same), and of the mean |Δ log p| that Gaussian noise of
 such a k3 has, √(4 k3/π).
 

@@ -18,7 +18,14 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.figures import Figures
 from mismatch_plugin.diagnose.gate import FEW, gate
-from mismatch_plugin.diagnose.normal import FAR_ABS_GAP, FAR_K3, MODERATE_ABS_GAP, MODERATE_K3, SMALL_ABS_GAP, SMALL_K3
+from mismatch_plugin.diagnose.normal import (
+    FAR_ABS_MEAN,
+    FAR_K3,
+    MODERATE_ABS_MEAN,
+    MODERATE_K3,
+    SMALL_ABS_MEAN,
+    SMALL_K3,
+)
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
@@ -34,7 +41,7 @@ Mean = Callable[[str], float]
 SIZES = {
     "k3_kl": ("k3_kl", (SMALL_K3, MODERATE_K3, FAR_K3), 100.0),
     "kl": ("|kl|", (SMALL_K3, MODERATE_K3, FAR_K3), 100.0),
-    ABS_GAP: ("mean |log ratio|", (SMALL_ABS_GAP, MODERATE_ABS_GAP, FAR_ABS_GAP), 10.0),
+    ABS_GAP: ("mean |log ratio|", (SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN), 10.0),
 }
 """Metrics that tell the size, nats a token: what each is called, the upper ends of small, moderate and noticeable, and
 the growth, to more than small, that has a cause to be found (ours; k3 goes as the square of the mean |log ratio|)."""
@@ -106,7 +113,7 @@ def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
 @dataclass(frozen=True)
 class Run:
     """steps: how many. data: how large the mismatch is. correction: what is left of it. findings: of each kind of
-    warning the newest, and growth that has a cause. metrics: all that were recorded, by header. k3_kl, ess: of the
+    warning the newest, and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the
     judged steps, NaN where not recorded; tokens: how many they have, None where that was not recorded.
 
     sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
@@ -121,7 +128,6 @@ class Run:
     steps: int
     judged: int
     k3_kl: float
-    ess: float
     tokens: int | None
     trends: list[Trend]
     findings: list[dict[str, Any]]
@@ -164,24 +170,15 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     trends = trends_of(source.numbers, [row if row.get(f"{PREFIX}tokens", 1.0) else {} for row in rows])
     broke = [trend for trend in trends if trend.broke]
     sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
-    sized = {metric: sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()}
-    large = bool(named["data"] or broke) or 3 in sized.values()
+    far = any(value > SIZES[metric][1][-1] for metric, value in sizes.items())
+    large = far or bool(named["data"] or broke)
     shifted = not given.keys().isdisjoint(_SHIFTS)
     broken = bool(named["fault"] or named["correction"])
 
-    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
-    said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
-    said += f" over the last {counted(len(recent))}"
     grown = f"growth of {' and '.join(SIZES[one.metric][0] for one in broke)}" if broke else ""
-    word = "not judged" if not sizes else _WORDS[max(sized.values())]
-    advice = "" if word != _WORDS[2] else f" See with {_INSPECT} whether precision alone explains it."
-    if large:
-        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
-        word, advice = _WORDS[3], f" {cause} the cause with {_INSPECT}."
-        advice += _MOVES if config is not None and config.use_rollout_log_probs else ""
-    if named["fault"]:
-        word, advice = "cannot be trusted", ""
-    data = f"{word}: {', '.join(filter(None, (named['fault'], said, grown, named['data'])))}.{advice}"
+    data = _data(sizes, counted(len(recent)), named | {"grown": grown}, large, shifted)
+    if large and not named["fault"] and config is not None and config.use_rollout_log_probs:
+        data += _MOVES
     correction = _correction(mean, named["correction"], config)
     if any(empty):
         correction += (
@@ -213,7 +210,6 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
         steps=len(rows),
         judged=len(recent),
         k3_kl=mean("k3_kl"),
-        ess=mean("rollout_is_ratio_eff_sample_size"),
         tokens=None if math.isnan(tokens) else int(tokens),
         trends=trends,
         findings=findings,
@@ -224,6 +220,22 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
 def counted(steps: int) -> str:
     """`1 step`, `2 steps`."""
     return f"{steps} step{'s' * (steps != 1)}"
+
+
+def _data(sizes: Row, steps: str, named: Mapping[str, str], large: bool, shifted: bool) -> str:
+    """How large the mismatch is, whatever is done about it. named: warnings by what they are about, and what grew."""
+    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
+    said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
+    size = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
+    word = "not judged" if size is None else _WORDS[size]
+    advice = f" See with {_INSPECT} whether precision alone explains it." if size == 2 else ""
+    if large:
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        word, advice = _WORDS[3], f" {cause} the cause with {_INSPECT}."
+    if named["fault"]:
+        word, advice = "cannot be trusted", ""
+    parts = (named["fault"], f"{said} over the last {steps}", named["grown"], named["data"])
+    return f"{word}: {', '.join(filter(None, parts))}.{advice}"
 
 
 def _without_weights(row: Row) -> Row:
@@ -306,7 +318,7 @@ def inspect_run(
     drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
     advice = None
     if found.verdict == "normal" and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
-        advice = recommend(Figures(k3_kl=found.k3_kl, ess=found.ess, mean_length=math.inf, max_length=math.inf))
+        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, mean_length=math.inf, max_length=math.inf))
     if as_json:
         body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
         body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
