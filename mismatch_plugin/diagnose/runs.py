@@ -17,7 +17,7 @@ from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.figures import Figures
-from mismatch_plugin.diagnose.gate import FEW, gate
+from mismatch_plugin.diagnose.gate import gate
 from mismatch_plugin.diagnose.normal import (
     FAR_ABS_MEAN,
     FAR_K3,
@@ -62,6 +62,8 @@ _MOVES = (
     " In bypass mode this is of the policy that trains, which moves in the steps of a rollout as well: the first step "
     "of each rollout shows what lies between the engines alone."
 )
+_MANY = 10**9
+"""Tokens of a run that did not record them: the gate decides by k3_kl alone."""
 MIN_STEPS = 20
 """Fewer steps have no trend."""
 MIN_GROWTH = 1.5
@@ -312,7 +314,7 @@ def inspect_run(
     source = read_source(path, run)
     config, where = given or _written(source.path)
     found = judge_run(source, config)
-    verdict = gate(found.k3_kl, FEW if found.tokens is None else found.tokens, bar) if gated else None
+    verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
     status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
     drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)

@@ -268,33 +268,23 @@ def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
         assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")
 
 
-def test_all_metrics_are_shown_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_all_metrics_are_shown_where_they_are_asked_for_and_numbers_stay_whole(tmp_path: Path) -> None:
+    """The widest numbers next to the longest names; a narrower terminal loses the last columns, not digits."""
     names = ("rollout_is_ratio_p99_9", "log_ratio_abs_by_probability_0.001_to_0.01", "log_ratio_by_version_lag_2")
-    step = {**metrics(0.0), **{f"rollout_corr/{name}": -1.2346e-9 for name in names}}
-    write_step(tmp_path, CONFIG, step)
-    lines = inspect(tmp_path, "--all")[1].splitlines()
-    assert max(map(len, lines)) <= 80
-    assert [line.split()[:3] for line in lines if line.startswith(names)] == [
-        [n, "-1.235e-9", "-1.235e-9"] for n in names
-    ]
-    found = [row["metric"] for row in json.loads(inspect(tmp_path, "--json")[1])["metrics"]]
-    assert sorted(found) == sorted(name.removeprefix("rollout_corr/") for name in step)
-    assert found[: len(SHORT)] == [name for name in SHORT if f"rollout_corr/{name}" in step] + found[7:8]
-
-
-def test_numbers_of_any_size_stay_whole_on_80_columns(tmp_path: Path) -> None:
-    """The widest numbers next to the longest name; a narrower terminal loses the last columns, not digits."""
     sizes = [-0.00012346, -1.2346e-10, -1.2346e300, 0.00012346, -0.012346]
-    for size in sizes:
-        write_step(tmp_path, CONFIG, dict.fromkeys(metrics(0.0), size))
     assert {compact(size) for size in sizes} == {"-1.235e-4", "-1.23e-10", "-1.2e+300", "0.0001235", "-0.01235"}
-    for columns in (200, 80, 60):
-        output = inspect(tmp_path, columns=columns)[1]
-        row = next(line for line in output.splitlines() if line.startswith("rollout_is_ratio_eff_sample_size "))
-        cells = row.split()[1:]
-        assert cells == ["-0.01235", "-2.5e+299", "-1.2e+300", "0.0001235"][: len(cells)]
-        assert len(cells) == (4 if columns >= 80 else 2), output
-        assert max(map(len, output.splitlines())) <= columns
+    every = [*metrics(0.0), *(f"rollout_corr/{name}" for name in names)]
+    for size in sizes:
+        write_step(tmp_path, CONFIG, dict.fromkeys(every, size))
+    for columns, short, full in ((200, 4, 4), (80, 4, 2), (60, 2, 2)):
+        lines = inspect(tmp_path, "--all", columns=columns)[1].splitlines()
+        assert max(map(len, lines)) <= columns
+        for name, count in (("rollout_is_ratio_eff_sample_size", short), (names[0], full), (names[2], full)):
+            (cells,) = [line.split()[1:] for line in lines if line.startswith(f"{name} ") and "=" not in line]
+            assert cells == ["-0.01235", "-2.5e+299", "-1.2e+300", "0.0001235"][:count], lines
+    found = [row["metric"] for row in json.loads(inspect(tmp_path, "--json")[1])["metrics"]]
+    assert sorted(found) == sorted(name.removeprefix("rollout_corr/") for name in every)
+    assert found[:7] == [name for name in SHORT if name in found]
 
 
 def test_findings_follow_whole_and_with_advice(tmp_path: Path) -> None:
@@ -318,8 +308,7 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
         assert found == status and said in output and ("gate:" in output) == bool(arguments)
         gate = json.loads(inspect(run, *arguments, "--json")[1])["gate"]
         assert (gate and gate["passed"]) == (not status if arguments else None)
-    few = write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0)
-    status, output = inspect(few, "--gate")
+    status, output = inspect(write_run(tmp_path / "few", [6e-4] * 10, tokens=9.0), "--gate")
     assert status == 3 and "gate: not decided, too few tokens" in output
     untold = write_run(tmp_path / "untold", [6e-4] * 10, tokens=None)  # by k3 alone
     assert inspect(untold, "--gate")[0] == 0 and inspect(untold, "--gate-kl", "5e-4")[0] == 1
