@@ -62,6 +62,7 @@ _MOVES = (
     " In bypass mode this is of the policy that trains, which moves in the steps of a rollout as well: the first step "
     "of each rollout shows what lies between the engines alone."
 )
+_NONE_LEFT = f"{PREFIX}all_rejected"
 _MANY = 10**9
 """Tokens of a run that did not record them: the gate decides by k3_kl alone."""
 MIN_STEPS = 20
@@ -148,8 +149,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     where the run wrote their statistics; else means are over the steps that recorded a metric.
     Raises ValueError where the judged steps hold no token.
     """
-    empty = [bool(row.get(f"{PREFIX}all_rejected")) for row in source.rows]
-    rows = [_without_weights(row) if none_left else row for row, none_left in zip(source.rows, empty, strict=True)]
+    rows = _rows(source)
     size = judged(len(rows))
     recent = [row for row in rows[-size:] if row.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
     if not recent:
@@ -182,6 +182,7 @@ def judge_run(source: Source, config: MismatchConfig | None) -> Run:
     if large and not named["fault"] and config is not None and config.use_rollout_log_probs:
         data += _MOVES
     correction = _correction(mean, named["correction"], config)
+    empty = [bool(row.get(_NONE_LEFT)) for row in rows]
     if any(empty):
         correction += (
             f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)} ({sum(empty)} of all "
@@ -240,9 +241,13 @@ def _data(sizes: Row, steps: str, named: Mapping[str, str], large: bool, shifted
     return f"{word}: {', '.join(filter(None, parts))}.{advice}"
 
 
-def _without_weights(row: Row) -> Row:
-    """Of a step that rejected everything: it has no weights, and records 0."""
-    return {name: value for name, value in row.items() if not name.startswith(f"{PREFIX}rollout_is_weight_after_")}
+def _rows(source: Source) -> list[Row]:
+    """The steps; one that rejected everything has no weights, and recorded 0."""
+    weights = f"{PREFIX}rollout_is_weight_after_"
+    return [
+        {name: value for name, value in row.items() if not (row.get(_NONE_LEFT) and name.startswith(weights))}
+        for row in source.rows
+    ]
 
 
 def _corrects(config: MismatchConfig) -> bool:
@@ -328,13 +333,13 @@ def inspect_run(
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
-    for note in source.notes:
-        console.print(f"note: {printable(note)}.")
     console.print(f"data: {found.data}\ncorrection: {found.correction}")
     if advice is not None and config is None:
         console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
         console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
     console.print(f"trend: {found.trend}")
+    for note in source.notes:
+        console.print(f"note: {printable(note)}.")
     if verdict is not None:
         said = {True: "passed", False: "FAILED", None: "not decided, too few tokens"}[passed]
         if math.isnan(verdict.value):
@@ -378,7 +383,7 @@ def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Pa
     try:
         from mismatch_plugin.diagnose.panels import write_panels
 
-        return write_panels(source.rows, source.numbers, folder, units=units_of(config).ess), ""
+        return write_panels(_rows(source), source.numbers, folder, units=units_of(config).ess), ""
     except ImportError as error:
         return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:
