@@ -16,16 +16,9 @@ from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
+from mismatch_plugin.diagnose import normal
 from mismatch_plugin.diagnose.figures import Figures
 from mismatch_plugin.diagnose.gate import gate
-from mismatch_plugin.diagnose.normal import (
-    FAR_ABS_MEAN,
-    FAR_K3,
-    MODERATE_ABS_MEAN,
-    MODERATE_K3,
-    SMALL_ABS_MEAN,
-    SMALL_K3,
-)
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
@@ -38,10 +31,12 @@ Row = Mapping[str, float]
 Mean = Callable[[str], float]
 """A metric without its prefix → its mean over the judged steps, NaN where it was not recorded."""
 
+_K3_ENDS = (normal.SMALL_K3, normal.MODERATE_K3, normal.FAR_K3)
+_ABS_ENDS = (normal.SMALL_ABS_MEAN, normal.MODERATE_ABS_MEAN, normal.FAR_ABS_MEAN)
 SIZES = {
-    "k3_kl": ("k3_kl", (SMALL_K3, MODERATE_K3, FAR_K3), 100.0),
-    "kl": ("|kl|", (SMALL_K3, MODERATE_K3, FAR_K3), 100.0),
-    ABS_GAP: ("mean |log ratio|", (SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN), 10.0),
+    "k3_kl": ("k3_kl", _K3_ENDS, 100.0),
+    "kl": ("|kl|", _K3_ENDS, 100.0),
+    ABS_GAP: ("mean |log ratio|", _ABS_ENDS, 10.0),
 }
 """Metrics that tell the size, nats a token: what each is called, the upper ends of small, moderate and noticeable, and
 the growth, to more than small, that has a cause to be found (ours; k3 goes as the square of the mean |log ratio|)."""
