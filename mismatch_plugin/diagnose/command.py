@@ -152,15 +152,6 @@ def inspect(
         str | None,
         typer.Option(help="Which run, where metrics hold several: part of its name.", rich_help_panel=_METRICS),
     ] = None,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Watch a run's report folder until Ctrl-C.", rich_help_panel=_METRICS)
-    ] = False,
-    interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two looks of --follow.", rich_help_panel=_METRICS)
-    ] = 2.0,
-    follow_for: Annotated[
-        float | None, typer.Option(min=0.0, help="Seconds to follow. Implies --follow.", rich_help_panel=_METRICS)
-    ] = None,
     show_all: Annotated[
         bool, typer.Option("--all", help="Of a run: print every metric.", rich_help_panel=_METRICS)
     ] = False,
@@ -173,16 +164,17 @@ def inspect(
 
     PATH: rollout dumps of slime, miles, verl, NeMo-RL, TRL, vLLM, our JSONL
     or Parquet, padded tensors (.pt, .npz); or the folder of
-    --mismatch-report-dir, a CSV or JSONL export of W&B, TensorBoard events.
+    --mismatch-report-dir, a CSV or JSONL export of W&B, a folder of its
+    charts as CSV, TensorBoard events, also of trainers without the plugin.
     docs/inspect.md lists the formats and how to make each.
 
     Exit status: 0 nothing wrong; 1 a fault was found, or the gate failed (of
-    a run's metrics: broken numbers, a shift of all tokens, k3 that has grown
-    100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
+    a run's metrics: broken numbers, a shift of all tokens, a mismatch that has
+    grown 100 times, a correction that does not hold); 2 cannot read; 3 not decided: too few tokens, or no
     training side to compare with; 4 stopped before the end (memory, stdout, an error of ours).
     """
     from mismatch_plugin.data.read import InputError
-    from mismatch_plugin.diagnose.kinds import kind_of
+    from mismatch_plugin.diagnose.run_sources import kind_of
     from mismatch_plugin.report.table import printable
 
     try:
@@ -199,28 +191,31 @@ def inspect(
             "--expensive-pass": expensive_pass,
             "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--temperature": temperature != 1.0,
         }  # fmt: skip
-        if follow or follow_for is not None:
-            from mismatch_plugin.diagnose.of_metrics import Own, follow_metrics
-
-            if path is None or as_json or (path.exists() and kind_of(path) != "metrics" and not path.is_dir()):
-                raise InputError("--follow watches the folder of --mismatch-report-dir, and prints no --json.")
-            shown = {"--host": host != "slime"}
-            at_end = {"--gate": gate, "--gate-kl": gate_kl, "--run": run, "--all": show_all, "--pictures": out}
-            _refuse(dump_only | at_end | shown, "--follow watches the metrics of a run and prints each step")
-            follow_metrics(path, Own(config, preset, flags), interval, follow_for)
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         if path is not None and kind_of(path) == "metrics":
-            _refuse(dump_only | {"--interval": interval != 2.0}, f"{path} holds a run's metrics")
-            from mismatch_plugin.diagnose.of_metrics import Own, inspect_metrics
+            _refuse(dump_only, f"{path} holds a run's metrics")
+            from mismatch_plugin.diagnose.diagnosis import own_settings
+            from mismatch_plugin.diagnose.runs import inspect_run
 
-            own, gated = Own(config, preset, flags), gate or gate_kl is not None
-            inspect_metrics(path, own, run, out, no_report, as_json, host, gated, gate_kl, show_all)
-            return
+            own, given = own_settings(config, preset, flags), config or preset or flags
+            plots = path / "plots" if path.is_dir() else path.with_name(f"{path.stem}_plots")
+            status = inspect_run(
+                path,
+                None if own is None else (own, str(given)),
+                run=run,
+                pictures=None if no_report else out or plots,
+                as_json=as_json,
+                host=host,
+                gated=gate or gate_kl is not None,
+                bar=gate_kl,
+                show_all=show_all,
+            )
+            raise typer.Exit(status)
         if path is not None and path.is_dir() and {file.name for file in path.iterdir()} <= _BEFORE_A_STEP:
             raise InputError(
                 f"{path} holds no step yet, and no dump: a run writes its first metrics there after its first step "
-                f"(--mismatch-report-dir). --follow waits for it."
+                f"(--mismatch-report-dir)."
             )
         if show_all:
             raise InputError("--all is for a run's metrics, and PATH is a dump, which is shown whole: leave it out.")

@@ -16,6 +16,14 @@ Pair = Literal[
 ]  # fmt: skip
 """Engine and trainer, by what sets the size of the gap."""
 Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
+SMALL_K3, MODERATE_K3, FAR_K3 = 1e-3, 1e-2, 0.1
+SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN = 0.036, 0.11, 0.35
+"""Upper ends of three sizes, nats a token: of k3 (of |KL|, the same), and of the mean |Δ log p| that Gaussian noise of
+such a k3 has, √(4 k3/π).
+
+small: dense bf16 pairs (a tiny model, SGLang bf16 against a float32 trainer: 8e-4). moderate: KL of the literature
+(.0004 to .01), fp8 whose export was quantised otherwise (8.7e-3), int8. Far is above what any sound pair that is
+published has: MoE without routing replay (k3 about .03, mean |Δ log p| .34); .2 to .4 was found broken elsewhere."""
 LOOSE = 2.0
 """Most figures are of one run: up to so many times the largest of a kind is still its size."""
 

@@ -1,107 +1,251 @@
-"""What `inspect` reads: a `metrics.jsonl`, exports of W&B (CSV, JSONL) and TensorBoard events, under one set of names.
+"""A run's metrics as files hold them: `metrics.jsonl`, W&B exports (JSONL, CSV, a folder of CSVs), TensorBoard events.
 
-A tracker's names may have anything before `rollout_corr/` (`train/`, or the run's name in a CSV of W&B's charts).
+Names may have anything before them: `train/`, or a run's name in a CSV of W&B's charts. What other trainers write
+without the plugin is read under our names.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.events import EVENTS, Events, read_events
-from mismatch_plugin.files import read_text, refuse_special
-from mismatch_plugin.report.log import METRICS, number_in, read_steps
+from mismatch_plugin.files import read_lines, read_text, refuse_special
+from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
+Rows = list[dict[str, float]]
+
+EVENTS = "tfevents"
+"""In the name of each of TensorBoard's files."""
+_CSV = (".csv", ".tsv")
+_DUMPS = (".pt", ".pth", ".npz", ".parquet", ".jsonl", ".json")
 _STEP_NAMES = ("step", "global_step", "iteration")
 _SPREAD = ("__MIN", "__MAX")
 """W&B's charts export the range of each point next to its value."""
-_ACCEPTED = "a metrics.jsonl, a CSV or JSONL export of W&B, TensorBoard events, or a folder that holds one of them"
+_LOOKED_AT = 20
+"""Lines of a JSONL file: a tracker's export may begin with steps that hold nothing of ours."""
+_LISTED = 8
+_ACCEPTED = (
+    "a metrics.jsonl, a CSV or JSONL export of W&B, TensorBoard events, or a folder that holds one of them or CSVs"
+)
+
+ABS_GAP = "log_ratio_abs_mean"
+"""Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
+
+
+_SAME = (
+    *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
+    *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
+)
+"""Of mis.py of slime and miles."""
+KNOWN = {
+    # slime and miles
+    "train_rollout_logprob_abs_diff": ABS_GAP,
+    "train_rollout_kl": "k3_kl",
+    "tis": "rollout_is_ratio_mean",
+    **{f"mis_{name}": name for name in _SAME},
+    "mis_tis_weight_before_bound": "rollout_is_mean",
+    "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
+    "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
+    # verl
+    "training/rollout_probs_diff_mean": "probability_difference_mean",
+    "training/rollout_probs_diff_max": "probability_difference_max",
+    "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
+    # NeMo-RL
+    "gen_kl_error": "k3_kl",
+    "token_mult_prob_error": "token_mult_prob_error",
+    "sampling_importance_ratio": "rollout_is_weight_after_mean",
+    # TRL
+    "sampling/sampling_logp_difference/mean": ABS_GAP,
+    "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
+    "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
+    "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
+    # prime-rl, now and before
+    "mismatch_kl/all/mean": "k3_kl",
+    "mismatch_kl/mean": "k3_kl",
+}
+"""What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """rows: of each step the metrics that begin with `rollout_corr/`. numbers: the steps. path: what was read.
-
-    notes: what its reader must know. others: of each step the numbers that are not ours, of the host or the tracker.
-    """
+    """rows: the metrics of each step under our names, which begin with `rollout_corr/`. numbers: the steps. path: what
+    was read. notes: what its reader must know."""
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
-    others: tuple[dict[str, float], ...] = ()
+
+
+class _Column(NamedTuple):
+    """A column that is known: before + metric, read as ours. rank: 0 of the plugin's own, else the place in KNOWN."""
+
+    rank: int
+    before: str
+    metric: str
+    ours: str
+
+
+def _column(name: str) -> _Column | None:
+    if name.endswith(_SPREAD):
+        return None
+    if PREFIX in name:
+        before, _, rest = name.rpartition(PREFIX)
+        return _Column(0, before, PREFIX + rest, PREFIX + rest)
+    for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
+        before = name.removesuffix(known)
+        if before != name and (not before or before[-1] in "/ "):
+            return _Column(rank, before, known, PREFIX + ours)
+    return None
+
+
+def kind_of(path: Path) -> Literal["metrics", "dump"]:
+    """Whether PATH of `inspect` is the metrics that a run wrote or the samples themselves: by name, and for JSONL by
+    what its first lines hold: samples, else steps of a tracker. Other files are dumps.
+
+    Raises ValueError or OSError where the file cannot be read.
+    """
+    if path.is_dir():
+        found = (path / METRICS).exists() or any(path.rglob(f"*{EVENTS}*")) or _exports(path)
+        return "metrics" if found else "dump"
+    if EVENTS in path.name or path.name == METRICS or path.suffix.lower() in _CSV:
+        return "metrics"
+    if path.suffix.lower() not in (".jsonl", ".json"):
+        return "dump"
+    numbers = False
+    for number, line in read_lines(path, errors="replace"):
+        record = record_in(line) or {}
+        nested = record.get("metrics")
+        if any(_column(name) for name in (*record, *(nested if isinstance(nested, dict) else ()))):
+            return "metrics"
+        if any(isinstance(value, list) for value in record.values()):
+            return "dump"
+        numbers |= any(isinstance(value, int | float) for value in record.values())
+        if number >= _LOOKED_AT:
+            break
+    return "metrics" if numbers else "dump"
+
+
+def _exports(folder: Path) -> list[Path]:
+    """The CSVs of a folder that holds no file of a dump."""
+    files = sorted(file for file in folder.iterdir() if not file.name.startswith("."))
+    if any(file.suffix.lower() in _DUMPS for file in files):
+        return []
+    return [file for file in files if file.suffix.lower() in _CSV]
 
 
 def read_source(path: str | Path, run: str | None = None) -> Source:
-    """Read a run's metrics. run: text that tells one run or family from others in what stands before `rollout_corr/`,
-    or one of TensorBoard's files from others in their names.
+    """Read a run's metrics. run: text that tells one run or family from others in what stands before a metric's name.
 
-    Raises ValueError naming the file where it cannot be read, holds several runs, or nothing of ours.
+    Raises ValueError naming the file where it cannot be read, holds several runs, or nothing that is known.
     """
-    path = Path(path)
+    path, notes = Path(path), []
     try:
         path = _resolve(path)
-        read = _rows(path, run)
+        if EVENTS in path.name or (path.is_dir() and any(path.glob(f"*{EVENTS}*"))):
+            rows, notes = _events(path)
+        elif path.is_dir():
+            rows = _charts(path)
+        else:
+            rows = _csv(path) if path.suffix.lower() in _CSV else list(read_steps(path))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}. Give {_ACCEPTED}.") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text: {error}. Give {_ACCEPTED}.") from None
-    rows = read.rows
-    names = _names(path, rows, None if read.chosen else run)
-    found, numbers, others = [], [], []
-    steps = _step_name(rows, names)
-    for index, row in enumerate(rows, start=1):
-        ours = {names[name]: value for name, value in row.items() if name in names}
-        if ours:
-            found.append(ours)
-            numbers.append(row[steps] if steps else float(index))
-            others.append({name: value for name, value in row.items() if PREFIX not in name and name != steps})
-    return Source(tuple(found), tuple(numbers), path, read.notes, tuple(others))
+    columns = _columns(path, rows, run)
+    if any(column.rank for column in columns):
+        renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
+        also = f": {_listed(renamed)}" if renamed else ""
+        notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
+    names = {column.before + column.metric: column.ours for column in columns}
+    kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
+    steps = _step_name([row for _, row in kept])
+    numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
+    ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
+    return Source(ours, numbers, path, tuple(notes))
 
 
 def _resolve(path: Path) -> Path:
-    """The file, or the folder of event files, that a path stands for."""
-    if not path.is_dir():
-        if not path.exists():
-            raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
+    """The file, or the folder of event files or CSVs, that a path stands for."""
+    if not path.exists():
+        raise ValueError(f"{path} is not there: give {_ACCEPTED}.")
+    written = path / METRICS
+    if not path.is_dir() or (written.exists() and not written.is_dir()):
+        path = written if path.is_dir() else path
         refuse_special(path)
         return path
-    written = path / METRICS
-    if written.exists() and not written.is_dir():
-        refuse_special(written)
-        return written
     folders = sorted({file.parent for file in path.rglob(f"*{EVENTS}*") if file.is_file()})
+    if not folders and _exports(path):
+        return path
     if not folders:
-        raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events: give {_ACCEPTED}.")
+        raise ValueError(f"{path} holds neither {METRICS} nor TensorBoard events nor CSVs: give {_ACCEPTED}.")
     if len(folders) > 1:
-        listed = ", ".join(str(folder.relative_to(path)) for folder in folders[:8])
+        listed = _listed([str(folder.relative_to(path)) for folder in folders])
         raise ValueError(f"{path} holds TensorBoard events of {len(folders)} runs: give one of {listed}.")
     return folders[0]
 
 
-def _rows(path: Path, run: str | None) -> Events:
-    if path.is_dir() or EVENTS in path.name:
-        return read_events(path, run)
-    rows = _csv(path) if path.suffix.lower() in (".csv", ".tsv") else list(read_steps(path))
-    return Events(rows, (), chosen=False)
+def _columns(path: Path, rows: Rows, run: str | None) -> list[_Column]:
+    """The known columns of one run; where several are the same metric, the plugin's own, else the first of KNOWN.
+
+    Raises ValueError where none is known, `run` names none, or they are of several runs.
+    """
+    seen = list(dict.fromkeys(name for row in rows for name in row))
+    columns = [column for name in seen if (column := _column(name)) is not None]
+    if not columns:
+        looked_for = (f"{PREFIX}*", "mis_*", *(known for known in KNOWN if not known.startswith("mis_")))
+        raise ValueError(
+            f"{path}: no step holds a known metric of a mismatch. Looked for: {', '.join(looked_for)}. "
+            f"It has: {_listed(seen) or 'nothing'}. The plugin writes none with --mismatch-metrics off."
+        )
+    if run is not None:
+        runs = list(dict.fromkeys(column.before for column in columns))
+        columns = [c for c in columns if c.before.startswith(run)] or [c for c in columns if run in c.before]
+        if not columns:
+            raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(map(repr, runs))}.")
+    held: dict[str, _Column] = {}
+    for column in sorted(columns, key=lambda column: column.rank):
+        first = held.setdefault(column.ours, column)
+        if first is not column and first.rank == column.rank:
+            raise ValueError(
+                f"{path} holds {column.metric} for several runs, "
+                f"{_listed(dict.fromkeys(repr(column.before) for column in columns))}: choose one with --run, by how "
+                f"its name begins or a part of it."
+            )
+    return list(held.values())
 
 
-def _csv(path: Path) -> list[dict[str, float]]:
+def _step_name(rows: Rows) -> str | None:
+    """The column of the steps: there, and finite, in every row. A tracker's own count comes last."""
+    candidates = [name for name in rows[0] if name.rsplit("/", 1)[-1].lower().lstrip("_") in _STEP_NAMES]
+    for name in sorted(candidates, key=lambda name: (name.startswith("_"), len(name))):
+        if all(math.isfinite(row.get(name, math.nan)) for row in rows):
+            return name
+    return None
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = list(names)
+    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+
+
+def _csv(path: Path) -> Rows:
     text = read_text(path, encoding="utf-8-sig")
-    tabs = path.suffix.lower() == ".tsv"
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter="\t" if tabs else ",", strict=True)
-    begun = 1
+    delimiter = "\t" if path.suffix.lower() == ".tsv" else ","
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    begun, rows = 1, []
     try:
         header = next(reader, [])
         if twice := next((name for name in header if name and header.count(name) > 1), None):
             raise ValueError(f"{path} has the column {twice} twice: give an export in which it is there once.")
         begun = reader.line_num + 1
-        rows = []
         for cells in reader:
             if len(cells) > len(header):
                 raise ValueError(
@@ -118,49 +262,112 @@ def _csv(path: Path) -> list[dict[str, float]]:
     return rows
 
 
-def _names(path: Path, rows: Iterable[dict[str, float]], run: str | None) -> dict[str, str]:
-    """Name in the file → name that begins with `rollout_corr/`. Raises ValueError where two become one, or none is."""
-    found: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for row in rows for name in row):
-        before, prefix, _ = name.rpartition(PREFIX)
-        if prefix and not name.endswith(_SPREAD):
-            found.setdefault(before, []).append(name)
-    if not found:
-        raise ValueError(f"{path}: no step holds a metric that begins with {PREFIX}: is --mismatch-metrics off?")
-    if run is not None:
-        begins = [before for before in found if before.startswith(run)]
-        chosen = [run] if run in found else begins or [before for before in found if run in before]
-        if not chosen:
-            raise ValueError(f"--run {run} is none of those in {path}: there is {_listed(found)}.")
-        found = {before: found[before] for before in chosen}
-    names: dict[str, str] = {}
-    owner: dict[str, str] = {}
-    for before, members in found.items():
-        for name in members:
-            ours = name[len(before) :]
-            if ours in owner:
+def _charts(folder: Path) -> Rows:
+    """W&B's charts of one run, each a CSV of its own: what they hold of one step is one row."""
+    merged: dict[float, dict[str, float]] = {}
+    unknown: Rows = []
+    axis = None
+    for file in _exports(folder):
+        rows = _csv(file)
+        if not any(_column(name) for row in rows for name in row):
+            unknown += rows
+            continue
+        steps = _step_name(rows)
+        if steps is None or axis not in (None, steps):
+            raise ValueError(f"{file} counts by {steps}, another by {axis}: export all charts over one x axis.")
+        axis = steps
+        for row in rows:
+            held = merged.setdefault(row[steps], {})
+            for name, value in row.items():
+                if str(held.setdefault(name, value)) != str(value):  # as text, since NaN is not NaN
+                    raise ValueError(
+                        f"{file}: {name} is {value:g} at step {row[steps]:g}, in another file {held[name]:g}: "
+                        f"leave one of them out."
+                    )
+    return [merged[step] for step in sorted(merged)] or unknown
+
+
+def _events(path: Path) -> tuple[Rows, list[str]]:
+    """The scalars of a file, or of a folder where a resumed run writes another file, and notes. Of a step that was
+    written twice the later counts.
+
+    Raises ValueError where files hold the same steps and none goes on after the other, as of two runs.
+    """
+    paths = sorted(path.glob(f"*{EVENTS}*")) if path.is_dir() else [path]  # a name begins with when its writer began
+    rows: dict[int, dict[str, float]] = {}
+    older: dict[str, set[int]] = {}
+    notes: list[str] = []
+    for file in paths:
+        new, purged = _scalars(file)
+        rows = {step: values for step, values in rows.items() if step < purged}
+        both = {step: rows[step].keys() & new[step].keys() for step in rows.keys() & new.keys()}
+        if twice := {step for step, names in both.items() if any(_column(name) for name in names)}:
+            pair = f"{max(older, key=lambda name: len(twice & older[name]))} and {file.name}"
+            if min(new) <= min(rows) or max(new) <= max(rows) or 2 * len(twice) > len(new):
                 raise ValueError(
-                    f"{path} holds {ours} for several runs, {_listed(found)}: choose one with --run, by how "
-                    f"its name begins or a part of it."
+                    f"{path}: {pair} both hold {len(twice)} steps, and neither goes on after the other. Two runs? "
+                    f"Give one of the files."
                 )
-            owner[ours], names[name] = before, ours
-    return names
+            notes.append(f"{len(twice)} steps are in {pair}, as of a resumed run: those of the later file count")
+        older[file.name] = {*new}
+        for step, values in new.items():
+            rows[step] = rows.get(step, {}) | values
+    if not rows:
+        raise ValueError(f"{path} holds no events with a number: its writer has written none yet.")
+    return [{**rows[step], "step": float(step)} for step in sorted(rows)], notes
 
 
-def _listed(found: Iterable[str]) -> str:
-    names = [repr(before) for before in found]
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _scalars(path: Path) -> tuple[dict[int, dict[str, float]], float]:
+    """(step → tag → value; the step from which files before this one are void).
+
+    Raises ValueError where the file is damaged, and where tensorboard is not installed.
+    """
+    try:
+        importlib.import_module("tensorboard")
+        from google.protobuf.message import DecodeError
+        from tensorboard.compat.tensorflow_stub import errors
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+        protocol: Any = importlib.import_module("tensorboard.compat.proto.event_pb2")
+    except ImportError:
+        raise ValueError(
+            f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
+        ) from None
+    refuse_special(path)
+    values: dict[int, dict[str, float]] = {}
+    purged, count = math.inf, 0
+    with path.open("rb"):  # an OSError of the usual kind where it cannot be read
+        reader: Any = PyRecordReader_New(str(path))
+    while True:
+        try:
+            reader.GetNext()
+            event: Any = protocol.Event.FromString(reader.record())
+        except errors.OutOfRangeError:
+            return values, purged
+        except (errors.DataLossError, DecodeError) as error:
+            if count and "truncated" in str(error):  # its writer was killed, or writes still
+                return values, purged
+            raise ValueError(
+                f"{path} is damaged after {count} events ({error}): copy it once more from where it was written."
+            ) from None
+        count += 1
+        if event.HasField("session_log") and event.session_log.status == protocol.SessionLog.START:
+            # A writer with purge_step says so from where it writes anew.
+            purged = min(purged, event.step)
+            values = {step: held for step, held in values.items() if step < event.step}
+        for value in event.summary.value:
+            if (number := _number(value)) is not None:
+                values.setdefault(event.step, {})[value.tag] = number
 
 
-def _step_name(rows: Sequence[dict[str, float]], names: dict[str, str]) -> str | None:
-    """The column of the steps: there, and finite, wherever a metric of ours is. A tracker's own count comes last."""
-    ours = [row for row in rows if not names.keys().isdisjoint(row)]
+def _number(value: Any) -> float | None:
+    """A scalar of old or new writers; None for text, pictures, histograms and tensors."""
+    from tensorboard.util.tensor_util import make_ndarray
 
-    def rank(name: str) -> tuple[bool, int]:
-        return name.startswith("_"), len(name)
-
-    candidates = [name for name in ours[0] if name.rsplit("/", 1)[-1].lower().lstrip("_") in _STEP_NAMES]
-    for name in sorted(candidates, key=rank):
-        if all(math.isfinite(row.get(name, math.nan)) for row in ours):
-            return name
-    return None
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    try:
+        array = make_ndarray(value.tensor)  # of no type where the value is none
+    except (TypeError, ValueError):
+        return None
+    return float(array.reshape(())) if array.size == 1 and array.dtype.kind in "biuf" else None

@@ -16,7 +16,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.cli import app
 from mismatch_plugin.data.files import write_samples
 from mismatch_plugin.diagnose.diagnosis import own_settings
-from mismatch_plugin.diagnose.kinds import kind_of
+from mismatch_plugin.diagnose.run_sources import kind_of
 from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, training
 
 CLEAN = "bfloat16_temperature_1.0"

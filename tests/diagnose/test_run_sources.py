@@ -1,4 +1,4 @@
-"""What `inspect` reads besides its own file, and the pictures that it writes."""
+"""What `inspect` reads of a run: its own file, exports of trackers, other trainers' names; and the pictures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from typer.testing import CliRunner
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
-from mismatch_plugin.core.metrics.registry import METRICS, PLACES
-from mismatch_plugin.diagnose.run_sources import read_source
-from mismatch_plugin.report.log import write_step
+from mismatch_plugin.core.metrics.registry import METRICS
+from mismatch_plugin.diagnose.run_sources import KNOWN, kind_of, read_source
+from mismatch_plugin.diagnose.runs import judge_run
+from mismatch_plugin.report.log import to_json, write_step
 
-KL, K3 = "rollout_corr/kl", "rollout_corr/k3_kl"
+KL, K3, GAP = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/log_ratio_abs_mean"
 
 
 def write(folder: Path, name: str, text: str) -> Path:
@@ -27,15 +29,22 @@ def write(folder: Path, name: str, text: str) -> Path:
     return path
 
 
+def lines(*rows: Mapping[str, object]) -> str:
+    return "".join(to_json(row) + "\n" for row in rows)
+
+
+# Names and steps.
+
+
 @pytest.mark.parametrize("before", ["", "train/", "actor/metrics/", "my run, no. 2 - train/"])
 def test_names_may_have_anything_before_them(tmp_path: Path, before: str) -> None:
-    lines = [
+    rows = [
         {"step": 3, f"{before}{KL}": 0.1, "loss": 2.0},
         {"step": 4, "val/acc": 1.0},
         {"step": 5, f"{before}{KL}": 0},
     ]
-    source = read_source(write(tmp_path, "history.jsonl", "".join(json.dumps(line) + "\n" for line in lines)))
-    assert source.rows == ({KL: 0.1}, {KL: 0.0}) and source.numbers == (3.0, 5.0)
+    source = read_source(write(tmp_path, "history.jsonl", lines(*rows)))
+    assert source.rows == ({KL: 0.1}, {KL: 0.0}) and source.numbers == (3.0, 5.0) and source.notes == ()
 
 
 def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
@@ -47,12 +56,12 @@ def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
         {"_step": 20, **own, f"train/{KL}": "NaN", "train/step": 2, "eval/reward": None},
         {"_step": 30, **own, f"train/{KL}": "-Infinity", "train/step": 3},
     ]
-    source = read_source(write(tmp_path, "export.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    source = read_source(write(tmp_path, "export.jsonl", lines(*rows)))
     assert source.numbers == (1.0, 2.0, 3.0) and source.rows[0] == {KL: 0.1}
     assert math.isnan(source.rows[1][KL]) and source.rows[2][KL] == -math.inf
     for row in rows:
         row.pop("train/step", None)
-    source = read_source(write(tmp_path, "export.jsonl", "".join(json.dumps(row) + "\n" for row in rows)))
+    source = read_source(write(tmp_path, "export.jsonl", lines(*rows)))
     assert source.numbers == (10.0, 20.0, 30.0)  # its own count, where there is no other
 
 
@@ -64,148 +73,185 @@ CHART = (
 TWO = "Step,a - train/rollout_corr/kl,b - train/rollout_corr/kl,b - val/rollout_corr/kl\n1,0.1,0.2,0.3\n"
 
 
-def test_a_csv_export_of_a_chart(tmp_path: Path) -> None:
+def test_csv_exports_of_a_chart_of_one_run_or_several(tmp_path: Path) -> None:
     source = read_source(write(tmp_path, "chart.csv", CHART))
     assert source.rows == ({KL: 0.01}, {KL: 1.5e-5}) and source.numbers == (1.0, 3.0)
-
-
-def test_several_runs_are_told_apart_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, "two.csv", TWO)
     with pytest.raises(ValueError, match=r"rollout_corr/kl for several runs, 'a - train/', 'b - train/', .* --run"):
         read_source(path)
     assert read_source(path, "a").rows[0] == {KL: 0.1}  # "a" is in "val", too
-    assert read_source(path, "b - val/").rows[0] == {KL: 0.3}
+    assert read_source(path, "b - val/").rows[0] == read_source(path, "val/").rows[0] == {KL: 0.3}
     with pytest.raises(ValueError, match=r"for several runs, 'b - train/', 'b - val/'"):
-        read_source(path, "b - ")
+        read_source(path, "b")
     with pytest.raises(ValueError, match=r"--run c is none of those in .*two\.csv: there is 'a - train/'"):
         read_source(path, "c")
+    path = write(tmp_path, "families.csv", f"global_step,{KL},actor/{K3}\n1,0.1,0.2\n")
+    assert read_source(path).rows == ({KL: 0.1, K3: 0.2},)  # without a metric in common they are one run
 
 
-def test_families_without_a_metric_in_common_are_one_run(tmp_path: Path) -> None:
-    path = write(tmp_path, "metrics.csv", f"global_step,{KL},actor/{K3}\n1,0.1,0.2\n")
-    assert read_source(path).rows == ({KL: 0.1, K3: 0.2},)
+def test_a_folder_of_charts_is_one_run(tmp_path: Path) -> None:
+    write(tmp_path, "kl.csv", CHART)
+    write(tmp_path, "k3.csv", "Step,run-7 - train/mis_k3_kl\n3,0.5\n1,0.25\n2,NaN\n")
+    write(tmp_path, "again.csv", "Step,run-7 - train/mis_k3_kl\n2,NaN\n")
+    write(tmp_path, "machines.csv", "host,gpus\na,8\n")
+    assert kind_of(tmp_path) == "metrics"
+    source = read_source(tmp_path)
+    assert source.numbers == (1.0, 2.0, 3.0) and [row.get(KL) for row in source.rows] == [0.01, None, 1.5e-5]
+    assert source.rows[0][K3] == 0.25 and source.rows[2][K3] == 0.5
+    write(tmp_path, "again.csv", "Step,run-7 - train/mis_k3_kl\n1,7\n")
+    with pytest.raises(ValueError, match=r"mis_k3_kl is 0\.25 at step 1, in another file 7: leave one of them out"):
+        read_source(tmp_path)
+    write(tmp_path, "again.csv", "train/step,run-7 - train/mis_kl\n1,7\n")
+    with pytest.raises(ValueError, match="counts by Step, another by train/step: export all charts over one x axis"):
+        read_source(tmp_path)
+    for name in ("kl.csv", "k3.csv", "again.csv"):
+        (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=r"no step holds a known metric .* It has: gpus"):
+        read_source(tmp_path)
+    write(tmp_path, "dump.jsonl", "{}")
+    assert kind_of(tmp_path) == "dump"
+
+
+NOTHING = r"no step holds a known metric .* rollout_corr/\*, mis_\*, .* It has: "
 
 
 @pytest.mark.parametrize(
     ("name", "text", "reason"),
     [
-        ("a.csv", "Step,loss\n1,2\n", "no step holds a metric that begins with rollout_corr/"),
-        ("a.csv", "", "no step holds a metric"),
+        ("a.csv", "Step,loss\n1,2\n", NOTHING + r"Step, loss\. The plugin writes none with --mismatch-metrics off"),
+        ("a.csv", "", NOTHING + "nothing"),
         ("a.csv", f"Step,{KL}\n1,0.1,7\n", r"a\.csv, line 2 has 3 cells for 2 columns"),
         ("a.csv", f"Step,{KL},{KL}\n1,0.1,7\n", rf"a\.csv has the column {KL} twice"),
         ("a.csv", f"Step,{KL}\n1,{'9' * 200_000}\n", r"a\.csv, line \d is no line of a CSV file"),
+        ("a.csv", f'"Step,{KL}\n1,0.1\n2,0.2\n', r"a\.csv, line 1 is no line of a CSV file: .* a quote not closed"),
+        ("a.csv", f'Step,{KL}\n1,0.1\n2,"0.2\n3,0.3\n', r"a\.csv, line 3 is no line of a CSV file: .* a quote not"),
         ("a.jsonl", "Step,loss\n1,2\n", r"a\.jsonl, line 1 is no step"),
-        ("a.txt", "{}\n", "no step holds a metric"),
+        ("a.txt", "{}\n", NOTHING),
     ],
 )
-def test_what_holds_nothing_of_ours_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
+def test_what_holds_nothing_of_a_run_is_named(tmp_path: Path, name: str, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         read_source(write(tmp_path, name, text))
 
 
-def events(
-    folder: Path,
-    *,
-    new_style: bool = False,
-    start: int = 1,
-    shift: float = 0.0,
-    suffix: str = "",
-    purge_step: int | None = None,
-) -> Path:
+def test_what_is_no_metrics_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"{KL}": 0.1}}', encoding="utf-16")
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    os.mkfifo(tmp_path / "pipe.csv")
+    reasons = {
+        tmp_path / "metrics.jsonl": "metrics.jsonl is no metrics.jsonl: ",
+        tmp_path / "folder": "holds neither metrics.jsonl nor TensorBoard events nor CSVs",
+        tmp_path / "pipe.csv": "is a pipe, not a regular file",
+        tmp_path / "none.csv": "is not there",
+        Path("/dev/zero"): "is a device, not a regular file",
+    }
+    for given, reason in reasons.items():
+        with pytest.raises(ValueError, match=reason):
+            read_source(given)
+
+
+# Other trainers.
+
+OTHERS = {
+    "slime": {"train/train_rollout_logprob_abs_diff": 0.01, "train/pg_loss": 0.3, "rollout/response_len/mean": 90.0},
+    "slime, mis.py": {"train/mis_k3_kl": 8e-4, "train/mis_kl": 1e-4, "train/mis_tis_weight_after_bound": 0.99},
+    "verl": {"training/rollout_probs_diff_mean": 0.003, "rollout_corr/kl": 1e-4, "rollout_corr/k3_kl": 8e-4},
+    "NeMo-RL": {"train/gen_kl_error": 8e-4, "train/token_mult_prob_error": 1.02, "train/reward": 0.5},
+    "TRL": {"train/sampling/sampling_logp_difference/mean": 0.01, "train/sampling/importance_sampling_ratio/mean": 1.0},
+    "prime-rl": {"mismatch_kl/all/mean": 8e-4, "masked_mismatch_kl/all/mean": 3.0, "mismatch_kl/all/max": 9.0},
+}
+
+
+@pytest.mark.parametrize("trainer", OTHERS)
+def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: str) -> None:
+    """Sound, and two hundred times that; no number of theirs is taken for another."""
+    for times, verdict in ((1.0, "normal"), (200.0, "large")):
+        rows = [{"_step": i, **{name: value * times for name, value in OTHERS[trainer].items()}} for i in range(30)]
+        path = write(tmp_path, "export.jsonl", lines(*rows))
+        assert kind_of(path) == "metrics"
+        source = read_source(path)
+        found = judge_run(source, None)
+        assert found.verdict == verdict and source.numbers == tuple(range(30)), found
+        expected = {GAP: 0.01 * times} if trainer in ("slime", "TRL") else {K3: 8e-4 * times}
+        assert {name: source.rows[0][name] for name in (K3, GAP) if name in source.rows[0]} == pytest.approx(expected)
+        assert "metrics of the trainer itself are read under our names" in source.notes[0]
+
+
+def test_names_of_others_are_documented_and_ours_come_first(tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "metric_names.md").read_text(encoding="utf-8")
+    assert [name for name in KNOWN if f"`{name}`" not in page] == []
+    row = {K3: 1e-4, "train/gen_kl_error": 2e-4, "train/mis_k3_kl": 3e-4, "train/tis_abs": 0.1}
+    source = read_source(write(tmp_path, "both.jsonl", lines(row)))
+    assert source.rows == ({K3: 1e-4},) and source.notes == ()
+    path = write(tmp_path, "two.csv", "Step,a - train/mis_kl,b - train/mis_kl\n1,0.1,0.2\n")
+    with pytest.raises(ValueError, match=r"holds mis_kl for several runs, 'a - train/', 'b - train/'"):
+        read_source(path)
+    assert read_source(path, "b").rows == ({KL: 0.2},)
+
+
+# TensorBoard.
+
+
+def events(folder: Path, *, start: int = 1, shift: float = 0.0, suffix: str = "", **writing: bool | int | None) -> Path:
     pytest.importorskip("tensorboard", reason="TensorBoard's files need the extra [lab]")
     from torch.utils.tensorboard.writer import SummaryWriter
 
-    with SummaryWriter(str(folder), purge_step=purge_step, filename_suffix=suffix) as writer:
+    new_style = bool(writing.pop("new_style", False))
+    with SummaryWriter(str(folder), filename_suffix=suffix, **writing) as writer:  # pyright: ignore[reportArgumentType]
         for step in range(start, start + 3):
             writer.add_scalar(f"train/{KL}", 0.25 * step + shift, step, new_style=new_style)
             writer.add_scalar("reward", 1.0, step)
+        writer.add_text("rollout_corr/note", "text and tensors hide no number", 1)
+        writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
+        writer.add_tensor("rollout_corr/shape", torch.ones(2, 2), 1)
     return folder
 
 
 @pytest.mark.parametrize("new_style", [False, True])
-def test_tensorboard_events(tmp_path: Path, new_style: bool) -> None:
-    events(tmp_path / "logs" / "run", new_style=new_style)
-    for given in (tmp_path, tmp_path / "logs" / "run", next((tmp_path / "logs" / "run").iterdir())):
+def test_tensorboard_events(tmp_path: Path, new_style: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = events(tmp_path / "logs" / "run", new_style=new_style)
+    for given in (tmp_path, folder, next(folder.iterdir())):
         source = read_source(given)
         assert source.rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75}) and source.numbers == (1.0, 2.0, 3.0)
-
-
-def test_events_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
-    events(tmp_path / "a")
-    events(tmp_path / "b")
-    with pytest.raises(ValueError, match="events of 2 runs: give one of a, b"):
+    events(tmp_path / "other")
+    with pytest.raises(ValueError, match="events of 2 runs: give one of logs/run, other"):
         read_source(tmp_path)
-
-
-def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path, "events.out.tfevents.1.host", "")
-    monkeypatch.setitem(sys.modules, "tensorboard", None)
-    monkeypatch.setitem(sys.modules, "tensorboard.backend.event_processing.event_accumulator", None)
-    with pytest.raises(ValueError, match=r"tensorboard is not installed: pip install 'mismatch-plugin\[lab\]'"):
-        read_source(path)
-
-
-def test_a_pipe_among_the_events_is_refused(tmp_path: Path) -> None:
-    events(tmp_path)
-    os.mkfifo(tmp_path / "events.out.tfevents.2.pipe")
+    os.mkfifo(folder / "events.out.tfevents.2.pipe")
     with pytest.raises(ValueError, match="is a pipe, not a regular file"):
-        read_source(tmp_path)
+        read_source(folder)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(ValueError, match=r"tensorboard is not installed: pip install 'mismatch-plugin\[lab\]'"):
+        read_source(tmp_path / "other")
 
 
-def test_text_and_tensors_under_the_prefix_do_not_hide_the_numbers(tmp_path: Path) -> None:
-    events(tmp_path)
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    with SummaryWriter(str(tmp_path)) as writer:
-        writer.add_text("rollout_corr/note", "sync every step", 1)
-        writer.add_histogram("rollout_corr/weights", torch.arange(5.0), 1)
-        writer.add_tensor("rollout_corr/shape", torch.ones(2, 2), 1)
-    assert read_source(tmp_path).rows == ({KL: 0.25}, {KL: 0.5}, {KL: 0.75})
-
-
-def test_two_runs_in_one_folder_are_refused_unless_one_is_chosen(tmp_path: Path) -> None:
-    events(tmp_path, suffix=".first")
-    events(tmp_path, shift=5.0, suffix=".second")
-    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* --run with a part of its name"
-    for run in (None, "tfevents", "third"):
-        with pytest.raises(ValueError, match=says):
-            read_source(tmp_path, run)
-    assert read_source(tmp_path, ".second").rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
-    result = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"])
-    assert result.exit_code == 2 and "both hold 3 steps" in " ".join(result.output.split())
-
-
-def test_a_resumed_run_is_one_run_and_the_later_file_counts(tmp_path: Path) -> None:
+def test_a_resumed_run_is_one_run_and_two_runs_are_refused(tmp_path: Path) -> None:
     events(tmp_path / "apart", suffix=".a")
-    events(tmp_path / "apart", start=4, suffix=".b")
-    apart = read_source(tmp_path / "apart")
+    apart = read_source(events(tmp_path / "apart", start=4, suffix=".b"))
     assert apart.numbers == (1.0, 2.0, 3.0, 4.0, 5.0, 6.0) and apart.notes == ()
-    tmp_path /= "overlap"
-    events(tmp_path, suffix=".a")  # 1, 2, 3
-    events(tmp_path, start=3, shift=5.0, suffix=".b")  # 3, 4, 5
-    source = read_source(tmp_path)
+    events(tmp_path / "overlap", suffix=".a")  # 1, 2, 3
+    source = read_source(events(tmp_path / "overlap", start=3, shift=5.0, suffix=".b"))  # 3, 4, 5
     assert source.numbers == (1.0, 2.0, 3.0, 4.0, 5.0)
     assert [row[KL] for row in source.rows] == [0.25, 0.5, 5.75, 6.0, 6.25]
     (note,) = source.notes
     assert note.startswith("1 steps are in events") and note.endswith("those of the later file count")
-    output = CliRunner().invoke(app, ["inspect", str(tmp_path), "--no-pictures"]).output
-    assert "note: 1 steps are in events" in output
-    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
+    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path / "overlap"), "--json", "--no-pictures"]).output)
     assert body["notes"] == [note]
-
-
-def test_a_writer_that_purges_says_itself_from_where_it_goes_on(tmp_path: Path) -> None:
-    events(tmp_path, suffix=".a")
-    events(tmp_path, start=2, shift=5.0, suffix=".b", purge_step=2)
-    source = read_source(tmp_path)
+    events(tmp_path / "purged", suffix=".a")  # a writer that purges says itself from where it goes on
+    source = read_source(events(tmp_path / "purged", start=2, shift=5.0, suffix=".b", purge_step=2))
     assert [row[KL] for row in source.rows] == [0.25, 5.5, 5.75, 6.0] and source.notes == ()
+    events(tmp_path / "two", suffix=".first")
+    events(tmp_path / "two", shift=5.0, suffix=".second")
+    says = r"tfevents.*\.first and .*\.second both hold 3 steps, and neither goes on .* Give one of the files"
+    with pytest.raises(ValueError, match=says):
+        read_source(tmp_path / "two")
+    (second,) = (tmp_path / "two").glob("*.second")
+    assert read_source(second).rows == ({KL: 5.25}, {KL: 5.5}, {KL: 5.75})
 
 
 def test_damaged_events_are_named(tmp_path: Path) -> None:
-    events(tmp_path)
-    (path,) = tmp_path.iterdir()
+    (path,) = events(tmp_path).iterdir()
     whole = path.read_bytes()
-    path.write_bytes(whole[:-5])  # its writer was killed: "reward" of step 3 is lost
+    path.write_bytes(whole[:-5])  # its writer was killed: the last event is lost
     assert len(read_source(tmp_path).rows) == 3
     for data, count in ((b"no events at all", "0"), (whole[:9], "0"), (whole[:-30] + b"??" + whole[-28:], r"[1-9]\d*")):
         path.write_bytes(data)
@@ -216,32 +262,8 @@ def test_damaged_events_are_named(tmp_path: Path) -> None:
         read_source(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [(f'"Step,{KL}\n1,0.1\n2,0.2\n', 1), (f'Step,{KL}\n1,0.1\n2,"0.2\n3,0.3\n', 3)],
-)
-def test_a_quote_that_is_not_closed_is_named(tmp_path: Path, text: str, line: int) -> None:
-    with pytest.raises(ValueError, match=rf"a\.csv, line {line} is no line of a CSV file: .* a quote not closed"):
-        read_source(write(tmp_path, "a.csv", text))
-
-
-# Which metrics are shown.
-
-
-def test_what_is_shown_is_declared() -> None:
-    """A place that no part of the table has would hide its metric; a name that nobody declares draws nothing."""
-    assert {metric.place for metric in METRICS} == {"", *PLACES}
-    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
-    from mismatch_plugin.diagnose import panels
-
-    series = [item for panel in panels.PANELS for item in (*panel.series, panel.older) if item is not None]
-    drawn = {name for item in series for name in item.names}
-    assert drawn <= {metric.name for metric in METRICS}
-
-
 # Pictures.
 
-STEPS = 30
 NAMES = (
     *("rollout_is_mean", "rollout_is_ratio_mean", "rollout_is_weight_after_mean", "rollout_is_ratio_eff_sample_size"),
     *("rollout_is_veto_fraction", "kl", "k3_kl", "ppl_ratio", "chi2_token", "chi2_seq"),
@@ -249,10 +271,15 @@ NAMES = (
 PANELS = {"mean_weight", "effective_sample_size", "veto", "kl", "ppl_ratio", "chi2"}
 
 
-def write_run(folder: Path, names: tuple[str, ...] = NAMES, steps: int = STEPS) -> Path:
+def write_run(folder: Path, names: tuple[str, ...] = NAMES, steps: int = 30) -> Path:
     for step in range(steps):
         write_step(folder, mp.preset("token_is"), {f"rollout_corr/{name}": 0.5 + 0.01 * step for name in names})
     return folder
+
+
+def inspected(path: Path, *arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["inspect", str(path), *arguments], env={"COLUMNS": "80"})
+    return result.exit_code, result.output
 
 
 def pngs(folder: Path) -> set[str]:
@@ -261,66 +288,37 @@ def pngs(folder: Path) -> set[str]:
     return {path.stem for path in folder.iterdir()}
 
 
-def test_inspect_writes_the_six_panels(tmp_path: Path) -> None:
+def test_inspect_writes_panels_of_what_is_there(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    from mismatch_plugin.diagnose import panels
+
+    drawn = {f"rollout_corr/{name}" for panel in panels.PANELS for name in (*panel.series, *panel.older)}
+    assert drawn <= {GAP, *(f"rollout_corr/{metric.name}" for metric in METRICS)}  # a name without one draws nothing
     run = write_run(tmp_path / "run")
-    result = CliRunner().invoke(app, ["inspect", str(run)], env={"COLUMNS": "80"})
+    said = inspected(run)[1].splitlines()[-1]
+    assert said == f"pictures: {run}/plots/six_panels.png, and 6 panels next to it"
     assert pngs(run / "plots") == {*PANELS, "six_panels"}
-    assert result.output.splitlines()[-1] == f"pictures: {run}/plots/six_panels.png, and 6 panels next to it"
-    body = json.loads(
-        CliRunner().invoke(app, ["inspect", str(run), "--json", "--pictures", str(tmp_path / "p")]).output
-    )
+    body = json.loads(inspected(run, "--json", "--pictures", str(tmp_path / "p"))[1])
     assert len(body["pictures"]) == 7 and pngs(tmp_path / "p") == {*PANELS, "six_panels"}
     assert body["settings"] == str(run / "settings.json") and body["source"] == str(run / "metrics.jsonl")
-
-
-def test_panels_of_what_is_there(tmp_path: Path) -> None:
-    """A run of an older version, and one whose metrics are never finite."""
-    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
-    run = write_run(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)
-    result = CliRunner().invoke(app, ["inspect", str(run)])
-    assert pngs(run / "plots") == {"six_panels", "effective_sample_size", "kl"}, result.output
-    write_step(
-        run, mp.preset("token_is"), {"step": 9, "rollout_corr/kl": math.nan, "rollout_corr/chi2_token": math.inf}
-    )
-    CliRunner().invoke(app, ["inspect", str(run), "--pictures", str(tmp_path / "again")])
-    assert pngs(tmp_path / "again") == {"six_panels", "effective_sample_size", "kl"}
-
-
-def test_pictures_of_an_export_lie_next_to_it_and_settings_are_said_to_be_unknown(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra [lab]")
+    old = write_run(tmp_path / "old", ("rollout_is_eff_sample_size", "kl"), steps=1)  # of an older version
+    write_step(old, mp.preset("token_is"), {"step": 9, KL: math.nan, "rollout_corr/chi2_token": math.inf})
+    inspected(old)
+    assert pngs(old / "plots") == {"six_panels", "effective_sample_size", "kl"}
     write(tmp_path, "settings.json", '{"unrelated": 1}')
-    path = write(tmp_path, "chart.csv", CHART)
-    result = CliRunner().invoke(app, ["inspect", str(path)], env={"COLUMNS": "80"})
-    assert result.exit_code == 0, result.output
-    said = " ".join(result.output.split())
-    assert "correction: not judged, since the run's settings are not known: give them with --config" in said
+    status, output = inspected(write(tmp_path, "chart.csv", CHART))
+    assert status == 0 and "since the run's settings are not known" in " ".join(output.split())
     assert "kl" in pngs(tmp_path / "chart_plots")
 
 
 def test_the_verdict_does_not_need_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", ("kl",))
-    plain = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures"])
-    assert "pictures" not in plain.output and not (run / "plots").exists()
+    status, output = inspected(run, "--no-pictures")
+    assert "pictures" not in output and not (run / "plots").exists()
     (run / "plots").write_text("a file")
-    blocked = CliRunner().invoke(app, ["inspect", str(run)])
-    assert f"no pictures: {run}/plots cannot be written" in blocked.output and blocked.exit_code == plain.exit_code
+    blocked = inspected(run)
+    assert f"no pictures: {run}/plots cannot be written" in blocked[1] and blocked[0] == status
     monkeypatch.delitem(sys.modules, "mismatch_plugin.diagnose.panels", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    without = CliRunner().invoke(app, ["inspect", str(run)])
-    assert "pip install 'mismatch-plugin[lab]'" in without.output and without.exit_code == plain.exit_code
-
-
-def test_contradicting_options_are_refused(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", ("kl",), steps=1)
-    result = CliRunner().invoke(app, ["inspect", str(run), "--no-pictures", "--pictures", "x"])
-    assert result.exit_code == 2 and "contradict each other" in result.output
-
-
-def test_a_run_of_compare_is_judged_by_its_own_settings(tmp_path: Path) -> None:
-    line = {"step": 1, "metrics": {KL: 0.05}}
-    write(tmp_path, "metrics.jsonl", json.dumps(line) + "\n")
-    config = mp.preset("token_is").model_dump(mode="json")
-    write(tmp_path, "config.json", json.dumps({"settings": {}, "mismatch": config}))
-    body = json.loads(CliRunner().invoke(app, ["inspect", str(tmp_path), "--json", "--no-pictures"]).output)
-    assert body["settings"] == str(tmp_path / "config.json") and body["correction"].startswith("holds")
+    without = inspected(run)
+    assert "pip install 'mismatch-plugin[lab]'" in without[1] and without[0] == status

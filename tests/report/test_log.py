@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import multiprocessing
 import os
 import subprocess
@@ -177,10 +178,31 @@ def test_a_line_that_a_kill_cut_is_left_out_however_it_ends(tmp_path: Path) -> N
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "state": {"a": 1}\n{"step": 3, "x\n{"step": 4}\n')
     assert numbers(tmp_path) == [1, 4]
-    for line in ('"step": 5}', "[1]", "step 5"):
+    for line in (
+        '"step": 5}',
+        "[1]",
+        "step 5",
+        '{"a": ' + "[" * 100_000 + "]" * 100_000 + "}",
+        f'{{"a": 1{"0" * 400}}}',
+    ):
         path.write_text('{"step": 1}\n' + line + '\n{"step": 6}\n')
         with pytest.raises(ValueError, match="line 2 is no step"):
             numbers(tmp_path)
+
+
+def test_steps_come_back_as_written_and_those_of_other_settings_are_refused(tmp_path: Path) -> None:
+    step = {"rollout_corr/kl": math.nan, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
+    write_step(tmp_path / "deep" / "run", CONFIG, step)
+    (found,) = read_steps(tmp_path / "deep" / "run")
+    assert math.isnan(found.pop("rollout_corr/kl"))
+    assert found == {"step": 1, "rollout_corr/chi2_seq": math.inf, "rollout_corr/k3_kl": 0.1}
+    with pytest.raises(ValueError, match=r"run holds .* with .*: .* folder"):
+        write_step(tmp_path / "deep" / "run", mp.preset("seq_is"), step)
+    assert mp.MismatchConfig.from_file(tmp_path / "deep" / "run" / "settings.json") == CONFIG
+    write_step(tmp_path / "deep" / "run", CONFIG.model_copy(update={"report_dir": "elsewhere"}), step)  # the same one
+    assert numbers(tmp_path / "deep" / "run") == [1, 2]
+    with pytest.raises(ValueError, match="is not there"):
+        numbers(tmp_path / "other.jsonl")
 
 
 def test_a_loop_of_ones_own_is_told_at_once(tmp_path: Path, full_disk: list[bool]) -> None:

@@ -1,0 +1,385 @@
+"""What a run's metrics tell: how large the mismatch is, whether it grows, what is left of it after the correction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.documents import read_mapping
+from mismatch_plugin.core.health import HealthWarning, check_health
+from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.units import units_of
+from mismatch_plugin.diagnose import normal
+from mismatch_plugin.diagnose.figures import Figures
+from mismatch_plugin.diagnose.gate import gate
+from mismatch_plugin.diagnose.recommend import recommend
+from mismatch_plugin.diagnose.result import Verdict
+from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source
+from mismatch_plugin.report.log import METRICS, SETTINGS, to_json
+from mismatch_plugin.report.state import merged_metrics
+from mismatch_plugin.report.table import NOTHING, Table, compact, figure, printable
+from mismatch_plugin.report.terminal import terminal
+
+Row = Mapping[str, float]
+Mean = Callable[[str], float]
+"""A metric without its prefix → its mean over the judged steps, NaN where it was not recorded."""
+
+_K3_ENDS = (normal.SMALL_K3, normal.MODERATE_K3, normal.FAR_K3)
+_ABS_ENDS = (normal.SMALL_ABS_MEAN, normal.MODERATE_ABS_MEAN, normal.FAR_ABS_MEAN)
+SIZES = {
+    "k3_kl": ("k3_kl", _K3_ENDS, 100.0),
+    "kl": ("|kl|", _K3_ENDS, 100.0),
+    ABS_GAP: ("mean |log ratio|", _ABS_ENDS, 10.0),
+}
+"""Metrics that tell the size, nats a token: what each is called, the upper ends of small, moderate and noticeable, and
+the growth, to more than small, that has a cause to be found (ours; k3 goes as the square of the mean |log ratio|)."""
+SHORT = (
+    *SIZES,
+    *("rollout_is_ratio_mean", "rollout_is_ratio_eff_sample_size", "rollout_is_weight_after_mean"),
+    *("rollout_is_weight_after_eff_sample_size", "accepted_token_fraction"),
+)
+"""What the screen shows unless it is asked for all."""
+_WORDS = (
+    *("small mismatch, as of two engines in one precision", "moderate mismatch", "noticeable mismatch"),
+    "large mismatch",
+)
+_SHIFTS = ("kl", "rollout_is_ratio_mean")
+"""What all tokens share, and no weight or filter repairs."""
+_INSPECT = "mismatch-plugin inspect DUMP"
+_MOVES = (
+    " In bypass mode this is of the policy that trains, which moves in the steps of a rollout as well: the first step "
+    "of each rollout shows what lies between the engines alone."
+)
+_NONE_LEFT = f"{PREFIX}all_rejected"
+_MANY = 10**9
+"""Tokens of a run that did not record them: the gate decides by k3_kl alone."""
+MIN_STEPS = 20
+"""Fewer steps have no trend."""
+MIN_GROWTH = 1.5
+"""Ours: less growth is not told."""
+
+
+@dataclass(frozen=True)
+class Trend:
+    """Growth of a metric of SIZES. before, after: medians of the first and of the last steps. began: the step from
+    which on it stays above its beginning, single steps aside."""
+
+    metric: str
+    before: float
+    after: float
+    began: float
+
+    @property
+    def broke(self) -> bool:
+        """Whether it has grown so much that there is a cause to be found."""
+        _, (small, *_), growth = SIZES[self.metric]
+        return self.after > small and self.after > growth * self.before
+
+    def __str__(self) -> str:
+        times = f" {figure(self.after / self.before, 2)} times" if self.before else ""
+        span = f"from {figure(self.before, 2)} to {figure(self.after, 2)} nat a token"
+        return f"{SIZES[self.metric][0]} has grown{times} since about step {self.began:g}, {span}"
+
+
+def trends_of(numbers: Sequence[float], rows: Sequence[Row]) -> list[Trend]:
+    """The growth of each metric of SIZES: MIN_GROWTH times, and nine tenths of the last steps are above nine tenths of
+    the first. First and last are a tenth of the steps, at least ten; of a step that is there twice the later counts."""
+    found = []
+    for metric in SIZES:
+        values_of = {number: abs(row.get(PREFIX + metric, math.nan)) for number, row in zip(numbers, rows, strict=True)}
+        steps = sorted(number for number, value in values_of.items() if math.isfinite(value))
+        if len(steps) < MIN_STEPS:
+            continue
+        values, size = np.array([values_of[step] for step in steps]), judged(len(steps))
+        first, last = values[:size], values[-size:]
+        before, after, low = float(np.median(first)), float(np.median(last)), np.quantile(first, 0.9)
+        if after >= MIN_GROWTH * before and np.quantile(last, 0.1) > low:
+            width = max(3, min(size // 10, 50))  # neighbours whose median tells, so that single steps do not
+            medians = np.median(np.lib.stride_tricks.sliding_window_view(values, width), axis=1)
+            began = int(np.flatnonzero(medians <= low)[-1]) + width // 2 + 1
+            found.append(Trend(metric, before, after, steps[began]))
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    """steps: how many. data: how large the mismatch is. correction: what is left of it. findings: of each kind of
+    warning the newest, and growth that has a cause. metrics: all that were recorded, by header. k3_kl: of the
+    judged steps, NaN where not recorded; tokens: how many they have, None where that was not recorded.
+
+    sound: no number is broken, the correction has no warning, no shift is shared by all tokens (|KL|, mean ratio: no
+    correction repairs it), no trend `broke`, and a mismatch that is large otherwise is corrected.
+    """
+
+    verdict: Verdict
+    sound: bool
+    data: str
+    correction: str
+    trend: str
+    steps: int
+    judged: int
+    k3_kl: float
+    tokens: int | None
+    trends: list[Trend]
+    findings: list[dict[str, Any]]
+    metrics: list[dict[str, str | float]]
+
+
+def judged(steps: int) -> int:
+    """How many of a run's steps are judged: the last tenth, at least ten."""
+    return min(steps, max(10, steps // 10))
+
+
+def judge_run(source: Source, config: MismatchConfig | None) -> Run:
+    """Judge a run by its last steps (`judged`), so that a warm-up long past is no alarm.
+
+    config: None where nobody knows the settings: then the correction is not judged. The judged steps are one batch
+    where the run wrote their statistics; else means are over the steps that recorded a metric.
+    Raises ValueError where the judged steps hold no token.
+    """
+    rows = _rows(source)
+    size = judged(len(rows))
+    recent = [row for row in rows[-size:] if row.get(f"{PREFIX}tokens", 1.0)]  # a step without tokens says nothing
+    if not recent:
+        raise ValueError("the newest steps hold no response token: is every loss mask 0?")
+    settings = config or MismatchConfig()
+    together = (merged_metrics(source.path, settings, size) if source.path.name == METRICS else None) or {}
+
+    def mean(name: str) -> float:
+        if math.isfinite(exact := together.get(PREFIX + name, math.nan)):
+            return exact
+        values = [value for row in recent if math.isfinite(value := row.get(PREFIX + name, math.nan))]
+        return sum(values) / len(values) if values else math.nan
+
+    given: dict[str, list[HealthWarning]] = {}
+    for warning in (warning for row in recent for warning in check_health(row, settings)):
+        if warning.about != "correction" or config is not None:
+            given.setdefault(warning.metric.removeprefix(PREFIX), []).append(warning)
+    given = dict(sorted(given.items(), key=lambda item: -len(item[1])))
+    named = {about: _named(given, about) for about in ("data", "correction", "fault")}
+    trends = trends_of(source.numbers, [row if row.get(f"{PREFIX}tokens", 1.0) else {} for row in rows])
+    broke = [trend for trend in trends if trend.broke]
+    sizes = {metric: value for metric in SIZES if not math.isnan(value := abs(mean(metric)))}
+    far = any(value > SIZES[metric][1][-1] for metric, value in sizes.items())
+    large = far or bool(named["data"] or broke)
+    shifted = not given.keys().isdisjoint(_SHIFTS)
+    broken = bool(named["fault"] or named["correction"])
+
+    grown = f"growth of {' and '.join(SIZES[one.metric][0] for one in broke)}" if broke else ""
+    data = _data(sizes, counted(len(recent)), named | {"grown": grown}, large, shifted)
+    if large and not named["fault"] and config is not None and config.use_rollout_log_probs:
+        data += _MOVES
+    correction = _correction(mean, named["correction"], config)
+    empty = [bool(row.get(_NONE_LEFT)) for row in rows]
+    if any(empty):
+        correction += (
+            f" Everything was rejected in {sum(empty[-size:])} of the last {counted(size)} ({sum(empty)} of all "
+            f"{len(rows)}); means of weights leave these out."
+        )
+    looked_for = ", ".join(SIZES[metric][0] for metric in sizes) or "KL not recorded"
+    why = f": it takes {MIN_STEPS} to tell" if len(rows) < MIN_STEPS else f" ({looked_for})"
+    trend = "; ".join(map(str, trends)) or f"none in {counted(len(rows))}{why}"
+    findings = [
+        {"fault": name, "severity": "note" if of_one[-1].about == "data" else "fault", "confidence": "likely",
+         "evidence": f"{of_one[-1].value:.3g}: {of_one[-1].meaning} ({counted(len(of_one))})", "first": None,
+         "fix": of_one[-1].advice}
+        for name, of_one in given.items()
+    ] + [
+        {"fault": "growth", "severity": "note", "confidence": "likely", "evidence": str(one), "first": None,
+         "fix": f"Find what changed with {_INSPECT}."}
+        for one in broke
+    ]  # fmt: skip
+    tokens = sum(row.get(f"{PREFIX}tokens", math.nan) for row in recent)
+    corrected = config is not None and _corrects(config)
+    header = f"the last {len(recent)} together" if together else f"mean of the last {len(recent)}"
+    return Run(
+        verdict="fault" if broken else "large" if large else "normal" if sizes else "undecided",
+        sound=not (broken or shifted or broke or (large and not corrected)),
+        data=data,
+        correction=correction,
+        trend=f"{trend}.",
+        steps=len(rows),
+        judged=len(recent),
+        k3_kl=mean("k3_kl"),
+        tokens=None if math.isnan(tokens) else int(tokens),
+        trends=trends,
+        findings=findings,
+        metrics=_metrics(rows, mean, header),
+    )
+
+
+def counted(steps: int) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{steps} step{'s' * (steps != 1)}"
+
+
+def _data(sizes: Row, steps: str, named: Mapping[str, str], large: bool, shifted: bool) -> str:
+    """How large the mismatch is, whatever is done about it. named: warnings by what they are about, and what grew."""
+    said = ", ".join(f"{SIZES[metric][0]} {value:.2g}" for metric, value in sizes.items())
+    said = f"{said} nat a token" if sizes else "neither KL nor the mean |log ratio| was recorded"
+    size = max((sum(value > end for end in SIZES[metric][1]) for metric, value in sizes.items()), default=None)
+    word = "not judged" if size is None else _WORDS[size]
+    advice = f" See with {_INSPECT} whether precision alone explains it." if size == 2 else ""
+    if large:
+        cause = "No correction repairs a shift that all tokens share: find" if shifted else "Find"
+        word, advice = _WORDS[3], f" {cause} the cause with {_INSPECT}."
+    if named["fault"]:
+        word, advice = "cannot be trusted", ""
+    parts = (named["fault"], f"{said} over the last {steps}", named["grown"], named["data"])
+    return f"{word}: {', '.join(filter(None, parts))}.{advice}"
+
+
+def _rows(source: Source) -> list[Row]:
+    """The steps; one that rejected everything has no weights, and recorded 0."""
+    weights = f"{PREFIX}rollout_is_weight_after_"
+    return [
+        {name: value for name, value in row.items() if not (row.get(_NONE_LEFT) and name.startswith(weights))}
+        for row in source.rows
+    ]
+
+
+def _corrects(config: MismatchConfig) -> bool:
+    return (config.weighted or config.rejects or config.use_rollout_log_probs) and not config.dry_run
+
+
+def _named(given: Mapping[str, Sequence[HealthWarning]], about: str) -> str:
+    """`2 warnings (kl, chi2_token)`, or nothing."""
+    names = [name for name, warnings in given.items() if warnings[-1].about == about]
+    return f"{len(names)} warning{'s' * (len(names) > 1)} ({', '.join(names)})" if names else ""
+
+
+def _correction(mean: Mean, found: str, config: MismatchConfig | None) -> str:
+    """What is left of it after this correction. config: None where nobody gave the run's settings."""
+    if config is not None and not _corrects(config):
+        what = "reported only (dry run)" if config.dry_run else "none: the loss takes the data as they are"
+        return f"{what}; {found}." if found else f"{what}."
+    of_weights = {"mean weight": mean("rollout_is_weight_after_mean")}
+    kept = {"tokens kept": mean("accepted_token_fraction")}
+    if config is None:
+        known = [f"{label} {value:.2g}" for label, value in (of_weights | kept).items() if not math.isnan(value)]
+        shown = f" ({', '.join(known)})" if known else ""
+        return f"not judged, since the run's settings are not known: give them with --config{shown}."
+    if config.weighted:
+        ess = mean(f"rollout_is_weight_after_{units_of(config).ess}eff_sample_size")
+        kept = of_weights | {"effective sample size": ess} | kept
+    figures = {label: "not recorded" if math.isnan(value) else f"{value:.2g}" for label, value in kept.items()}
+    shown = ", ".join(f"{label} {value}" for label, value in figures.items())
+    if found:
+        return f"does not hold: {found}; {shown}."
+    return f"not judged: {shown}." if all(map(math.isnan, kept.values())) else f"holds ({shown})."
+
+
+def _metrics(rows: Sequence[Row], mean: Mean, header: str) -> list[dict[str, str | float]]:
+    """A row for each metric that is finite at some step, those of SHORT first: header → its name, or a number."""
+    recorded = dict.fromkeys(name.removeprefix(PREFIX) for row in rows for name in row)
+    table: list[dict[str, str | float]] = []
+    for name in [*(name for name in SHORT if name in recorded), *(name for name in recorded if name not in SHORT)]:
+        values = [row.get(PREFIX + name, math.nan) for row in rows]
+        if finite := [value for value in values if math.isfinite(value)]:
+            range_of = {"smallest": min(finite), "largest": max(finite)}
+            table.append({"metric": name, "last step": values[-1], header: mean(name), **range_of})
+    return table
+
+
+def inspect_run(
+    path: Path,
+    given: tuple[MismatchConfig, str] | None,
+    *,
+    run: str | None,
+    pictures: Path | None,
+    as_json: bool,
+    host: str,
+    gated: bool,
+    bar: float | None,
+    show_all: bool,
+) -> int:
+    """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
+
+    given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
+    `read_source`. pictures: their folder, None for none. gated: k3_kl of the judged steps is compared with the bar, too
+    (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
+
+    Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
+    [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
+    not corrected, or the gate failed; 3 sound, but the gate or the size could not be decided.
+    Raises ValueError, OSError where there is nothing to judge.
+    """
+    source = read_source(path, run)
+    config, where = given or _written(source.path)
+    found = judge_run(source, config)
+    verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
+    passed = True if verdict is None else verdict.passed
+    status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
+    drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
+    advice = None
+    if found.verdict == "normal" and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
+        advice = recommend(Figures(k3_kl=found.k3_kl, ess=math.nan, mean_length=math.inf, max_length=math.inf))
+    if as_json:
+        body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
+        body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
+        body |= {"predictions": [], "notes": source.notes, "pictures": [str(picture) for picture in drawn]}
+        typer.echo(to_json(body, indent=2))
+        return status
+    console = terminal()
+    console.print(f"data: {found.data}\ncorrection: {found.correction}")
+    if advice is not None and config is None:
+        console.print(f"setting: {advice.setting}: {advice.reasons[0]}. Predictions for it need a dump.")
+        console.print(advice.flags[host], soft_wrap=True)  # to be copied: it stays on one line
+    console.print(f"trend: {found.trend}")
+    for note in source.notes:
+        console.print(f"note: {printable(note)}.")
+    if verdict is not None:
+        said = {True: "passed", False: "FAILED", None: "not decided, too few tokens"}[passed]
+        if math.isnan(verdict.value):
+            said = "not decided, k3_kl was not recorded"
+        value = "" if math.isnan(verdict.value) else f"k3_kl {verdict.value:.2g}, "
+        console.print(f"gate: {said}: {value}bar {verdict.bar:g} nat a token, over the steps judged.")
+    short = [row for row in found.metrics if row["metric"] in SHORT]
+    others = [row for row in found.metrics if row["metric"] not in SHORT]
+    for title, rows in ((f"{counted(found.steps)}, judged by the last {found.judged}", short), ("all others", others)):
+        if rows and (show_all or rows is short):
+            cells = tuple(tuple(v if isinstance(v, str) else _cell(v) for v in row.values()) for row in rows)
+            console.print(Table(title, tuple(rows[0]), cells, code=frozenset({"metric"})).to_rich(console.width))
+    if others and not show_all:
+        console.print(f"{len(others)} more metrics: --all or --json")
+    for finding in found.findings:
+        if finding["fault"] != "growth":  # which the trend has told
+            console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
+    if drawn or not_drawn:  # a path stays whole
+        typer.echo(not_drawn or f"pictures: {drawn[0]}, and {len(drawn) - 1} panels next to it")
+    return status
+
+
+def _cell(value: float) -> str:
+    return compact(value) if math.isfinite(value) else NOTHING
+
+
+def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
+    """The settings that the run, or `compare`, wrote next to its metrics and their file; None where there is none."""
+    if path.name != METRICS:  # an export may lie next to files of anything
+        return None, None
+    # Checked when the run began: a preset may hold what has no effect.
+    if (file := path.with_name(SETTINGS)).exists():
+        return MismatchConfig.build(read_mapping(file)), str(file)
+    file = path.with_name("config.json")
+    of_run = read_mapping(file).get("mismatch") if file.exists() else None
+    return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
+
+
+def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
+    """The pictures that were written, or why there are none. The verdict does not need them."""
+    try:
+        from mismatch_plugin.diagnose.panels import write_panels
+
+        return write_panels(_rows(source), source.numbers, folder, units=units_of(config).ess), ""
+    except ImportError as error:
+        return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
+    except OSError as error:
+        return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
