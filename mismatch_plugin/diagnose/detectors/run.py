@@ -7,10 +7,13 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.alignment import find_shift, find_swapped
-from mismatch_plugin.diagnose.detectors.distribution import find_penalty, find_temperature, find_unrelated
+from mismatch_plugin.diagnose.detectors.distribution import (
+    find_penalty,
+    find_temperature,
+    find_truncation,
+    find_unrelated,
+)
 from mismatch_plugin.diagnose.detectors.eos import find_null_eos, find_zero_eos
-from mismatch_plugin.diagnose.detectors.filters import find_truncation
-from mismatch_plugin.diagnose.detectors.hypotheses import find_in_distributions
 from mismatch_plugin.diagnose.detectors.identity import find_ids
 from mismatch_plugin.diagnose.detectors.lengths import find_lengths
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
@@ -23,6 +26,7 @@ from mismatch_plugin.diagnose.detectors.served import find_served, note, weights
 from mismatch_plugin.diagnose.detectors.size import find_size
 from mismatch_plugin.diagnose.detectors.tokenisation import find_retokenised
 from mismatch_plugin.diagnose.detectors.versions import find_versions
+from mismatch_plugin.diagnose.detectors.vocabulary import find_in_distributions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated
 from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
 

@@ -1,7 +1,4 @@
-"""What whole distributions tell: logits of a checkpoint at the sampled tokens, next to both sides' log-probs.
-
-A part of the tokens is enough. Its logits are kept in memory, at most `MAX_BYTES`.
-"""
+"""What whole distributions tell: the logits of a checkpoint at the sampled tokens, next to both sides' log-probs."""
 
 from __future__ import annotations
 
@@ -16,10 +13,33 @@ from torch import Tensor
 from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.diagnose.batch import Batch
+from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, between, compare
+from mismatch_plugin.diagnose.detectors.distribution import (
+    PENALTY_FIX,
+    TEMPERATURE_FIXES,
+    TRUNCATION_FIXES,
+    after_filters,
+    filter_text,
+)
+from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.detectors.pairing import SHIFT_FIX
+from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, Item, LogProbSide, place_of, too_few
 
 MAX_BYTES = 256 * 2**20
 MAX_SAMPLES, MAX_TOKENS = 256, 4000
+"""A part of the tokens is enough; so many logits are kept in memory."""
+BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS = 0.6, 6.0, 0.002
+"""Another distribution fits clearly better: share of the distance that may be left, standard errors, nats."""
+MIN_TEMPERATURE_CHANGE = 0.02
+PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
+NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200, 1000)
+TO_CHECKPOINT = f"mean |gap| to the checkpoint (no token above {CLIP:g} nats)"
+EXPECTED_OUTSIDE = 15.0
+"""Tokens that must be expected outside a filter before their absence means anything: by chance once in e^15."""
+LEAK = 0.1
+"""Of the expected ones may be outside: the engine's boundary is not the checkpoint's to the last digit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,33 +60,17 @@ class Rows:
     training: Floats
     late: Floats
 
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    @property
-    def sampling(self) -> SamplingParameters:
-        """Of the first token's sample."""
-        return self.tokens[0][0].sampling
-
-    def log_probs(self, scale: float = 1.0, logits: Tensor | None = None) -> Floats:
+    def log_probs(self, logits: Tensor, scale: float = 1.0) -> Floats:
         """[T] of the sampled tokens at `scale` times the recorded temperature."""
-        source = self.drawn_from if logits is None else logits
-        return _picked(source / (self.temperature * scale)[:, None], self.ids)
+        return _picked(logits / (self.temperature * scale)[:, None], self.ids)
 
-    def penalised(self, penalty: float) -> Tensor:
-        """[T, V] raw logits under a repetition penalty on what came before each token."""
-        return _penalised(self.logits, self.tokens, SamplingParameters(repetition_penalty=penalty))
-
-    def sorted_mass(self) -> tuple[Tensor, Tensor]:
-        """([T, V] probabilities from the largest down, [T] place of the sampled token among them, from 0)."""
-        probabilities = (self.drawn_from / self.temperature[:, None]).softmax(-1)
-        place = (probabilities > probabilities.gather(-1, self.ids[:, None])).sum(-1)
-        return probabilities.sort(-1, descending=True).values, place
-
-    def where(self, chosen: list[int]) -> Rows:
-        """Some of them."""
-        names = [name for name in self.__dataclass_fields__ if name != "tokens"]
-        return Rows(tuple(self.tokens[at] for at in chosen), *(getattr(self, name)[chosen] for name in names))
+    def finding(
+        self, batch: Batch, fault: FaultName, side: LogProbSide, evidence: str, fix: str, **statistics: float
+    ) -> Finding:
+        """About all these tokens."""
+        samples = [*{sample.index: sample for sample, _ in self.tokens}.values()]
+        count, first = len(self.tokens), place_of(*self.tokens[0])
+        return batch.finding(fault, side, evidence, fix, samples, tokens=count, first=first, statistics=statistics)
 
 
 def penalise(logits: Tensor, previous: Ints, sampling: SamplingParameters) -> Tensor:
@@ -83,6 +87,16 @@ def penalise(logits: Tensor, previous: Ints, sampling: SamplingParameters) -> Te
     penalty = sampling.repetition_penalty
     changed[ids] = torch.where(values > 0, values / penalty, values * penalty)
     return changed
+
+
+def _penalised(logits: Tensor, tokens: Sequence[tuple[Sample, int]], by: SamplingParameters | None = None) -> Tensor:
+    """[T, V]: each row penalised for what came before its token, as recorded or by other parameters."""
+    rows = zip(logits, tokens, strict=True)
+    return torch.stack([penalise(row, sample.response_ids[:at], by or sample.sampling) for row, (sample, at) in rows])
+
+
+def _picked(logits: Tensor, ids: Tensor) -> Floats:
+    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].double().numpy()
 
 
 @torch.no_grad()
@@ -103,7 +117,8 @@ def gather_rows(batch: Batch) -> Rows | None:
         usable = np.flatnonzero(sample.usable)
         step = max(1, math.ceil(len(usable) / share))
         at = usable[index % step :: step]
-        seen = _picked(logits[1:] / sample.log_prob_temperature, _ids(sample)[:-1])
+        ids = torch.as_tensor(sample.response_ids, dtype=torch.long)
+        seen = _picked(logits[1:] / sample.log_prob_temperature, ids[:-1])
         tokens += [(sample, int(position)) for position in at]
         rows.append(logits[at])
         late.append(np.append(seen, np.nan)[at])
@@ -113,7 +128,7 @@ def gather_rows(batch: Batch) -> Rows | None:
     return Rows(
         tokens=tuple(tokens),
         logits=raw,
-        drawn_from=_penalised(raw, tokens),
+        drawn_from=_penalised(raw, tokens) if any(sample.sampling.penalised for sample, _ in tokens) else raw,
         ids=torch.tensor([int(sample.response_ids[at]) for sample, at in tokens]),
         temperature=torch.tensor([sample.log_prob_temperature for sample, _ in tokens]),
         rollout=np.array([sample.rollout_log_probs[at] for sample, at in tokens]),
@@ -122,20 +137,147 @@ def gather_rows(batch: Batch) -> Rows | None:
     )
 
 
-def _penalised(logits: Tensor, tokens: Sequence[tuple[Sample, int]], by: SamplingParameters | None = None) -> Tensor:
-    """[T, V]: each row penalised for what came before its token, as recorded or by other parameters."""
-    if by is None and not any(sample.sampling.penalised for sample, _ in tokens):
-        return logits
-    rows = [
-        penalise(row, sample.response_ids[:at], by or sample.sampling)
-        for row, (sample, at) in zip(logits, tokens, strict=True)
-    ]
-    return torch.stack(rows)
+def find_in_distributions(batch: Batch) -> Outcome:
+    """Judge both sides by the distributions of a checkpoint, if there is one; the batch stays as it is."""
+    if batch.logits is None:
+        return [], batch
+    rows = gather_rows(batch)
+    if rows is None or len(rows.tokens) < ENOUGH_TOKENS:
+        few = f"{0 if rows is None else len(rows.tokens)} with logits, {ENOUGH_TOKENS} needed"
+        return [too_few(few, "temperature", "truncation", "penalty")], batch
+    late = _compare(rows.training, rows.log_probs(rows.logits), rows.late)
+    if not batch.from_checkpoint and late.clearly_better(0.5, BETTER_Z_SCORE, 0.1):
+        finding = rows.finding(
+            batch,
+            "shift_by_one",
+            "training",
+            f"The training side's log-probs are those of logits one position too late, which have already seen the "
+            f"token: {TO_CHECKPOINT} {late.own:.3g} as recorded, {late.other:.3g} there.",
+            SHIFT_FIX,
+            distance_as_recorded=late.own,
+            distance_one_late=late.other,
+        )
+        return [finding], batch
+    judged = SIDES[:1] if batch.from_checkpoint else SIDES
+    if any(after_filters(sample) for sample, _ in rows.tokens):
+        judged = judged[1:]  # the rollout side's are of another distribution than the logits'
+    temperatures = [found for side in judged if (found := _temperature(batch, rows, side))]
+    found: list[Item] = [*temperatures, *_penalty(batch, rows)]
+    return found + ([] if temperatures else _truncation(batch, rows)), batch
 
 
-def _ids(sample: Sample) -> Tensor:
-    return torch.as_tensor(sample.response_ids, dtype=torch.long)
+def _compare(side: Floats, recorded: Floats, other: Floats) -> Comparison:
+    return compare(between(side, recorded), between(side, other))
 
 
-def _picked(logits: Tensor, ids: Tensor) -> Floats:
-    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].double().numpy()
+def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
+    """The factor on the recorded temperature that fits best, by a grid that is made finer three times."""
+    values, logits = (rows.rollout, rows.drawn_from) if side == "rollout" else (rows.training, rows.logits)
+    low, high, scale = 0.3, 3.3, 1.0
+    for points in (17, 9, 9, 9):
+        scales = np.geomspace(low, high, points)
+        best = int(np.argmin([between(values, rows.log_probs(logits, one)).mean for one in scales]))
+        low, scale, high = scales[max(best - 1, 0)], float(scales[best]), scales[min(best + 1, points - 1)]
+    found = _compare(values, rows.log_probs(logits), rows.log_probs(logits, scale))
+    better = found.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS)
+    if not better or abs(math.log(scale)) < MIN_TEMPERATURE_CHANGE:
+        return None
+    base = float(rows.temperature.double().mean())
+    fitted = base * scale
+    kind = "other" if abs(fitted - 1) >= 0.03 else "rollout_raw" if side == "rollout" else "trainer_without"
+    return rows.finding(
+        batch,
+        "temperature",
+        side,
+        f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}: "
+        f"{TO_CHECKPOINT} {found.own:.3g} at the recorded one, {found.other:.3g} at {fitted:.3g}.",
+        TEMPERATURE_FIXES[kind],
+        temperature=fitted,
+        recorded=base,
+        distance_as_recorded=found.own,
+        distance_fitted=found.other,
+    )
+
+
+def _penalty(batch: Batch, rows: Rows) -> list[Finding]:
+    """A repetition penalty in the rollout log-probs that no record tells; recorded ones show next to the trainer's."""
+    if any(sample.sampling.penalised for sample, _ in rows.tokens):
+        return []
+    settings = [SamplingParameters(repetition_penalty=penalty) for penalty in PENALTIES]
+    fits = [rows.log_probs(_penalised(rows.logits, rows.tokens, setting)) for setting in settings]
+    best = int(np.argmin([between(rows.rollout, fitted).mean for fitted in fits]))
+    found = _compare(rows.rollout, rows.log_probs(rows.drawn_from), fits[best])
+    if not found.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS):
+        return []
+    finding = rows.finding(
+        batch,
+        "penalty",
+        "rollout",
+        f"Rollout log-probs contain a repetition penalty of about {PENALTIES[best]:g} that no record tells: "
+        f"{TO_CHECKPOINT} {found.own:.3g} without, {found.other:.3g} with it.",
+        PENALTY_FIX,
+        penalty=PENALTIES[best],
+        distance_without=found.own,
+        distance_with=found.other,
+    )
+    return [finding]
+
+
+def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
+    """No token outside a nucleus or the k likeliest, where many were to be expected, whatever the records say."""
+    found = []
+    for filtered in (True, False):
+        chosen = [
+            at
+            for at, (sample, _) in enumerate(rows.tokens)
+            if sample.behaviour_log_probs is None
+            and not sample.sampling.greedy
+            and sample.sampling.filtered == filtered
+            and not after_filters(sample)
+        ]
+        if chosen:
+            names = [name for name in rows.__dataclass_fields__ if name != "tokens"]
+            part = Rows(tuple(rows.tokens[at] for at in chosen), *(getattr(rows, name)[chosen] for name in names))
+            found += _truncated(batch, part)
+    return found
+
+
+def _truncated(batch: Batch, rows: Rows) -> list[Finding]:
+    """The filter that fits: the recorded one, else the one whose outside was expected to hold most of the missing."""
+    probabilities = (rows.drawn_from / rows.temperature[:, None]).softmax(-1)
+    place = (probabilities > probabilities.gather(-1, rows.ids[:, None])).sum(-1)
+    mass = probabilities.sort(-1, descending=True).values
+    before, ranks = mass.cumsum(-1) - mass, torch.arange(mass.shape[-1]).expand_as(mass)
+    sampling, filters = rows.tokens[0][0].sampling, []
+    if sampling.filtered:  # SGLang cuts by top-k, top-p, min-p in this order
+        kept = (before < sampling.top_p) & (ranks < (sampling.top_k if sampling.top_k > 0 else mass.shape[-1]))
+        filters.append((filter_text(sampling), kept & (mass >= sampling.min_p * mass[:, :1])))
+    filters += [(f"top_p={bound:g}", before < bound) for bound in NUCLEI]
+    filters += [(f"top_k={bound}", ranks < bound) for bound in TOP_KS if bound < mass.shape[-1]]
+    cuts = []
+    for name, kept in filters:
+        held, outside = (mass * kept).sum(-1), int((~kept.gather(-1, place[:, None])).sum())
+        expected = float((1 - held).sum())
+        if expected >= EXPECTED_OUTSIDE and outside <= LEAK * expected:
+            cuts.append((expected - outside, name, expected, outside, held.clamp(min=1e-9).log().double().numpy()))
+    if not cuts:
+        return []
+    recorded = [cut for cut in cuts if cut[1] == filter_text(sampling)]
+    _, name, expected, outside, log_kept = recorded[0] if recorded else max(cuts, key=lambda cut: cut[0])
+    full, bias = rows.log_probs(rows.drawn_from), -float(log_kept.mean())
+    renormalised = _compare(rows.rollout, full, full - log_kept).clearly_better(0.75, BETTER_Z_SCORE, MIN_GAIN_NATS)
+    form = "renormalised over what is kept" if renormalised else "over the whole vocabulary"
+    finding = rows.finding(
+        batch,
+        "truncation",
+        "rollout",
+        f"{outside} of {len(rows.tokens)} sampled tokens lie outside {name}, where {expected:.0f} were to be "
+        f"expected: they were drawn from a cut distribution (recorded: {filter_text(sampling)}), and rollout "
+        f"log-probs are {form}; {1 - math.exp(-bias):.2%} of the mass is cut, {bias:.3g} nats a token.",
+        TRUNCATION_FIXES["renormalised" if renormalised else "recorded"],
+        outside=outside,
+        expected_outside=expected,
+        bias=bias,
+        renormalised=renormalised,
+    )
+    return [finding]
