@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Side, Undecided, first_place, place_of, too_few
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
@@ -33,6 +33,20 @@ RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS = 6.0, 0.4, 0.65, 0.003
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""
 NO_BIAS = 1e-3
 """A filter that changes log-probs by less on average cut nothing."""
+MAX_LOG_RATIO = 1.6
+"""Of one token's ratio p / π in the test of entropies, as a logarithm."""
+ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS = 6.0, 0.02
+MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
+"""Entropies belong to the log-probs where they lie between the bounds that a token's own probability sets: at most so
+many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
+SURE_ENTROPY, MIN_EXPECTED = 0.1985, 20.0
+"""Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
+MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
+"""A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
+MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS = 6, 0.75, 0.1, 0.3
+"""Samples that have the id, the share of them where it is far off; the share of ids and of tokens at most."""
+CONSTANT_OFFSET = 0.25
+"""Spread over mean of an offset, of the log-prob or of the logit, that one number explains."""
 
 TemperatureKind = Literal["trainer_without", "rollout_raw", "other"]
 TEMPERATURE_FIXES = {
@@ -48,14 +62,17 @@ PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
 )
-TruncationKind = Literal["renormalised", "recorded", "not_replayed", "trainer"]
+OFFSET_FIX = (
+    "Compare both engines' logits at these ids: logit_bias, banned or suppressed ids, rows of added tokens (resize, "
+    "tied weights, padding of the vocabulary) and their update; or give those tokens loss mask 0."
+)
+TruncationKind = Literal["renormalised", "recorded", "behaviour"]
 TRUNCATION_FIXES: dict[TruncationKind, str] = {
     "renormalised": "Take log-probs over the whole vocabulary (SGLang's default), or keep the kept ids "
     "(return_sampling_mask) and mask the trainer's logits with them; or sample with top_p=1, top_k=-1, min_p=0.",
     "recorded": "Sample with top_p=1, top_k=-1, min_p=0, or request return_sampling_mask (with a finite top_k), use "
     "behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
-    "not_replayed": "Use behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
-    "trainer": "Only the trainer renormalises over kept tokens: use behaviour_log_probs as rollout log-probs.",
+    "behaviour": "Use behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
 }
 
 
@@ -92,14 +109,9 @@ class Fit(NamedTuple):
             return None  # a temperature moves likely and unlikely tokens in opposite directions
         kind: TemperatureKind = "other"
         smallest, largest = sorted((1 + slope.size, 1 + self.upper))
-        known: tuple[tuple[TemperatureKind, float], ...] = (
-            ("trainer_without", recorded),
-            ("rollout_raw", 1 / recorded),
-        )
-        for name, expected in known if recorded != 1.0 else ():
-            if smallest * 0.93 <= expected <= largest * 1.07 and (expected > 1) == (slope.size > 0):
-                kind = name
-                break
+        for name, expected in (("rollout_raw", 1 / recorded), ("trainer_without", recorded)):
+            near = smallest * 0.93 <= expected <= largest * 1.07
+            kind = name if near and recorded != 1.0 and (expected > 1) == (slope.size > 0) else kind
         bar, share = (MIN_SLOPE, SLOPE_SHARE) if kind == "other" else (MIN_SLOPE_EXPECTED, SLOPE_SHARE_EXPECTED)
         bar = max(bar, SLOPE_OVER_NOISE * self.noise)
         return kind if abs(slope.size) >= bar and abs(slope.z_score) >= SLOPE_Z_SCORE and slope.share >= share else None
@@ -155,24 +167,24 @@ def rank_correlation(a: Floats, b: Floats) -> float:
 def find_unrelated(batch: Batch) -> Outcome:
     """Two sides that have nothing to do with each other; nothing finer can be said about such data."""
     tokens = batch.tokens
-    if len(tokens) < UNRELATED_TOKENS:
+    gap = np.abs(tokens.gap)
+    if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
         return [], batch
-    gap = float(np.abs(tokens.gap).mean())
-    correlation = rank_correlation(tokens.rollout, tokens.training) if gap >= UNRELATED_GAP else 1.0
+    correlation = rank_correlation(tokens.rollout, tokens.training)
     if not correlation < UNRELATED_CORRELATION:
         return [], batch
-    worst = int(np.argmax(np.abs(tokens.gap) > UNRELATED_GAP))
+    worst = int(np.argmax(gap > UNRELATED_GAP))
     finding = batch.finding(
         "unrelated",
         "both",
         f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation {correlation:.2f}, "
-        f"mean |gap| {gap:.3g} nats.",
+        f"mean |gap| {gap.mean():.3g} nats.",
         "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
         "logits one position before each token (not those of the token itself).",
         [batch.samples[index] for index in np.unique(tokens.sample)],
         tokens=len(tokens),
         first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
-        statistics={"rank_correlation": correlation, "abs_mean": gap},
+        statistics={"rank_correlation": correlation, "abs_mean": float(gap.mean())},
     )
     return [finding], batch
 
@@ -213,13 +225,7 @@ def find_temperature(batch: Batch) -> Outcome:
             samples,
             tokens=count,
             first=first_place(samples[0], samples[0].usable),
-            statistics={
-                "slope": 1 + slope.size,
-                "standard_errors": slope.z_score,
-                "explained": slope.share,
-                "temperature_ratio_low": low,
-                "temperature_ratio_high": high,
-            },
+            statistics={"slope": 1 + slope.size, "temperature_ratio_low": low, "temperature_ratio_high": high},
         )
         found.append(finding)
     return found, batch
@@ -265,12 +271,9 @@ def find_penalty(batch: Batch) -> Outcome:
         repeated = int(tokens.occurred.sum())
         if not group:
             continue
-        if len(tokens) < ENOUGH_TOKENS:
-            found.append(_few_tokens(len(tokens), "penalty"))
-            continue
-        if min(repeated, len(tokens) - repeated) < MIN_REPEATED:
+        if min(repeated, len(tokens) - repeated) < MIN_REPEATED or len(tokens) < ENOUGH_TOKENS:
             few = f"{repeated} of {len(tokens)} occurred before, {MIN_REPEATED} needed of either kind"
-            found.append(too_few(few, "penalty"))
+            found.append(too_few(f"{few} and {ENOUGH_TOKENS} in all", "penalty"))
             continue
         result = fit(tokens)
         effect = result.repeated
@@ -279,37 +282,25 @@ def find_penalty(batch: Batch) -> Outcome:
         share = 0.1 if temperature else REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
         if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share:
             continue
-        if effect.size > 0 or (not temperature and effect.share >= 2 * share):
-            found.append(_penalty_finding(batch, group, tokens, effect))
+        if effect.size < 0 and (temperature or effect.share < 2 * share):
+            continue
+        first = int(np.argmax(tokens.occurred))
+        again, new = (float(tokens.gap[tokens.occurred == flag].mean()) for flag in (True, False))
+        finding = batch.finding(
+            "penalty",
+            "rollout" if effect.size > 0 else "training",
+            f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} "
+            f"likely on the rollout side than the rest would suggest ({abs(effect.z_score):.0f} standard errors; "
+            f"{repeated} such tokens, mean gap {again:+.3g} against {new:+.3g}): "
+            f"{'the request had a penalty' if penalised else 'although the record has no penalty'}.",
+            PENALTY_FIX,
+            group,
+            tokens=repeated,
+            first=place_of(batch.samples[int(tokens.sample[first])], int(tokens.position[first])),
+            statistics={"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share},
+        )
+        found.append(finding)
     return found, batch
-
-
-def _penalty_finding(batch: Batch, group: list[Sample], tokens: Tokens, effect: Effect) -> Finding:
-    off, sampling = SamplingParameters(), group[0].sampling
-    names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-    set_to = [f"{name} {value:g}" for name in names if (value := getattr(sampling, name)) != getattr(off, name)]
-    recorded = f"the request had {', '.join(set_to)}" if set_to else "although the record has no penalty"
-    index, position = (int(column[np.argmax(tokens.occurred)]) for column in (tokens.sample, tokens.position))
-    again, new = (float(np.mean(tokens.gap[tokens.occurred == flag])) for flag in (True, False))
-    repeated = int(tokens.occurred.sum())
-    return batch.finding(
-        "penalty",
-        "rollout" if effect.size > 0 else "training",
-        f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} likely "
-        f"on the rollout side than the rest would suggest ({abs(effect.z_score):.0f} standard errors; {repeated} "
-        f"such tokens, mean gap {again:+.3g} against {new:+.3g}): {recorded}.",
-        PENALTY_FIX,
-        group,
-        tokens=repeated,
-        first=place_of(batch.samples[index], position),
-        statistics={
-            "offset": effect.size,
-            "standard_errors": effect.z_score,
-            "explained": effect.share,
-            "mean_gap_repeated": again,
-            "mean_gap_new": new,
-        },
-    )
 
 
 def filter_text(sampling: SamplingParameters) -> str:
@@ -345,71 +336,187 @@ def find_truncation(batch: Batch) -> Outcome:
             elif (bias := float((cut[both] - ours).mean())) > NO_BIAS:
                 plain.append((sample, bias))
     if plain:
+        bias = float(np.mean([bias for _, bias in plain]))
         evidence = (
-            f"the training side follows the log-probs over the whole vocabulary, "
-            f"{np.mean([bias for _, bias in plain]):.3g} nats below the behaviour log-probs on average."
+            f"the training side follows the log-probs over the whole vocabulary, {bias:.3g} nats below the behaviour "
+            f"log-probs on average."
         )
-        found.append(_truncation_finding(batch, [sample for sample, _ in plain], "not_replayed", evidence))
+        group = [sample for sample, _ in plain]
+        found.append(_truncation_finding(batch, group, "behaviour", "training", evidence, bias=bias))
     for (filtered, told), group in groups.items():
         tokens = batch.tokens_of(group)
-        if not group:
-            continue
-        seen = _renormalised(tokens) if len(tokens) >= ENOUGH_TOKENS else None
+        seen = _renormalised(batch, group, tokens) if len(tokens) >= ENOUGH_TOKENS else None
         if seen is not None:
-            kind, evidence, statistics = seen
-            more = (
-                " The record says so (log_probs_of filtered); the trainer does not replay the filter." if told else ""
-            )
-            found.append(_truncation_finding(batch, group, kind, evidence + more, statistics))
-        elif filtered and not told:
+            found.append(seen)
+        elif group and filtered and not told:
             evidence = (
                 "their log-probs are over the whole vocabulary and no kept ids are recorded. The true behaviour "
                 "log-prob is higher by −log(mass kept), which no weight corrects."
             )
-            found.append(_truncation_finding(batch, group, "recorded", evidence))
-        elif len(tokens) < ENOUGH_TOKENS and batch.has_training:
+            found.append(_truncation_finding(batch, group, "recorded", "rollout", evidence))
+        elif group and len(tokens) < ENOUGH_TOKENS and batch.has_training:
             found.append(_few_tokens(len(tokens), "truncation"))
     return found, batch.with_values(replayed)
 
 
-def _renormalised(tokens: Tokens) -> tuple[TruncationKind, str, dict[str, float]] | None:
-    """Which side renormalised over less than the other, what shows it, and the numbers.
+def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding | None:
+    """One side renormalised over less than the other.
 
     Tokens are drawn from the rollout side, so the mean of e^d is the training side's mass on what could be drawn: 1
     whatever the two policies are, less where a filter renormalised the rollout's log-probs.
     """
     quarters = fit(tokens).quarters
-    kind: TruncationKind = "renormalised" if quarters[0] < 0 else "trainer"
-    ours, other, sign = ("rollout", "training", 1) if kind == "renormalised" else ("training", "rollout", -1)
+    ours, other, sign = ("rollout", "training", 1) if quarters[0] < 0 else ("training", "rollout", -1)
     gap = sign * tokens.gap
     weights = np.expm1(np.clip(gap, -20.0, 20.0))
-    z_score = float(weights.mean() / max(weights.std(ddof=1) / math.sqrt(len(gap)), 1e-12))
-    missing, total = -float(weights.mean()), float(np.abs(gap).sum())
-    if max(sign * mean for mean in quarters) >= 0 or missing <= MISSING_MASS or z_score >= -RENORMALISED_Z_SCORE:
+    missing = -float(weights.mean())
+    z_score = missing / max(float(weights.std(ddof=1)) / math.sqrt(len(gap)), 1e-12)
+    if max(sign * mean for mean in quarters) >= 0 or missing <= MISSING_MASS or z_score <= RENORMALISED_Z_SCORE:
         return None
-    one_sided = -float(gap.sum()) / total  # 1 where every gap is negative
+    one_sided = -float(gap.sum() / np.abs(gap).sum())  # 1 where every gap is negative
     if one_sided <= ONE_SIDED or (gap[gap != 0] < 0).mean() <= NEGATIVE:
         return None
     evidence = (
         f"{ours} log-probs are above the {other} ones by {-gap.mean():.3g} nats on average and nearly always "
-        f"({one_sided:.0%} one-sided, {-z_score:.0f} standard errors, {len(gap)} tokens): {missing:.2%} of the mass "
+        f"({one_sided:.0%} one-sided, {z_score:.0f} standard errors, {len(gap)} tokens): {missing:.2%} of the mass "
         f"lies outside what the {ours} side renormalised over."
     )
-    return kind, evidence, {"missing_mass": missing, "one_sided": one_sided}
+    if after_filters(group[0]):
+        evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
+    kind: TruncationKind = "renormalised" if ours == "rollout" else "behaviour"
+    return _truncation_finding(batch, group, kind, ours, evidence, missing_mass=missing, one_sided=one_sided)
 
 
 def _truncation_finding(
-    batch: Batch, group: list[Sample], kind: TruncationKind, evidence: str, statistics: dict[str, float] | None = None
+    batch: Batch, group: list[Sample], kind: TruncationKind, side: Side, evidence: str, **statistics: float
 ) -> Finding:
-    recorded = kind == "recorded" or after_filters(group[0])
     return batch.finding(
         "truncation",
-        "training" if kind in ("trainer", "not_replayed") else "rollout",
+        side,
         f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}, by their records: "
         f"{evidence}",
         TRUNCATION_FIXES[kind],
         group,
         first=first_place(group[0], group[0].usable),
-        confidence="certain" if recorded else "likely",
-        statistics=statistics or {},
+        confidence="certain" if kind == "recorded" or after_filters(group[0]) else "likely",
+        statistics=statistics,
     )
+
+
+def find_sampling(batch: Batch) -> Outcome:
+    """Tokens drawn from a narrower or flatter distribution than the log-probs tell, by the trainer's entropies H.
+
+    Drawn from what the rollout log-probs tell, each token has E ρ (−log p − H) = 0, where p and H are the trainer's and
+    ρ = p / π: at any temperature, length and mismatch. slime, miles, verl and prime-rl take H at the temperature of
+    their log-probs; where the two do not belong together, nothing is decided.
+    """
+    samples = [
+        sample
+        for sample in drawn(batch)
+        if sample.entropy is not None and sample.behaviour_log_probs is None and not sample.sampling.filtered
+        if sample.usable.any()
+    ]
+    tokens = batch.tokens_of(samples)
+    if len(tokens) < ENOUGH_TOKENS:
+        return [], batch
+    entropy = np.concatenate([np.asarray(sample.entropy)[sample.usable] for sample in samples])
+    tokens, entropy = tokens.where(np.isfinite(entropy)), entropy[np.isfinite(entropy)]
+    log_p, ratio = np.minimum(tokens.training, 0.0), np.exp(np.minimum(tokens.gap, MAX_LOG_RATIO))
+    surprise = -log_p - entropy
+    mean, z_score = _mean_over_samples(ratio * surprise, tokens.sample)
+    if abs(mean) < MIN_ENTROPY_GAP_NATS or abs(z_score) < ENTROPY_Z_SCORE:
+        return [], batch
+    recorded, p, others = samples[0].temperature, np.exp(log_p), -np.expm1(log_p)
+    least = -p * log_p - others * np.log(np.maximum(others, 1e-300))  # the entropy of two ids with p and 1 − p
+    above = (entropy > least + others * MAX_LOG_VOCABULARY)[(p > 0.9) & (others > 1e-4)]
+    untold = recorded < 1.0 and mean < 0 and len(above) < MIN_NEARLY_CERTAIN  # entropies at temperature 1 look alike
+    if untold or max((entropy < 0.99 * least - 1e-3).mean(), above.mean() if len(above) else 0.0) > MAX_MISFITS:
+        reason = "the entropies do not belong to the distributions that the trainer's log-probs are of"
+        return [Undecided(faults=("truncation",), reason=reason)], batch
+    sharper = 1 - mean / float((ratio * surprise**2).mean())  # to first order 1 / temperature, and never below it
+    one_id = entropy < SURE_ENTROPY
+    top, ratio_of_top = others[one_id & (p > 0.5)], ratio[one_id & (p > 0.5)]
+    seen, plain = float(ratio[one_id & (p <= 0.5)].sum()), float((ratio_of_top * top).sum())
+    expected = float((ratio_of_top * top**sharper / (top**sharper + (1 - top) ** sharper)).sum())
+    enough = expected >= MIN_EXPECTED
+    filtered = enough and not expected / 3 < seen < 1.4 * expected + 2 * math.sqrt(expected)
+    tempered = mean > 0 or (enough and seen > 0.7 * expected and expected < 0.66 * plain and not filtered)
+    why = "a filter" if filtered else f"a temperature of at least {1 / sharper:.2g} times the recorded {recorded:g}"
+    if not (filtered or tempered):
+        why = f"a filter, or {why}"
+    elif mean < 0:
+        why += f". Where one id has over 95 %, {seen:.0f} others were drawn, of {expected:.0f} at another temperature"
+    finding = batch.finding(
+        "temperature" if tempered else "truncation",
+        "rollout",
+        f"Over {len(tokens)} sampled tokens the mean −log p is {mean:+.3g} nats from the trainer's entropies "
+        f"({z_score:+.0f} standard errors). So tokens were drawn from a {'flatter' if mean > 0 else 'narrower'} "
+        f"distribution than the log-probs tell: {why}.",
+        f"Send every sampling parameter with the request; a model's generation_config may set others. "
+        f"{TEMPERATURE_FIXES['other'] if tempered else TRUNCATION_FIXES['recorded']}",
+        samples,
+        tokens=len(tokens),
+        first=first_place(samples[0], samples[0].usable),
+        statistics={"entropy_gap": mean, "standard_errors": z_score, "temperature_ratio": 1 / sharper},
+    )
+    return [finding], batch
+
+
+def _mean_over_samples(values: Floats, sample: Ints) -> tuple[float, float]:
+    """(mean over tokens, its size in standard errors: those over samples or over tokens, whichever are larger)."""
+    mean, index = float(values.mean()), np.unique(sample, return_inverse=True)[1]
+    sums = np.bincount(index, values - mean)
+    of_samples = float((sums**2).sum()) * len(sums) / max(len(sums) - 1, 1)
+    error = math.sqrt(max(of_samples, float(((values - mean) ** 2).sum()), 1e-30)) / len(values)
+    return mean, mean / error
+
+
+def find_token_offset(batch: Batch) -> Outcome:
+    """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
+
+    Judged by their first token in each sample, next to tokens of the same log-prob: so neither a penalty, a temperature
+    nor a few bad samples look like it.
+    """
+    tokens = batch.tokens
+    if len(tokens) < ENOUGH_TOKENS:
+        return [], batch
+    ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
+    first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
+    gap, order = tokens.gap[first], np.argsort(tokens.rollout[first])
+    rest, bar = np.empty(len(gap)), np.empty(len(gap))
+    for part in np.array_split(order, 10):
+        if len(part):
+            rest[part] = gap[part] - np.median(gap[part])
+            bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
+    names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
+    above, below = (np.bincount(index[sign * rest > bar], minlength=len(names)) for sign in (1, -1))
+    judged = often >= MIN_OFFSET_SAMPLES
+    odd = names[judged & (np.maximum(above, below) >= OFFSET_SHARE * often)]
+    chosen = np.isin(ids, odd)
+    if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
+        return [], batch
+    gap, odds = (
+        tokens.gap[chosen],
+        [np.log(-np.expm1(np.minimum(side[chosen], -1e-6))) for side in (tokens.rollout, tokens.training)],
+    )
+    constant = any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, gap + odds[0] - odds[1]))
+    fits = (
+        "One number fits: a logit bias, or a ban, on one side"
+        if constant
+        else "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
+    )
+    samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
+    at, size, others = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
+    finding = batch.finding(
+        "token_offset",
+        "both",
+        f"{chosen.sum()} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
+        f"have a mean gap of {size:+.3g} nats, the others {others:+.3g}. {fits}.",
+        OFFSET_FIX,
+        samples,
+        tokens=int(chosen.sum()),
+        first=place_of(batch.samples[int(tokens.sample[at])], int(tokens.position[at])),
+        statistics={"ids": len(odd), "first_id": int(odd[0]), "mean_gap": size, "mean_gap_of_others": others},
+    )
+    masks = {s.index: {"loss_mask": s.loss_mask & ~np.isin(s.response_ids, odd)} for s in samples}
+    return [finding], batch.with_values(masks)

@@ -9,7 +9,9 @@ from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.alignment import find_shift, find_swapped
 from mismatch_plugin.diagnose.detectors.distribution import (
     find_penalty,
+    find_sampling,
     find_temperature,
+    find_token_offset,
     find_truncation,
     find_unrelated,
 )
@@ -57,6 +59,10 @@ _OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temp
 _OTHER_TEXT: tuple[FaultName, ...] = (
     "unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server",
 )  # fmt: skip
+_LEFT_OUT: tuple[FaultName, ...] = (
+    "missing", "infinite", "nan", "positive", "floor", "zero_fill", "eos_appended", "token_offset",
+)  # fmt: skip
+"""Once undone, tokens are missing by what they are: those that are left were not drawn as the log-probs tell."""
 _OLD_WEIGHTS: tuple[FaultName, ...] = (
     "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "other_weights",
 )  # fmt: skip
@@ -80,9 +86,11 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_in_distributions, ends=("shift_by_one",)),
         Detector(find_wrong_prompt, ("wrong_prompt",), unless=("prompt_ids", "temperature", "penalty")),
         Detector(find_unrelated, ("unrelated",), ends=("unrelated",), unless=("wrong_prompt",)),
+        Detector(find_token_offset, ("token_offset",), unless=("wrong_prompt", "prompt_ids", "retokenised")),
         Detector(find_temperature, ("temperature",), unless=("wrong_prompt",)),
         Detector(find_penalty, ("penalty",), unless=("wrong_prompt",)),
         Detector(find_truncation, alone=True),
+        Detector(find_sampling, unless=(*_OTHER_TEXT, *_LEFT_OUT)),
     ),
     (  # Other weights: one server's, or all of them.
         Detector(find_stale_server, ("stale_server",), untold=(*_TOLD, "server_differs")),

@@ -35,7 +35,6 @@ MIN_TEMPERATURE_CHANGE = 0.02
 PENALTIES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5)
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
 TOP_KS = (1, 2, 3, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200, 1000)
-TO_CHECKPOINT = f"mean |gap| to the checkpoint (no token above {CLIP:g} nats)"
 EXPECTED_OUTSIDE = 15.0
 """Tokens that must be expected outside a filter before their absence means anything: by chance once in e^15."""
 LEAK = 0.1
@@ -65,10 +64,23 @@ class Rows:
         return _picked(logits / (self.temperature * scale)[:, None], self.ids)
 
     def finding(
-        self, batch: Batch, fault: FaultName, side: LogProbSide, evidence: str, fix: str, **statistics: float
+        self,
+        batch: Batch,
+        fault: FaultName,
+        side: LogProbSide,
+        evidence: str,
+        fix: str,
+        fits: Comparison | None = None,
+        **statistics: float,
     ) -> Finding:
-        """About all these tokens."""
+        """About all these tokens. fits: the distance to what is recorded and to what the evidence names."""
         samples = [*{sample.index: sample for sample, _ in self.tokens}.values()]
+        if fits is not None:
+            statistics |= {"distance_as_recorded": fits.own, "distance_fitted": fits.other}
+            evidence += (
+                f": mean |gap| to the checkpoint (no token above {CLIP:g} nats) {fits.own:.3g} as recorded, "
+                f"{fits.other:.3g} so."
+            )
         count, first = len(self.tokens), place_of(*self.tokens[0])
         return batch.finding(fault, side, evidence, fix, samples, tokens=count, first=first, statistics=statistics)
 
@@ -147,17 +159,10 @@ def find_in_distributions(batch: Batch) -> Outcome:
         return [too_few(few, "temperature", "truncation", "penalty")], batch
     late = _compare(rows.training, rows.log_probs(rows.logits), rows.late)
     if not batch.from_checkpoint and late.clearly_better(0.5, BETTER_Z_SCORE, 0.1):
-        finding = rows.finding(
-            batch,
-            "shift_by_one",
-            "training",
-            f"The training side's log-probs are those of logits one position too late, which have already seen the "
-            f"token: {TO_CHECKPOINT} {late.own:.3g} as recorded, {late.other:.3g} there.",
-            SHIFT_FIX,
-            distance_as_recorded=late.own,
-            distance_one_late=late.other,
+        evidence = (
+            "The training side's log-probs are of logits one position too late, which have already seen the token"
         )
-        return [finding], batch
+        return [rows.finding(batch, "shift_by_one", "training", evidence, SHIFT_FIX, late)], batch
     judged = SIDES[:1] if batch.from_checkpoint else SIDES
     if any(after_filters(sample) for sample, _ in rows.tokens):
         judged = judged[1:]  # the rollout side's are of another distribution than the logits'
@@ -174,29 +179,19 @@ def _temperature(batch: Batch, rows: Rows, side: LogProbSide) -> Finding | None:
     """The factor on the recorded temperature that fits best, by a grid that is made finer three times."""
     values, logits = (rows.rollout, rows.drawn_from) if side == "rollout" else (rows.training, rows.logits)
     low, high, scale = 0.3, 3.3, 1.0
-    for points in (17, 9, 9, 9):
+    for points in (17, 9, 9, 9, 9):
         scales = np.geomspace(low, high, points)
         best = int(np.argmin([between(values, rows.log_probs(logits, one)).mean for one in scales]))
         low, scale, high = scales[max(best - 1, 0)], float(scales[best]), scales[min(best + 1, points - 1)]
-    found = _compare(values, rows.log_probs(logits), rows.log_probs(logits, scale))
-    better = found.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS)
-    if not better or abs(math.log(scale)) < MIN_TEMPERATURE_CHANGE:
+    fits = _compare(values, rows.log_probs(logits), rows.log_probs(logits, scale))
+    if not fits.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS) or abs(math.log(scale)) < MIN_TEMPERATURE_CHANGE:
         return None
     base = float(rows.temperature.double().mean())
     fitted = base * scale
     kind = "other" if abs(fitted - 1) >= 0.03 else "rollout_raw" if side == "rollout" else "trainer_without"
-    return rows.finding(
-        batch,
-        "temperature",
-        side,
-        f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}: "
-        f"{TO_CHECKPOINT} {found.own:.3g} at the recorded one, {found.other:.3g} at {fitted:.3g}.",
-        TEMPERATURE_FIXES[kind],
-        temperature=fitted,
-        recorded=base,
-        distance_as_recorded=found.own,
-        distance_fitted=found.other,
-    )
+    evidence = f"The {side} side's log-probs are those of temperature {fitted:.3g}, not of the recorded {base:g}"
+    fix = TEMPERATURE_FIXES[kind]
+    return rows.finding(batch, "temperature", side, evidence, fix, fits, temperature=fitted, recorded=base)
 
 
 def _penalty(batch: Batch, rows: Rows) -> list[Finding]:
@@ -204,46 +199,31 @@ def _penalty(batch: Batch, rows: Rows) -> list[Finding]:
     if any(sample.sampling.penalised for sample, _ in rows.tokens):
         return []
     settings = [SamplingParameters(repetition_penalty=penalty) for penalty in PENALTIES]
-    fits = [rows.log_probs(_penalised(rows.logits, rows.tokens, setting)) for setting in settings]
-    best = int(np.argmin([between(rows.rollout, fitted).mean for fitted in fits]))
-    found = _compare(rows.rollout, rows.log_probs(rows.drawn_from), fits[best])
-    if not found.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS):
+    fitted = [rows.log_probs(_penalised(rows.logits, rows.tokens, setting)) for setting in settings]
+    best = int(np.argmin([between(rows.rollout, values).mean for values in fitted]))
+    fits = _compare(rows.rollout, rows.log_probs(rows.drawn_from), fitted[best])
+    if not fits.clearly_better(BETTER, BETTER_Z_SCORE, MIN_GAIN_NATS):
         return []
-    finding = rows.finding(
-        batch,
-        "penalty",
-        "rollout",
-        f"Rollout log-probs contain a repetition penalty of about {PENALTIES[best]:g} that no record tells: "
-        f"{TO_CHECKPOINT} {found.own:.3g} without, {found.other:.3g} with it.",
-        PENALTY_FIX,
-        penalty=PENALTIES[best],
-        distance_without=found.own,
-        distance_with=found.other,
-    )
-    return [finding]
+    evidence = f"Rollout log-probs contain a repetition penalty of about {PENALTIES[best]:g} that no record tells"
+    return [rows.finding(batch, "penalty", "rollout", evidence, PENALTY_FIX, fits, penalty=PENALTIES[best])]
 
 
 def _truncation(batch: Batch, rows: Rows) -> list[Finding]:
-    """No token outside a nucleus or the k likeliest, where many were to be expected, whatever the records say."""
-    found = []
-    for filtered in (True, False):
-        chosen = [
-            at
-            for at, (sample, _) in enumerate(rows.tokens)
-            if sample.behaviour_log_probs is None
-            and not sample.sampling.greedy
-            and sample.sampling.filtered == filtered
-            and not after_filters(sample)
-        ]
-        if chosen:
-            names = [name for name in rows.__dataclass_fields__ if name != "tokens"]
-            part = Rows(tuple(rows.tokens[at] for at in chosen), *(getattr(rows, name)[chosen] for name in names))
-            found += _truncated(batch, part)
-    return found
+    """No token outside a nucleus or the k likeliest, where many were to be expected, whatever the records say.
 
-
-def _truncated(batch: Batch, rows: Rows) -> list[Finding]:
-    """The filter that fits: the recorded one, else the one whose outside was expected to hold most of the missing."""
+    Of several filters the recorded one is named, else the one whose outside was expected to hold most of the missing.
+    Samples with another filter than the first one's are left out.
+    """
+    chosen = [
+        at
+        for at, (sample, _) in enumerate(rows.tokens)
+        if sample.behaviour_log_probs is None and not sample.sampling.greedy and not after_filters(sample)
+        if sample.sampling.filters == rows.tokens[0][0].sampling.filters
+    ]
+    if not chosen:
+        return []
+    names = [name for name in rows.__dataclass_fields__ if name != "tokens"]
+    rows = Rows(tuple(rows.tokens[at] for at in chosen), *(getattr(rows, name)[chosen] for name in names))
     probabilities = (rows.drawn_from / rows.temperature[:, None]).softmax(-1)
     place = (probabilities > probabilities.gather(-1, rows.ids[:, None])).sum(-1)
     mass = probabilities.sort(-1, descending=True).values
@@ -267,17 +247,10 @@ def _truncated(batch: Batch, rows: Rows) -> list[Finding]:
     full, bias = rows.log_probs(rows.drawn_from), -float(log_kept.mean())
     renormalised = _compare(rows.rollout, full, full - log_kept).clearly_better(0.75, BETTER_Z_SCORE, MIN_GAIN_NATS)
     form = "renormalised over what is kept" if renormalised else "over the whole vocabulary"
-    finding = rows.finding(
-        batch,
-        "truncation",
-        "rollout",
-        f"{outside} of {len(rows.tokens)} sampled tokens lie outside {name}, where {expected:.0f} were to be "
-        f"expected: they were drawn from a cut distribution (recorded: {filter_text(sampling)}), and rollout "
-        f"log-probs are {form}; {1 - math.exp(-bias):.2%} of the mass is cut, {bias:.3g} nats a token.",
-        TRUNCATION_FIXES["renormalised" if renormalised else "recorded"],
-        outside=outside,
-        expected_outside=expected,
-        bias=bias,
-        renormalised=renormalised,
+    evidence = (
+        f"{outside} of {len(rows.tokens)} sampled tokens lie outside {name}, where {expected:.0f} were to be expected: "
+        f"they were drawn from a cut distribution (recorded: {filter_text(sampling)}), and rollout log-probs are "
+        f"{form}; {1 - math.exp(-bias):.2%} of the mass is cut, {bias:.3g} nats/token."
     )
-    return [finding]
+    fix = TRUNCATION_FIXES["renormalised" if renormalised else "recorded"]
+    return [rows.finding(batch, "truncation", "rollout", evidence, fix, outside=outside, expected=expected, bias=bias)]
