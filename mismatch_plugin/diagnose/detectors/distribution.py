@@ -39,7 +39,7 @@ ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS = 6.0, 0.02
 MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 """Entropies belong to the log-probs where they lie between the bounds that a token's own probability sets: at most so
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
-SURE_ENTROPY, MIN_EXPECTED = 0.1985, 20.0
+SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
 MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
 """A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
@@ -438,7 +438,7 @@ def find_sampling(batch: Batch) -> Outcome:
     top, ratio_of_top = others[one_id & (p > 0.5)], ratio[one_id & (p > 0.5)]
     seen, plain = float(ratio[one_id & (p <= 0.5)].sum()), float((ratio_of_top * top).sum())
     expected = float((ratio_of_top * top**sharper / (top**sharper + (1 - top) ** sharper)).sum())
-    enough = expected >= MIN_EXPECTED
+    enough = expected >= MIN_EXPECTED and mean < 0
     filtered = enough and not expected / 3 < seen < 1.4 * expected + 2 * math.sqrt(expected)
     tempered = mean > 0 or (enough and seen > 0.7 * expected and expected < 0.66 * plain and not filtered)
     why = "a filter" if filtered else f"a temperature of at least {1 / sharper:.2g} times the recorded {recorded:g}"
