@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Floats, Ints
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Side, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
@@ -29,13 +29,10 @@ SLOPE_OVER_NOISE = 0.6
 rollout log-prob the noise raised."""
 MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
 UNRELATED_CORRELATION, UNRELATED_GAP, UNRELATED_TOKENS = 0.3, 0.5, 50
-RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS = 6.0, 0.4, 0.65, 0.003
-"""A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""
-NO_BIAS = 1e-3
-"""A filter that changes log-probs by less on average cut nothing."""
-MAX_LOG_RATIO = 1.6
-"""Of one token's ratio p / π in the test of entropies, as a logarithm."""
-ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS = 6.0, 0.02
+RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
+"""A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
+With a bias of less than the last in nats a filter cut nothing."""
+ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS, MAX_LOG_RATIO = 6.0, 0.02, 1.6
 MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 """Entropies belong to the log-probs where they lie between the bounds that a token's own probability sets: at most so
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
@@ -43,12 +40,10 @@ SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
 MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
 """A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
-MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS = 6, 0.75, 0.1, 0.3
-"""Samples that have the id, the share of them where it is far off; the share of ids and of tokens at most."""
-CONSTANT_OFFSET = 0.25
-"""Spread over mean of an offset, of the log-prob or of the logit, that one number explains."""
+MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
+"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
+an offset that one number explains."""
 
-TemperatureKind = Literal["trainer_without", "rollout_raw", "other"]
 TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
     "rollout_raw": "The server returns log-probs before temperature: start it without SGLANG_RETURN_ORIGINAL_LOGPROB=1 "
@@ -102,12 +97,12 @@ class Fit(NamedTuple):
     noise: float
     quarters: tuple[float, ...]
 
-    def temperature(self, recorded: float) -> TemperatureKind | None:
+    def temperature(self, recorded: float) -> str | None:
         """None: no other temperature. Else which side left the recorded one out, if τ is that or its inverse."""
         slope, low, high = self.slope, self.quarters[0], self.quarters[3]
         if low * high >= 0 or (high > 0) != (slope.size > 0):
             return None  # a temperature moves likely and unlikely tokens in opposite directions
-        kind: TemperatureKind = "other"
+        kind = "other"
         smallest, largest = sorted((1 + slope.size, 1 + self.upper))
         for name, expected in (("rollout_raw", 1 / recorded), ("trainer_without", recorded)):
             near = smallest * 0.93 <= expected <= largest * 1.07
@@ -147,13 +142,9 @@ def fit(tokens: Tokens) -> Fit:
     )
 
 
-def drawn(batch: Batch) -> list[Sample]:
+def _drawn(batch: Batch) -> list[Sample]:
     """Samples that were not greedy: of the others nothing about sampling can be told from the tokens."""
     return [sample for sample in batch if not sample.sampling.greedy]
-
-
-def _few_tokens(count: int, fault: FaultName) -> Undecided:
-    return too_few(f"{count} that can be compared, {ENOUGH_TOKENS} needed", fault)
 
 
 def rank_correlation(a: Floats, b: Floats) -> float:
@@ -177,7 +168,7 @@ def find_unrelated(batch: Batch) -> Outcome:
     finding = batch.finding(
         "unrelated",
         "both",
-        f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation {correlation:.2f}, "
+        f"Over {len(tokens)} tokens the two sides have nearly nothing in common: rank correlation {correlation:.2f}, "
         f"mean |gap| {gap.mean():.3g} nats.",
         "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
         "logits one position before each token (not those of the token itself).",
@@ -195,7 +186,7 @@ def find_temperature(batch: Batch) -> Outcome:
     if told is not None:
         return [told], batch
     groups: dict[float, list[Sample]] = defaultdict(list)
-    for sample in drawn(batch):
+    for sample in _drawn(batch):
         groups[sample.temperature].append(sample)
     fits = [
         (recorded, samples, fit(tokens), len(tokens))
@@ -203,18 +194,19 @@ def find_temperature(batch: Batch) -> Outcome:
         if len(tokens := batch.tokens_of(samples)) >= ENOUGH_TOKENS
     ]
     if not fits:
-        return [_few_tokens(len(batch.tokens), "temperature")], batch
+        return [too_few(f"{len(batch.tokens)}, {ENOUGH_TOKENS} needed", "temperature")], batch
     found: list[Item] = []
     for recorded, samples, result, count in fits:
         if (kind := result.temperature(recorded)) is None:
             continue
         slope = result.slope
         low, high = sorted(1 / max(1 + bound, 1e-3) for bound in (slope.size, result.upper))
-        side, told_of = {
+        sides: dict[str, tuple[Side, str]] = {
             "trainer_without": ("training", f"the training side is at temperature 1, the rollout side at {recorded:g}"),
             "rollout_raw": ("rollout", f"the rollout side is at temperature 1, the training side at {recorded:g}"),
             "other": ("both", f"the training temperature is {low:.3g} to {high:.3g} times the rollout's"),
-        }[kind]
+        }
+        side, told_of = sides[kind]
         finding = batch.finding(
             "temperature",
             side,
@@ -234,11 +226,11 @@ def find_temperature(batch: Batch) -> Outcome:
 def _told_temperature(batch: Batch) -> Finding | None:
     """Log-probs from before the temperature (vLLM's raw ones), which are not of what tokens were drawn from, whatever
     the trainer does; else a temperature that the training side tells, and that is another one."""
-    chosen = [sample for sample in drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
+    chosen = [sample for sample in _drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
     raw = bool(chosen)
     chosen = chosen or [
         sample
-        for sample in drawn(batch)
+        for sample in _drawn(batch)
         if not math.isclose(sample.trainer_temperature or sample.temperature, sample.temperature, rel_tol=1e-6)
     ]
     if not chosen:
@@ -266,7 +258,7 @@ def find_penalty(batch: Batch) -> Outcome:
     """An offset on tokens that occurred before, beyond what their log-prob explains."""
     found: list[Item] = []
     for penalised in (True, False):
-        group = [sample for sample in drawn(batch) if sample.sampling.penalised == penalised]
+        group = [sample for sample in _drawn(batch) if sample.sampling.penalised == penalised]
         tokens = batch.tokens_of(group)
         repeated = int(tokens.occurred.sum())
         if not group:
@@ -338,8 +330,7 @@ def find_truncation(batch: Batch) -> Outcome:
     if plain:
         bias = float(np.mean([bias for _, bias in plain]))
         evidence = (
-            f"the training side follows the log-probs over the whole vocabulary, {bias:.3g} nats below the behaviour "
-            f"log-probs on average."
+            f"the training side follows the whole vocabulary's log-probs, {bias:.3g} nats below the behaviour ones."
         )
         group = [sample for sample, _ in plain]
         found.append(_truncation_finding(batch, group, "behaviour", "training", evidence, bias=bias))
@@ -355,7 +346,7 @@ def find_truncation(batch: Batch) -> Outcome:
             )
             found.append(_truncation_finding(batch, group, "recorded", "rollout", evidence))
         elif group and len(tokens) < ENOUGH_TOKENS and batch.has_training:
-            found.append(_few_tokens(len(tokens), "truncation"))
+            found.append(too_few(f"{len(tokens)}, {ENOUGH_TOKENS} needed", "truncation"))
     return found, batch.with_values(replayed)
 
 
@@ -412,7 +403,7 @@ def find_sampling(batch: Batch) -> Outcome:
     """
     samples = [
         sample
-        for sample in drawn(batch)
+        for sample in _drawn(batch)
         if sample.entropy is not None and sample.behaviour_log_probs is None and not sample.sampling.filtered
         if sample.usable.any()
     ]
@@ -423,7 +414,10 @@ def find_sampling(batch: Batch) -> Outcome:
     tokens, entropy = tokens.where(np.isfinite(entropy)), entropy[np.isfinite(entropy)]
     log_p, ratio = np.minimum(tokens.training, 0.0), np.exp(np.minimum(tokens.gap, MAX_LOG_RATIO))
     surprise = -log_p - entropy
-    mean, z_score = _mean_over_samples(ratio * surprise, tokens.sample)
+    mean = float((ratio * surprise).mean())
+    left = ratio * surprise - mean
+    of_samples = np.bincount(tokens.sample, left)  # Σ (value − mean) of each: neither one long sample nor few decide
+    z_score = mean * len(tokens) / math.sqrt(max((of_samples**2).sum(), (left**2).sum(), 1e-30))
     if abs(mean) < MIN_ENTROPY_GAP_NATS or abs(z_score) < ENTROPY_Z_SCORE:
         return [], batch
     recorded, p, others = samples[0].temperature, np.exp(log_p), -np.expm1(log_p)
@@ -462,15 +456,6 @@ def find_sampling(batch: Batch) -> Outcome:
     return [finding], batch
 
 
-def _mean_over_samples(values: Floats, sample: Ints) -> tuple[float, float]:
-    """(mean over tokens, its size in standard errors: those over samples or over tokens, whichever are larger)."""
-    mean, index = float(values.mean()), np.unique(sample, return_inverse=True)[1]
-    sums = np.bincount(index, values - mean)
-    of_samples = float((sums**2).sum()) * len(sums) / max(len(sums) - 1, 1)
-    error = math.sqrt(max(of_samples, float(((values - mean) ** 2).sum()), 1e-30)) / len(values)
-    return mean, mean / error
-
-
 def find_token_offset(batch: Batch) -> Outcome:
     """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
 
@@ -483,11 +468,10 @@ def find_token_offset(batch: Batch) -> Outcome:
     ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
     first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
     gap, order = tokens.gap[first], np.argsort(tokens.rollout[first])
-    rest, bar = np.empty(len(gap)), np.empty(len(gap))
-    for part in np.array_split(order, 10):
-        if len(part):
-            rest[part] = gap[part] - np.median(gap[part])
-            bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
+    rest, bar = gap.copy(), np.zeros(len(gap))
+    for part in filter(len, np.array_split(order, 10)):
+        rest[part] -= np.median(gap[part])
+        bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
     names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
     above, below = (np.bincount(index[sign * rest > bar], minlength=len(names)) for sign in (1, -1))
     judged = often >= MIN_OFFSET_SAMPLES
@@ -495,16 +479,11 @@ def find_token_offset(batch: Batch) -> Outcome:
     chosen = np.isin(ids, odd)
     if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
         return [], batch
-    gap, odds = (
-        tokens.gap[chosen],
-        [np.log(-np.expm1(np.minimum(side[chosen], -1e-6))) for side in (tokens.rollout, tokens.training)],
-    )
-    constant = any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, gap + odds[0] - odds[1]))
-    fits = (
-        "One number fits: a logit bias, or a ban, on one side"
-        if constant
-        else "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
-    )
+    gap, rollout, training = (values[chosen] for values in (tokens.gap, tokens.rollout, tokens.training))
+    logit = gap + np.log(np.expm1(np.minimum(rollout, -1e-6)) / np.expm1(np.minimum(training, -1e-6)))
+    fits = "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
+    if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, logit)):
+        fits = "One number fits: a logit bias, or a ban, on one side"
     samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
     at, size, others = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
     finding = batch.finding(

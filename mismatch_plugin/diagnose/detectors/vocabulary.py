@@ -24,7 +24,7 @@ from mismatch_plugin.diagnose.detectors.distribution import (
 )
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.detectors.pairing import SHIFT_FIX
-from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, Item, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
 
 MAX_BYTES = 256 * 2**20
 MAX_SAMPLES, MAX_TOKENS = 256, 4000
@@ -159,16 +159,13 @@ def find_in_distributions(batch: Batch) -> Outcome:
         return [too_few(few, "temperature", "truncation", "penalty")], batch
     late = _compare(rows.training, rows.log_probs(rows.logits), rows.late)
     if not batch.from_checkpoint and late.clearly_better(0.5, BETTER_Z_SCORE, 0.1):
-        evidence = (
-            "The training side's log-probs are of logits one position too late, which have already seen the token"
-        )
+        evidence = "The training side's log-probs are of logits one position too late, which have seen the token"
         return [rows.finding(batch, "shift_by_one", "training", evidence, SHIFT_FIX, late)], batch
     judged = SIDES[:1] if batch.from_checkpoint else SIDES
     if any(after_filters(sample) for sample, _ in rows.tokens):
         judged = judged[1:]  # the rollout side's are of another distribution than the logits'
-    temperatures = [found for side in judged if (found := _temperature(batch, rows, side))]
-    found: list[Item] = [*temperatures, *_penalty(batch, rows)]
-    return found + ([] if temperatures else _truncation(batch, rows)), batch
+    temperatures = [one for side in judged if (one := _temperature(batch, rows, side))]
+    return [*temperatures, *_penalty(batch, rows), *([] if temperatures else _truncation(batch, rows))], batch
 
 
 def _compare(side: Floats, recorded: Floats, other: Floats) -> Comparison:
