@@ -459,8 +459,7 @@ def find_sampling(batch: Batch) -> Outcome:
 def find_token_offset(batch: Batch) -> Outcome:
     """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
 
-    Judged by their first token in each sample, next to tokens of the same log-prob: so neither a penalty, a temperature
-    nor a few bad samples look like it.
+    By their first token in each sample, next to others of its log-prob: no penalty, temperature or bad samples look so.
     """
     tokens = batch.tokens
     if len(tokens) < ENOUGH_TOKENS:

@@ -89,7 +89,7 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_token_offset, ("token_offset",), unless=("wrong_prompt", "prompt_ids", "retokenised")),
         Detector(find_temperature, ("temperature",), unless=("wrong_prompt",)),
         Detector(find_penalty, ("penalty",), unless=("wrong_prompt",)),
-        Detector(find_truncation, alone=True),
+        Detector(find_truncation, alone=True, unless=("token_offset",)),  # it moves all other ids one way
         Detector(find_sampling, unless=(*_OTHER_TEXT, *_LEFT_OUT)),
     ),
     (  # Other weights: one server's, or all of them.
