@@ -72,10 +72,11 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     "log_base": ("logs of base 2 or 10", "one factor between the sides, at every size"),
     "temperature": (
         "only one side divides by the temperature",
-        "the server's plugin; slope of the gap over the log-prob; logits",
+        "the server's plugin; slope of the gap over the log-prob; entropies; logits",
     ),
-    "truncation": ("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; logits"),
+    "truncation": ("top-p, top-k or min-p on one side", "what is recorded; gaps of one sign; entropies; logits"),
     "penalty": ("a repetition penalty on one side", "an offset on tokens that occurred before; logits"),
+    "token_offset": ("few ids with a bias, a ban or other embedding rows on one side", "their gap in every sample"),
     "mixed_versions": ("weights changed inside a response, or servers differ", "recorded versions"),
     "staleness": ("sampled by weights too many steps behind", "recorded versions"),
     "weights_not_updated": (

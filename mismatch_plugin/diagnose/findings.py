@@ -14,7 +14,7 @@ FaultName = Literal[
     "missing", "nan", "infinite", "positive", "floor", "zero_fill",
     "length", "token_ids", "prompt_ids", "eos_appended", "boundary", "shift_by_one", "swapped_samples",
     "sign", "probabilities", "log_base",
-    "temperature", "truncation", "penalty",
+    "temperature", "truncation", "penalty", "token_offset",
     "mixed_versions", "staleness",
     "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
     "wrong_prompt", "retokenised",

@@ -293,7 +293,7 @@ def test_training_and_url_contradict_each_other(tmp_path: Path):
 
 
 def test_every_fault_has_a_name_for_accept():
-    assert len(FAULTS) == 36 and "shift_by_one" in FAULTS
+    assert len(FAULTS) == 37 and "shift_by_one" in FAULTS
 
 
 def test_training_masks_and_lines_that_do_not_fit(tmp_path: Path) -> None:

@@ -1,30 +1,48 @@
-"""Temperature and penalties that only one side applied, and sides that have nothing in common.
+"""What sampled tokens show of distributions: temperatures, penalties, filters and token ids that differ between sides.
 
-Seen in the sampled tokens' log-probs alone; with the whole vocabulary's logits `vocabulary` sees more sharply.
+With the whole vocabulary's logits `vocabulary` sees more sharply.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.data.sampling import SamplingParameters
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
-from mismatch_plugin.diagnose.detectors.regression import Effect, Fit, fit, rank_correlation
-from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Side, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
 
-MIN_REPEATED = 20
-SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.01, 8.0
+GAP_TRIM = 0.005
+"""Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
+MIN_SLOPE, MIN_SLOPE_EXPECTED, SLOPE_Z_SCORE = 0.03, 0.01, 8.0
 SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.3, 0.08
 """Of the gap's variance a temperature must explain; less is asked where the slope is that of the recorded one."""
 SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
 rollout log-prob the noise raised."""
-REPEATED_DEVIATIONS, REPEATED_SHARE = 6.0, 0.04
+MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
 UNRELATED_CORRELATION, UNRELATED_GAP, UNRELATED_TOKENS = 0.3, 0.5, 50
+RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
+"""A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
+With a bias of less than the last in nats a filter cut nothing."""
+ENTROPY_Z_SCORE, MIN_ENTROPY_GAP_NATS, MAX_LOG_RATIO = 6.0, 0.02, 1.6
+MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
+"""Entropies belong to the log-probs where they lie between the bounds that a token's own probability sets: at most so
+many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
+SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
+"""Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
+MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
+"""A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
+MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
+"""Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
+an offset that one number explains."""
 
 TEMPERATURE_FIXES = {
     "trainer_without": "Divide the trainer's logits by the sampling temperature before log-softmax.",
@@ -35,182 +53,204 @@ TEMPERATURE_FIXES = {
     "other": "Use one temperature on both sides: sampling_params of the request, and what the trainer divides its "
     "logits by.",
 }
-_OTHER = {"rollout": "training", "training": "rollout"}
 PENALTY_FIX = (
     "Send repetition_penalty=1, frequency_penalty=0 and presence_penalty=0 explicitly (a model's generation_config may "
     "set others), or apply the same penalties to the trainer's logits."
 )
+OFFSET_FIX = (
+    "Compare both engines' logits at these ids: logit_bias, banned or suppressed ids, rows of added tokens (resize, "
+    "tied weights, padding of the vocabulary) and their update; or give those tokens loss mask 0."
+)
+TruncationKind = Literal["renormalised", "recorded", "behaviour"]
+TRUNCATION_FIXES: dict[TruncationKind, str] = {
+    "renormalised": "Take log-probs over the whole vocabulary (SGLang's default), or keep the kept ids "
+    "(return_sampling_mask) and mask the trainer's logits with them; or sample with top_p=1, top_k=-1, min_p=0.",
+    "recorded": "Sample with top_p=1, top_k=-1, min_p=0, or request return_sampling_mask (with a finite top_k), use "
+    "behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
+    "behaviour": "Use behaviour_log_probs as rollout log-probs and mask the trainer's logits with kept_ids.",
+}
+
+
+class Effect(NamedTuple):
+    """One regressor's coefficient. z_score: in standard errors. share: of the gap's variance that it explains beyond
+    the others (partial R²)."""
+
+    size: float
+    z_score: float
+    share: float
+
+
+class Fit(NamedTuple):
+    """d = a + slope · rollout + repeated · occurred + noise, by least squares.
+
+    slope: centred log-probs of the training side follow the rollout side's with slope 1 + `slope.size`.
+    upper: Var(d) / Cov(d, rollout), from the reverse regression; to first order a ratio of temperatures τ (training
+    log-probs as sharp as rollout ones to the power τ) has slope ≤ τ − 1 ≤ upper in size, with equality on the right
+    where there is no noise.
+    noise: variance left, over that of the rollout log-probs. quarters: mean gap in the quarters of the tokens ordered
+    by rollout log-prob, least likely first.
+    """
+
+    slope: Effect
+    repeated: Effect
+    upper: float
+    noise: float
+    quarters: tuple[float, ...]
+
+    def temperature(self, recorded: float) -> str | None:
+        """None: no other temperature. Else which side left the recorded one out, if τ is that or its inverse."""
+        slope, low, high = self.slope, self.quarters[0], self.quarters[3]
+        if low * high >= 0 or (high > 0) != (slope.size > 0):
+            return None  # a temperature moves likely and unlikely tokens in opposite directions
+        kind = "other"
+        smallest, largest = sorted((1 + slope.size, 1 + self.upper))
+        for name, expected in (("rollout_raw", 1 / recorded), ("trainer_without", recorded)):
+            near = smallest * 0.93 <= expected <= largest * 1.07
+            kind = name if near and recorded != 1.0 and (expected > 1) == (slope.size > 0) else kind
+        bar, share = (MIN_SLOPE, SLOPE_SHARE) if kind == "other" else (MIN_SLOPE_EXPECTED, SLOPE_SHARE_EXPECTED)
+        bar = max(bar, SLOPE_OVER_NOISE * self.noise)
+        return kind if abs(slope.size) >= bar and abs(slope.z_score) >= SLOPE_Z_SCORE and slope.share >= share else None
+
+
+@lru_cache(maxsize=1)  # several detectors ask for the same tokens one after the other
+def fit(tokens: Tokens) -> Fit:
+    """Of at least 8 tokens; without both kinds of token `repeated` is 0."""
+    gap, x = np.clip(tokens.gap, *np.quantile(tokens.gap, [GAP_TRIM, 1 - GAP_TRIM])), tokens.rollout
+    columns = [np.ones(len(x)), x - x.mean()]
+    both = 0 < tokens.occurred.sum() < len(x)
+    if both:
+        columns.append(tokens.occurred - tokens.occurred.mean())
+    design = np.stack(columns, axis=1)
+    covariance = np.linalg.pinv(design.T @ design)
+    coefficients = covariance @ (design.T @ gap)
+    left = gap - design @ coefficients
+    freedom = max(len(x) - design.shape[1], 1)
+    variance = float(left @ left) / freedom
+
+    def effect(column: int) -> Effect:
+        size = float(coefficients[column])
+        z_score = size / math.sqrt(max(variance * covariance[column, column], 1e-30))
+        return Effect(size, z_score, z_score**2 / (z_score**2 + freedom))
+
+    together = float(np.cov(gap, x)[0, 1]) if x.std() > 0 else 0.0
+    return Fit(
+        slope=effect(1),
+        repeated=effect(2) if both else Effect(0.0, 0.0, 0.0),
+        upper=float(gap.var(ddof=1)) / together if together else math.inf,
+        noise=variance / max(float(x.var()), 1e-12),
+        quarters=tuple(float(gap[quarter].mean()) for quarter in np.array_split(tokens.order, 4)),
+    )
+
+
+def _drawn(batch: Batch) -> list[Sample]:
+    """Samples that were not greedy: of the others nothing about sampling can be told from the tokens."""
+    return [sample for sample in batch if not sample.sampling.greedy]
+
+
+def rank_correlation(a: Floats, b: Floats) -> float:
+    """Spearman's, without care for ties; NaN for fewer than 3 values or a constant."""
+    if len(a) < 3 or np.ptp(a) == 0 or np.ptp(b) == 0:
+        return math.nan
+    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable") for values in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
 def find_unrelated(batch: Batch) -> Outcome:
     """Two sides that have nothing to do with each other; nothing finer can be said about such data."""
     tokens = batch.tokens
-    if len(tokens) < UNRELATED_TOKENS:
+    gap = np.abs(tokens.gap)
+    if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
         return [], batch
-    gap = float(np.abs(tokens.gap).mean())
-    correlation = rank_correlation(tokens.rollout, tokens.training) if gap >= UNRELATED_GAP else 1.0
+    correlation = rank_correlation(tokens.rollout, tokens.training)
     if not correlation < UNRELATED_CORRELATION:
         return [], batch
-    worst = int(np.argmax(np.abs(tokens.gap) > UNRELATED_GAP))
+    worst = int(np.argmax(gap > UNRELATED_GAP))
     finding = batch.finding(
         "unrelated",
         "both",
-        f"Over {len(tokens)} tokens the two sides hardly have anything in common: rank correlation {correlation:.2f}, "
-        f"mean |gap| {gap:.3g} nats.",
+        f"Over {len(tokens)} tokens the two sides have nearly nothing in common: rank correlation {correlation:.2f}, "
+        f"mean |gap| {gap.mean():.3g} nats.",
         "Check that the trainer scores these ids after this prompt (chat template), with these weights, and takes the "
         "logits one position before each token (not those of the token itself).",
         [batch.samples[index] for index in np.unique(tokens.sample)],
         tokens=len(tokens),
         first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
-        statistics={"rank_correlation": correlation, "abs_mean": gap},
+        statistics={"rank_correlation": correlation, "abs_mean": float(gap.mean())},
     )
     return [finding], batch
 
 
 def find_temperature(batch: Batch) -> Outcome:
-    """The regression slope of centred log-probs, by recorded temperature; each group of samples is judged alone."""
+    """What the records tell of temperatures, else the slope of centred log-probs, by recorded temperature."""
+    told = _told_temperature(batch)
+    if told is not None:
+        return [told], batch
     groups: dict[float, list[Sample]] = defaultdict(list)
-    for sample in drawn(batch):
+    for sample in _drawn(batch):
         groups[sample.temperature].append(sample)
-    found = [*_raw(batch), *_declared(batch)][:1]
-    if found:
-        return found, batch
-    tokens = {temperature: batch.tokens_of(samples) for temperature, samples in groups.items()}
-    judged = {
-        temperature: samples for temperature, samples in groups.items() if len(tokens[temperature]) >= ENOUGH_TOKENS
-    }
-    if not judged:
-        return [few_tokens(len(batch.tokens), "temperature")], batch
-    for temperature, samples in sorted(judged.items()):
-        result = fit(tokens[temperature])
-        if _is_temperature(result, temperature):
-            found.append(_temperature_finding(batch, samples, result, temperature))
+    fits = [
+        (recorded, samples, fit(tokens), len(tokens))
+        for recorded, samples in sorted(groups.items())
+        if len(tokens := batch.tokens_of(samples)) >= ENOUGH_TOKENS
+    ]
+    if not fits:
+        return [too_few(f"{len(batch.tokens)}, {ENOUGH_TOKENS} needed", "temperature")], batch
+    found: list[Item] = []
+    for recorded, samples, result, count in fits:
+        if (kind := result.temperature(recorded)) is None:
+            continue
+        slope = result.slope
+        low, high = sorted(1 / max(1 + bound, 1e-3) for bound in (slope.size, result.upper))
+        sides: dict[str, tuple[Side, str]] = {
+            "trainer_without": ("training", f"the training side is at temperature 1, the rollout side at {recorded:g}"),
+            "rollout_raw": ("rollout", f"the rollout side is at temperature 1, the training side at {recorded:g}"),
+            "other": ("both", f"the training temperature is {low:.3g} to {high:.3g} times the rollout's"),
+        }
+        side, told_of = sides[kind]
+        finding = batch.finding(
+            "temperature",
+            side,
+            f"Centred training log-probs follow the rollout's with slope {1 + slope.size:.3f} instead of 1 "
+            f"({abs(slope.z_score):.0f} standard errors, {slope.share:.0%} of the gap explained, {count} tokens): "
+            f"{told_of} (recorded: {recorded:g}).",
+            TEMPERATURE_FIXES[kind],
+            samples,
+            tokens=count,
+            first=first_place(samples[0], samples[0].usable),
+            statistics={"slope": 1 + slope.size, "temperature_ratio_low": low, "temperature_ratio_high": high},
+        )
+        found.append(finding)
     return found, batch
 
 
-def drawn(batch: Batch) -> list[Sample]:
-    """Samples that were not greedy: of the others nothing about sampling can be told from the tokens."""
-    return [sample for sample in batch if not sample.sampling.greedy]
-
-
-def few_tokens(count: int, fault: FaultName) -> Undecided:
-    """Too few tokens to judge a slope or an offset."""
-    return too_few(f"{count} that can be compared, {ENOUGH_TOKENS} needed", fault)
-
-
-def _raw(batch: Batch) -> list[Item]:
-    """Log-probs from before the temperature, by what the record tells (vLLM's raw ones): not of what tokens were drawn
-    from, whatever the trainer does."""
-    chosen = [sample for sample in drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
-    if not chosen:
-        return []
-    recorded = chosen[0].temperature
-    told = chosen[0].trainer_temperature
-    tokens = batch.tokens_of(chosen)
-    same = told == 1.0 if told is not None else False
-    if told is None and len(tokens) >= ENOUGH_TOKENS:
-        same = not _is_temperature(fit(tokens), recorded)
-    trainer = (
-        "the trainer's are at temperature 1, too: both sides agree on a policy that no token was drawn from"
-        if same
-        else "the trainer's are not at temperature 1"
-        if told is not None or len(tokens) >= ENOUGH_TOKENS
-        else "the trainer's temperature is not known"
-    )
-    fix = TEMPERATURE_FIXES["raw"] + (" " + TEMPERATURE_FIXES["trainer_without"] if same else "")
-    return [
-        batch.finding(
-            "temperature",
-            "both" if same else "rollout",
-            f"{len(chosen)} of {len(batch)} samples were drawn at temperature {recorded:g}, but their log-probs are "
-            f"those before it (log_probs_of raw); {trainer}.",
-            fix,
-            chosen,
-            statistics={"rollout_temperature": 1.0, "recorded": recorded},
-            confidence="certain",
-        )
-    ]
-
-
-def _declared(batch: Batch) -> list[Item]:
-    """Temperatures that the training side itself tells."""
-    pairs = [(sample, sample.temperature, sample.trainer_temperature) for sample in drawn(batch)]
-    chosen = [
-        (sample, ours, theirs)
-        for sample, ours, theirs in pairs
-        if theirs is not None and not math.isclose(theirs, ours, rel_tol=1e-6)
+def _told_temperature(batch: Batch) -> Finding | None:
+    """Log-probs from before the temperature (vLLM's raw ones), which are not of what tokens were drawn from, whatever
+    the trainer does; else a temperature that the training side tells, and that is another one."""
+    chosen = [sample for sample in _drawn(batch) if sample.log_probs_of == "raw" and sample.temperature != 1.0]
+    raw = bool(chosen)
+    chosen = chosen or [
+        sample
+        for sample in _drawn(batch)
+        if not math.isclose(sample.trainer_temperature or sample.temperature, sample.temperature, rel_tol=1e-6)
     ]
     if not chosen:
-        return []
-    _, ours, theirs = chosen[0]
-    return [
-        batch.finding(
-            "temperature",
-            "both",
-            f"{len(chosen)} of {len(batch)} samples were drawn at another temperature than the training side says it "
-            f"used: {ours:g} and {theirs:g}.",
-            TEMPERATURE_FIXES["other"],
-            [sample for sample, _, _ in chosen],
-            statistics={"rollout_temperature": ours, "train_temperature": theirs},
-            confidence="certain",
-        )
-    ]
-
-
-def _is_temperature(result: Fit, recorded: float) -> bool:
-    slope = result.slope
-    low, high = result.quarters[0], result.quarters[3]
-    if low * high >= 0 or (high > 0) != (slope.size > 0):
-        return False  # a temperature moves likely and unlikely tokens in opposite directions
-    expected = recorded not in (0.0, 1.0) and _explanation(result, recorded) != "other"
-    if abs(slope.size) < (SLOPE_EXPECTED if expected else SLOPE) or abs(slope.deviations) < SLOPE_DEVIATIONS:
-        return False
-    if abs(slope.size) < SLOPE_OVER_NOISE * result.noise:
-        return False
-    return slope.share >= (SLOPE_SHARE_EXPECTED if expected else SLOPE_SHARE)
-
-
-def _sharpness(result: Fit) -> tuple[float, float]:
-    """Bounds of τ: the training side's log-probs are those of the rollout side's distribution to the power τ."""
-    low, high = sorted((1 + result.slope.size, 1 + result.upper))
-    return low, high
-
-
-def _explanation(result: Fit, recorded: float) -> str:
-    """Which side left the recorded temperature out, if τ is that temperature or its inverse."""
-    low, high = _sharpness(result)
-    for kind, expected in (("trainer_without", recorded), ("rollout_raw", 1 / recorded)):
-        if low * 0.93 <= expected <= high * 1.07 and (expected > 1) == (result.slope.size > 0):
-            return kind
-    return "other"
-
-
-def _temperature_finding(batch: Batch, samples: list[Sample], result: Fit, recorded: float) -> Finding:
-    low, high = (1 / max(bound, 1e-3) for bound in reversed(_sharpness(result)))
-    kind = _explanation(result, recorded) if recorded != 1.0 else "other"
-    sides: dict[str, Side] = {"trainer_without": "training", "rollout_raw": "rollout", "other": "both"}
-    side = sides[kind]
-    told = f"the {side} side is at temperature 1, the {_OTHER.get(side)} side at the recorded {recorded:g}"
-    if side == "both":
-        told = f"the training temperature is {low:.3g} to {high:.3g} times the rollout's (recorded: {recorded:g})"
-    slope, tokens = result.slope, len(batch.tokens_of(samples))
+        return None
+    recorded, theirs, tokens = chosen[0].temperature, chosen[0].trainer_temperature, batch.tokens_of(chosen)
+    if theirs is None and len(tokens) >= ENOUGH_TOKENS and fit(tokens).temperature(recorded) is None:
+        theirs = 1.0
+    ours = 1.0 if raw else recorded
+    fix = TEMPERATURE_FIXES["raw" if raw else "other"]
     return batch.finding(
         "temperature",
-        side,
-        f"Centred training log-probs follow the rollout's with slope {1 + slope.size:.3f} instead of 1 "
-        f"({abs(slope.deviations):.0f} standard errors, {slope.share:.0%} of the gap explained, {tokens} tokens): "
-        f"{told}.",
-        TEMPERATURE_FIXES[kind],
-        samples,
-        tokens=tokens,
-        first=first_place(samples[0], samples[0].usable),
-        statistics={
-            "slope": 1 + slope.size,
-            "standard_errors": slope.deviations,
-            "explained": slope.share,
-            "temperature_ratio_low": low,
-            "temperature_ratio_high": high,
-        },
+        "both" if theirs == 1.0 or not raw else "rollout",
+        f"{len(chosen)} of {len(batch)} samples were drawn at temperature {recorded:g}. Their rollout log-probs are of "
+        f"temperature {ours:g}{' (log_probs_of raw)' if raw else ''}, the trainer's of "
+        f"{'one that is not told' if theirs is None else f'{theirs:g}'}.",
+        f"{fix} {TEMPERATURE_FIXES['trainer_without']}" if raw and theirs == 1.0 else fix,
+        chosen,
+        statistics={"rollout_temperature": ours, "recorded": recorded}
+        | ({} if theirs is None else {"train_temperature": theirs}),
+        confidence="certain",
     )
 
 
@@ -218,54 +258,243 @@ def find_penalty(batch: Batch) -> Outcome:
     """An offset on tokens that occurred before, beyond what their log-prob explains."""
     found: list[Item] = []
     for penalised in (True, False):
-        group = [sample for sample in drawn(batch) if sample.sampling.penalised == penalised]
+        group = [sample for sample in _drawn(batch) if sample.sampling.penalised == penalised]
         tokens = batch.tokens_of(group)
         repeated = int(tokens.occurred.sum())
         if not group:
             continue
-        if len(tokens) < ENOUGH_TOKENS:
-            found.append(few_tokens(len(tokens), "penalty"))
-            continue
-        if min(repeated, len(tokens) - repeated) < MIN_REPEATED:
+        if min(repeated, len(tokens) - repeated) < MIN_REPEATED or len(tokens) < ENOUGH_TOKENS:
             few = f"{repeated} of {len(tokens)} occurred before, {MIN_REPEATED} needed of either kind"
-            found.append(too_few(few, "penalty"))
+            found.append(too_few(f"{few} and {ENOUGH_TOKENS} in all", "penalty"))
             continue
         result = fit(tokens)
         effect = result.repeated
-        share = REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
-        temperature = _is_temperature(result, group[0].temperature)
-        if temperature:
-            share = max(share, 0.1)  # a wrong temperature is not linear in the log-prob, and repeats are likelier
-        if abs(effect.deviations) < REPEATED_DEVIATIONS or effect.share < share:
+        temperature = result.temperature(group[0].temperature) is not None
+        # A wrong temperature is not linear in the log-prob, and repeats are likelier.
+        share = 0.1 if temperature else REPEATED_SHARE / 2 if penalised else REPEATED_SHARE
+        if abs(effect.z_score) < REPEATED_Z_SCORE or effect.share < share:
             continue
-        if effect.size > 0 or (not temperature and effect.share >= 2 * share):
-            found.append(_penalty_finding(batch, group, effect))
+        if effect.size < 0 and (temperature or effect.share < 2 * share):
+            continue
+        first = int(np.argmax(tokens.occurred))
+        again, new = (float(tokens.gap[tokens.occurred == flag].mean()) for flag in (True, False))
+        finding = batch.finding(
+            "penalty",
+            "rollout" if effect.size > 0 else "training",
+            f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} "
+            f"likely on the rollout side than the rest would suggest ({abs(effect.z_score):.0f} standard errors; "
+            f"{repeated} such tokens, mean gap {again:+.3g} against {new:+.3g}): "
+            f"{'the request had a penalty' if penalised else 'although the record has no penalty'}.",
+            PENALTY_FIX,
+            group,
+            tokens=repeated,
+            first=place_of(batch.samples[int(tokens.sample[first])], int(tokens.position[first])),
+            statistics={"offset": effect.size, "standard_errors": effect.z_score, "explained": effect.share},
+        )
+        found.append(finding)
     return found, batch
 
 
-def _penalty_finding(batch: Batch, group: list[Sample], effect: Effect) -> Finding:
-    tokens, sampling = batch.tokens_of(group), group[0].sampling
-    off = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
-    set_to = [f"{name} {value:g}" for name in off if (value := getattr(sampling, name)) != off[name]]
-    recorded = f"the request had {', '.join(set_to)}" if set_to else "although the record has no penalty"
-    index, position = (int(column[np.argmax(tokens.occurred)]) for column in (tokens.sample, tokens.position))
-    again, new = (float(np.mean(tokens.gap[tokens.occurred == flag])) for flag in (True, False))
-    repeated = int(tokens.occurred.sum())
-    return batch.finding(
-        "penalty",
-        "rollout" if effect.size > 0 else "training",
-        f"Tokens that occurred before are {abs(effect.size):.3g} nats {'less' if effect.size > 0 else 'more'} likely "
-        f"on the rollout side than the rest would suggest ({abs(effect.deviations):.0f} standard errors; {repeated} "
-        f"such tokens, mean gap {again:+.3g} against {new:+.3g}): {recorded}.",
-        PENALTY_FIX,
-        group,
-        tokens=repeated,
-        first=place_of(batch.samples[index], position),
-        statistics={
-            "offset": effect.size,
-            "standard_errors": effect.deviations,
-            "explained": effect.share,
-            "mean_gap_repeated": again,
-            "mean_gap_new": new,
-        },
+def filter_text(sampling: SamplingParameters) -> str:
+    """The filters as they are written in a request."""
+    return ", ".join(sampling.filters) or "no filter"
+
+
+def after_filters(sample: Sample) -> bool:
+    """Its log-probs are renormalised over what its filters kept, by what the record tells (vLLM's processed ones)."""
+    return sample.sampling.filtered and sample.log_probs_of == "filtered"
+
+
+def find_truncation(batch: Batch) -> Outcome:
+    """Filters that are recorded, and those that show: a renormalised side is off by −log(mass kept), always one way.
+
+    Where the training side replays the sampling mask, comparisons go on with the behaviour log-probs.
+    """
+    found: list[Item] = []
+    replayed: dict[int, dict[str, Any]] = {}
+    plain: list[tuple[Sample, float]] = []  # the training side follows the log-probs of the whole vocabulary
+    groups: dict[tuple[bool, bool], list[Sample]] = {(True, False): [], (True, True): [], (False, False): []}
+    for sample in batch:
+        cut = sample.behaviour_log_probs
+        if cut is None or len(cut) != len(sample):
+            if not sample.sampling.greedy:
+                groups[sample.sampling.filtered, after_filters(sample)].append(sample)
+            continue
+        both = sample.usable & np.isfinite(cut)
+        if both.any():
+            ours, theirs = sample.rollout_log_probs[both], sample.train_log_probs[both]
+            if np.abs(theirs - cut[both]).mean() < np.abs(theirs - ours).mean():
+                replayed[sample.index] = {"rollout_log_probs": cut}
+            elif (bias := float((cut[both] - ours).mean())) > NO_BIAS:
+                plain.append((sample, bias))
+    if plain:
+        bias = float(np.mean([bias for _, bias in plain]))
+        evidence = (
+            f"the training side follows the whole vocabulary's log-probs, {bias:.3g} nats below the behaviour ones."
+        )
+        group = [sample for sample, _ in plain]
+        found.append(_truncation_finding(batch, group, "behaviour", "training", evidence, bias=bias))
+    for (filtered, told), group in groups.items():
+        tokens = batch.tokens_of(group)
+        seen = _renormalised(batch, group, tokens) if len(tokens) >= ENOUGH_TOKENS else None
+        if seen is not None:
+            found.append(seen)
+        elif group and filtered and not told:
+            evidence = (
+                "their log-probs are over the whole vocabulary and no kept ids are recorded. The true behaviour "
+                "log-prob is higher by −log(mass kept), which no weight corrects."
+            )
+            found.append(_truncation_finding(batch, group, "recorded", "rollout", evidence))
+        elif group and len(tokens) < ENOUGH_TOKENS and batch.has_training:
+            found.append(too_few(f"{len(tokens)}, {ENOUGH_TOKENS} needed", "truncation"))
+    return found, batch.with_values(replayed)
+
+
+def _renormalised(batch: Batch, group: list[Sample], tokens: Tokens) -> Finding | None:
+    """One side renormalised over less than the other.
+
+    Tokens are drawn from the rollout side, so the mean of e^d is the training side's mass on what could be drawn: 1
+    whatever the two policies are, less where a filter renormalised the rollout's log-probs.
+    """
+    quarters = fit(tokens).quarters
+    ours, other, sign = ("rollout", "training", 1) if quarters[0] < 0 else ("training", "rollout", -1)
+    gap = sign * tokens.gap
+    weights = np.expm1(np.clip(gap, -20.0, 20.0))
+    missing = -float(weights.mean())
+    z_score = missing / max(float(weights.std(ddof=1)) / math.sqrt(len(gap)), 1e-12)
+    if max(sign * mean for mean in quarters) >= 0 or missing <= MISSING_MASS or z_score <= RENORMALISED_Z_SCORE:
+        return None
+    one_sided = -float(gap.sum() / np.abs(gap).sum())  # 1 where every gap is negative
+    if one_sided <= ONE_SIDED or (gap[gap != 0] < 0).mean() <= NEGATIVE:
+        return None
+    evidence = (
+        f"{ours} log-probs are above the {other} ones by {-gap.mean():.3g} nats on average and nearly always "
+        f"({one_sided:.0%} one-sided, {z_score:.0f} standard errors, {len(gap)} tokens): {missing:.2%} of the mass "
+        f"lies outside what the {ours} side renormalised over."
     )
+    if after_filters(group[0]):
+        evidence += " The record says so (log_probs_of filtered); the trainer does not replay the filter."
+    kind: TruncationKind = "renormalised" if ours == "rollout" else "behaviour"
+    return _truncation_finding(batch, group, kind, ours, evidence, missing_mass=missing, one_sided=one_sided)
+
+
+def _truncation_finding(
+    batch: Batch, group: list[Sample], kind: TruncationKind, side: Side, evidence: str, **statistics: float
+) -> Finding:
+    return batch.finding(
+        "truncation",
+        side,
+        f"{len(group)} of {len(batch)} samples were drawn with {filter_text(group[0].sampling)}, by their records: "
+        f"{evidence}",
+        TRUNCATION_FIXES[kind],
+        group,
+        first=first_place(group[0], group[0].usable),
+        confidence="certain" if kind == "recorded" or after_filters(group[0]) else "likely",
+        statistics=statistics,
+    )
+
+
+def find_sampling(batch: Batch) -> Outcome:
+    """Tokens drawn from a narrower or flatter distribution than the log-probs tell, by the trainer's entropies H.
+
+    Drawn from what the rollout log-probs tell, each token has E ρ (−log p − H) = 0, where p and H are the trainer's and
+    ρ = p / π: at any temperature, length and mismatch. slime, miles, verl and prime-rl take H at the temperature of
+    their log-probs; where the two do not belong together, nothing is decided.
+    """
+    samples = [
+        sample
+        for sample in _drawn(batch)
+        if sample.entropy is not None and sample.behaviour_log_probs is None and not sample.sampling.filtered
+        if sample.usable.any()
+    ]
+    tokens = batch.tokens_of(samples)
+    if len(tokens) < ENOUGH_TOKENS:
+        return [], batch
+    entropy = np.concatenate([np.asarray(sample.entropy)[sample.usable] for sample in samples])
+    tokens, entropy = tokens.where(np.isfinite(entropy)), entropy[np.isfinite(entropy)]
+    log_p, ratio = np.minimum(tokens.training, 0.0), np.exp(np.minimum(tokens.gap, MAX_LOG_RATIO))
+    surprise = -log_p - entropy
+    mean = float((ratio * surprise).mean())
+    left = ratio * surprise - mean
+    of_samples = np.bincount(tokens.sample, left)  # Σ (value − mean) of each: neither one long sample nor few decide
+    z_score = mean * len(tokens) / math.sqrt(max((of_samples**2).sum(), (left**2).sum(), 1e-30))
+    if abs(mean) < MIN_ENTROPY_GAP_NATS or abs(z_score) < ENTROPY_Z_SCORE:
+        return [], batch
+    recorded, p, others = samples[0].temperature, np.exp(log_p), -np.expm1(log_p)
+    least = -p * log_p - others * np.log(np.maximum(others, 1e-300))  # the entropy of two ids with p and 1 − p
+    above = (entropy > least + others * MAX_LOG_VOCABULARY)[(p > 0.9) & (others > 1e-4)]
+    untold = recorded < 1.0 and mean < 0 and len(above) < MIN_NEARLY_CERTAIN  # entropies at temperature 1 look alike
+    if untold or max((entropy < 0.99 * least - 1e-3).mean(), above.mean() if len(above) else 0.0) > MAX_MISFITS:
+        reason = "the entropies do not belong to the distributions that the trainer's log-probs are of"
+        return [Undecided(faults=("truncation",), reason=reason)], batch
+    sharper = 1 - mean / float((ratio * surprise**2).mean())  # to first order 1 / temperature, and never below it
+    one_id = entropy < SURE_ENTROPY
+    top, ratio_of_top = others[one_id & (p > 0.5)], ratio[one_id & (p > 0.5)]
+    seen, plain = float(ratio[one_id & (p <= 0.5)].sum()), float((ratio_of_top * top).sum())
+    expected = float((ratio_of_top * top**sharper / (top**sharper + (1 - top) ** sharper)).sum())
+    enough = expected >= MIN_EXPECTED and mean < 0
+    filtered = enough and not expected / 3 < seen < 1.4 * expected + 2 * math.sqrt(expected)
+    tempered = mean > 0 or (enough and seen > 0.7 * expected and expected < 0.66 * plain and not filtered)
+    why = "a filter" if filtered else f"a temperature of at least {1 / sharper:.2g} times the recorded {recorded:g}"
+    if not (filtered or tempered):
+        why = f"a filter, or {why}"
+    elif mean < 0:
+        why += f". Where one id has over 95 %, {seen:.0f} others were drawn, of {expected:.0f} at another temperature"
+    finding = batch.finding(
+        "temperature" if tempered else "truncation",
+        "rollout",
+        f"Over {len(tokens)} sampled tokens the mean −log p is {mean:+.3g} nats from the trainer's entropies "
+        f"({z_score:+.0f} standard errors). So tokens were drawn from a {'flatter' if mean > 0 else 'narrower'} "
+        f"distribution than the log-probs tell: {why}.",
+        f"Send every sampling parameter with the request; a model's generation_config may set others. "
+        f"{TEMPERATURE_FIXES['other'] if tempered else TRUNCATION_FIXES['recorded']}",
+        samples,
+        tokens=len(tokens),
+        first=first_place(samples[0], samples[0].usable),
+        statistics={"entropy_gap": mean, "standard_errors": z_score, "temperature_ratio": 1 / sharper},
+    )
+    return [finding], batch
+
+
+def find_token_offset(batch: Batch) -> Outcome:
+    """Few token ids whose gap is far from that of all others, in nearly every sample that has them; then left out.
+
+    By their first token in each sample, next to others of its log-prob: no penalty, temperature or bad samples look so.
+    """
+    tokens = batch.tokens
+    if len(tokens) < ENOUGH_TOKENS:
+        return [], batch
+    ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
+    first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
+    gap, order = tokens.gap[first], np.argsort(tokens.rollout[first])
+    rest, bar = gap.copy(), np.zeros(len(gap))
+    for part in filter(len, np.array_split(order, 10)):
+        rest[part] -= np.median(gap[part])
+        bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
+    names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
+    above, below = (np.bincount(index[sign * rest > bar], minlength=len(names)) for sign in (1, -1))
+    judged = often >= MIN_OFFSET_SAMPLES
+    odd = names[judged & (np.maximum(above, below) >= OFFSET_SHARE * often)]
+    chosen = np.isin(ids, odd)
+    if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
+        return [], batch
+    gap, rollout, training = (values[chosen] for values in (tokens.gap, tokens.rollout, tokens.training))
+    logit = gap + np.log(np.expm1(np.minimum(rollout, -1e-6)) / np.expm1(np.minimum(training, -1e-6)))
+    fits = "Other rows of the embedding or output layer fit: added tokens that one side lacks, or padded rows"
+    if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, logit)):
+        fits = "One number fits: a logit bias, or a ban, on one side"
+    samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
+    at, size, others = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
+    finding = batch.finding(
+        "token_offset",
+        "both",
+        f"{chosen.sum()} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
+        f"have a mean gap of {size:+.3g} nats, the others {others:+.3g}. {fits}.",
+        OFFSET_FIX,
+        samples,
+        tokens=int(chosen.sum()),
+        first=place_of(batch.samples[int(tokens.sample[at])], int(tokens.position[at])),
+        statistics={"ids": len(odd), "first_id": int(odd[0]), "mean_gap": size, "mean_gap_of_others": others},
+    )
+    masks = {s.index: {"loss_mask": s.loss_mask & ~np.isin(s.response_ids, odd)} for s in samples}
+    return [finding], batch.with_values(masks)

@@ -7,9 +7,14 @@ from typing import NamedTuple
 
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.alignment import find_ids, find_lengths, find_shift, find_swapped
-from mismatch_plugin.diagnose.detectors.distribution import find_penalty, find_temperature, find_unrelated
-from mismatch_plugin.diagnose.detectors.filters import find_truncation
-from mismatch_plugin.diagnose.detectors.hypotheses import find_in_distributions
+from mismatch_plugin.diagnose.detectors.distribution import (
+    find_penalty,
+    find_sampling,
+    find_temperature,
+    find_token_offset,
+    find_truncation,
+    find_unrelated,
+)
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
 from mismatch_plugin.diagnose.detectors.numbers import (
     find_fills,
@@ -24,6 +29,7 @@ from mismatch_plugin.diagnose.detectors.served import find_served, note, weights
 from mismatch_plugin.diagnose.detectors.size import find_size
 from mismatch_plugin.diagnose.detectors.tokens import find_retokenised, find_wrong_prompt
 from mismatch_plugin.diagnose.detectors.versions import find_versions
+from mismatch_plugin.diagnose.detectors.vocabulary import find_in_distributions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated
 from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
 
@@ -54,6 +60,10 @@ _OTHER_DISTRIBUTION: tuple[FaultName, ...] = ("unrelated", "wrong_prompt", "temp
 _OTHER_TEXT: tuple[FaultName, ...] = (
     "unrelated", "temperature", "penalty", "wrong_prompt", "retokenised", "shift_by_one", "boundary", "stale_server",
 )  # fmt: skip
+_LEFT_OUT: tuple[FaultName, ...] = (
+    "missing", "infinite", "nan", "positive", "floor", "zero_fill", "eos_appended", "token_offset",
+)  # fmt: skip
+"""Once undone, tokens are missing by what they are: those that are left were not drawn as the log-probs tell."""
 _OLD_WEIGHTS: tuple[FaultName, ...] = (
     "staleness", "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "other_weights",
 )  # fmt: skip
@@ -77,9 +87,11 @@ STAGES: tuple[tuple[Detector, ...], ...] = (
         Detector(find_in_distributions, ends=("shift_by_one",)),
         Detector(find_wrong_prompt, ("wrong_prompt",), unless=("prompt_ids", "temperature", "penalty")),
         Detector(find_unrelated, ("unrelated",), ends=("unrelated",), unless=("wrong_prompt",)),
+        Detector(find_token_offset, ("token_offset",), unless=("wrong_prompt", "prompt_ids", "retokenised")),
         Detector(find_temperature, ("temperature",), unless=("wrong_prompt",)),
         Detector(find_penalty, ("penalty",), unless=("wrong_prompt",)),
-        Detector(find_truncation, alone=True),
+        Detector(find_truncation, alone=True, unless=("token_offset",)),  # it moves all other ids one way
+        Detector(find_sampling, unless=(*_OTHER_TEXT, *_LEFT_OUT)),
     ),
     (  # Other weights: one server's, or all of them.
         Detector(find_stale_server, ("stale_server",), untold=(*_TOLD, "server_differs")),

@@ -11,8 +11,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import GREEDY_BELOW
 from mismatch_plugin.data.served import Served
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES
-from mismatch_plugin.diagnose.detectors.filters import FIXES
+from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES, TRUNCATION_FIXES
 from mismatch_plugin.diagnose.detectors.populations import called
 from mismatch_plugin.diagnose.detectors.served_pieces import few
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, first_place
@@ -82,7 +81,7 @@ def _filters(batch: Batch, told: _Told) -> Finding | None:
         if served.filters and not (sample.sampling.greedy or sample.sampling.filtered)
         if sample.behaviour_log_probs is None
     ]
-    return _unrecorded(batch, "truncation", "filters", chosen, FIXES["recorded"])
+    return _unrecorded(batch, "truncation", "filters", chosen, TRUNCATION_FIXES["recorded"])
 
 
 def _shifts(batch: Batch, told: _Told) -> Finding | None:

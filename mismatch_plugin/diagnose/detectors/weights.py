@@ -14,9 +14,9 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distance import logit_gap
+from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
 from mismatch_plugin.diagnose.detectors.layers import find_parts
 from mismatch_plugin.diagnose.detectors.populations import PRECISION, sample_gap
-from mismatch_plugin.diagnose.detectors.regression import rank_correlation
 from mismatch_plugin.diagnose.findings import Confidence, Finding, Item
 
 MIN_SAMPLES = 8

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,13 +12,20 @@ import torch
 
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.versions import WeightSpan, version_number
-from mismatch_plugin.diagnose.detectors.distribution import find_penalty, find_temperature, find_unrelated
-from mismatch_plugin.diagnose.detectors.filters import find_truncation
+from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.distribution import (
+    find_penalty,
+    find_sampling,
+    find_temperature,
+    find_token_offset,
+    find_truncation,
+    find_unrelated,
+)
 from mismatch_plugin.diagnose.detectors.level import mismatch
 from mismatch_plugin.diagnose.detectors.numbers import find_precision, fits_bf16, fits_decimals, fits_fp16
 from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.detectors.vocabulary import penalise
-from mismatch_plugin.diagnose.findings import Undecided
+from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
 # Distributions. Tokens of p = (1/2, 1/4, 1/8, 1/8), as often as they are expected.
@@ -24,33 +33,21 @@ from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 _P = [0.5, 0.5, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125] * 20
 
 
-def test_a_temperature_is_the_slope_of_centred_log_probs():
-    rollout = np.log(_P)
-    half = np.sqrt(_P) / (math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
-    items, _ = find_temperature(batch_of([rollout.tolist()], [np.log(half).tolist()]))
-    (finding,) = found(items)
-    assert finding.fault == "temperature"
-    assert finding.statistics["slope"] == pytest.approx(0.5)
-    assert finding.statistics["temperature_ratio_low"] == pytest.approx(2.0)
-    assert finding.statistics["temperature_ratio_high"] == pytest.approx(2.0)
-
-
-@pytest.mark.parametrize(("recorded", "side"), [(0.5, "training"), (2.0, "rollout")])
-def test_the_recorded_temperature_tells_the_side(recorded: float, side: str):
+@pytest.mark.parametrize(("recorded", "side"), [(1.0, "both"), (0.5, "training"), (2.0, "rollout")])
+def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: str):
     half = np.sqrt(_P) / (math.sqrt(0.5) + math.sqrt(0.25) + 2 * math.sqrt(0.125))
     records = {"sampling": SamplingParameters(temperature=recorded)}
-    items, _ = find_temperature(batch_of([np.log(_P).tolist()], [np.log(half).tolist()], records=records))
-    assert [item.side for item in found(items)] == [side]
-
-
-def test_a_temperature_that_the_training_side_tells():
-    batch = batch_of([[-1.0]], [[-1.0]], training=[{"trainer_temperature": 0.7}])
-    assert [item.fault for item in found(find_temperature(batch)[0])] == ["temperature"]
+    batch = batch_of([np.log(_P).tolist()], [np.log(half).tolist()], records=records)
+    (finding,) = found(find_temperature(batch)[0])
+    assert (finding.fault, finding.side) == ("temperature", side)
+    assert finding.statistics == pytest.approx(
+        {"slope": 0.5, "temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0}
+    )
 
 
 @pytest.mark.parametrize(("trainer_at", "side"), [(0.7, "rollout"), (1.0, "both")])
 @pytest.mark.parametrize("told", [True, False])
-def test_raw_log_probs_of_tokens_drawn_at_a_temperature(trainer_at: float, side: str, told: bool):
+def test_temperatures_that_the_records_tell(trainer_at: float, side: str, told: bool):
     """Two equally likely logits below one: q of temperature .7 is p to the power 1/.7, normalised."""
     raw = np.log(np.array([0.5, 0.25, 0.125, 0.125]))
     sharp = raw / trainer_at - np.log(np.exp(raw / trainer_at).sum())
@@ -61,51 +58,139 @@ def test_raw_log_probs_of_tokens_drawn_at_a_temperature(trainer_at: float, side:
     (finding,) = found(find_temperature(batch)[0])
     assert (finding.fault, finding.side, finding.confidence) == ("temperature", side, "certain")
     assert "processed_logprobs" in finding.fix and ("Divide the trainer" in finding.fix) == (side == "both")
-    at_one = {**records, "sampling": SamplingParameters(temperature=1.0)}
-    same = batch_of([raw[drawn].tolist()], [raw[drawn].tolist()], records=at_one)
-    assert found(find_temperature(same)[0]) == []
+    at_one = batch_of(
+        [raw[drawn].tolist()], [raw[drawn].tolist()], records=records | {"sampling": SamplingParameters()}
+    )
+    assert found(find_temperature(at_one)[0]) == []
+    (finding,) = found(find_temperature(batch_of([[-1.0]], [[-1.0]], training=[{"trainer_temperature": 0.7}]))[0])
+    assert "of temperature 1, the trainer's of 0.7" in finding.evidence
 
 
-def test_log_probs_after_filters_need_a_trainer_that_replays_them():
-    full = np.log([p for p in _P if p > 0.2])  # top-k 2 keeps 3/4 of the mass
-    cut = (full - math.log(0.75)).tolist()
-    records = {"sampling": SamplingParameters(top_k=2), "log_probs_of": "filtered"}
-    (finding,) = found(find_truncation(batch_of([cut], [full.tolist()], records=records))[0])
-    assert (finding.side, finding.confidence) == ("rollout", "certain") and "does not replay" in finding.evidence
-    assert found(find_truncation(batch_of([cut], [cut], records=records))[0]) == []  # it does
-    items, _ = find_truncation(batch_of([cut[:50]], [cut[:50]], records=records))
-    assert [item.faults for item in items if isinstance(item, Undecided)] == [("truncation",)]
+_FULL = np.log([p for p in _P if p > 0.2])
+_CUT = _FULL - math.log(0.75)  # top-k 2 keeps 3/4 of the mass
+_TOP_K = {"sampling": SamplingParameters(top_k=2)}
+_WITH_MASK = _TOP_K | {"behaviour_log_probs": _CUT}
 
 
-def test_few_tokens_tell_no_temperature_filter_or_penalty():
+@pytest.mark.parametrize(
+    ("rollout", "training", "records", "side", "confidence"),
+    [
+        (_CUT, _FULL, {}, "rollout", "likely"),
+        (_FULL, _CUT, {}, "training", "likely"),
+        (_FULL, _FULL, {}, None, None),
+        (_FULL, _FULL, _TOP_K, "rollout", "certain"),
+        (_CUT, _FULL, _TOP_K | {"log_probs_of": "filtered"}, "rollout", "certain"),
+        (_CUT, _CUT, _TOP_K | {"log_probs_of": "filtered"}, None, None),  # the trainer replays the filter
+        (_FULL, _FULL, _WITH_MASK, "training", "likely"),
+        (_FULL, _CUT, _WITH_MASK, None, None),
+    ],
+)
+def test_filters_that_one_side_does_not_follow(rollout, training, records, side, confidence):  # type: ignore[no-untyped-def]
+    items, fixed = find_truncation(batch_of([rollout.tolist()], [training.tolist()], records=records))
+    assert [(item.fault, item.side, item.confidence) for item in found(items)] == (
+        [("truncation", side, confidence)] if side else []
+    )
+    assert side or np.all(fixed.tokens.gap == 0)
+    assert not items or found(items)[0].statistics.get("missing_mass", 0.25) == pytest.approx(0.25)
+
+
+def test_few_tokens_and_no_repeats_tell_no_temperature_filter_or_penalty():
     batch = batch_of([np.log(_P[:64]).tolist()], [np.log(_P[:64]).tolist()])
     detectors = {"temperature": find_temperature, "penalty": find_penalty, "truncation": find_truncation}
     for fault, detector in detectors.items():
-        items, _ = detector(batch)
-        assert [item.faults for item in items if isinstance(item, Undecided)] == [(fault,)]
-        assert found(items) == []
+        (item,) = detector(batch)[0]
+        assert isinstance(item, Undecided) and item.faults == (fault,)
+    (item,) = find_penalty(batch_of([np.log(_P).tolist()], [np.log(_P).tolist()]))[0]
+    assert isinstance(item, Undecided) and "0 of 160 occurred before" in item.reason
 
 
-def test_a_renormalised_side_leaves_mass_outside():
-    full = np.log([p for p in _P if p > 0.2])  # top-k 2 keeps 3/4 of the mass
-    for rollout, train, side in ((full - math.log(0.75), full, "rollout"), (full, full - math.log(0.75), "training")):
-        items, _ = find_truncation(batch_of([rollout.tolist()], [train.tolist()]))
-        (finding,) = found(items)
-        assert (finding.fault, finding.side) == ("truncation", side)
-        assert finding.statistics["missing_mass"] == pytest.approx(0.25)
+def _log_softmax(logits: Any) -> Any:
+    return torch.as_tensor(logits).log_softmax(-1).numpy()
 
 
-def test_a_recorded_filter_without_kept_ids_is_a_fault_and_with_a_replayed_mask_none():
-    full = np.log([p for p in _P if p > 0.2])
-    cut = (full - math.log(0.75)).tolist()
-    sampling = SamplingParameters(top_k=2)
-    items, _ = find_truncation(batch_of([full.tolist()], [full.tolist()], records={"sampling": sampling}))
-    assert "top_k=2" in found(items)[0].evidence
-    with_mask = {"sampling": sampling, "behaviour_log_probs": cut}
-    items, _ = find_truncation(batch_of([full.tolist()], [full.tolist()], records=with_mask))
-    assert [item.side for item in found(items)] == ["training"]
-    items, fixed = find_truncation(batch_of([full.tolist()], [cut], records=with_mask))
-    assert items == [] and np.all(fixed.tokens.gap == 0)
+def _sampled(
+    tokens: int = 40_000, temperature: float = 1.0, factor: float = 1.0, top_p: float = 1.0, at: float = 0.0
+) -> Batch:
+    """Of sure and unsure distributions over 8 ids, a little apart on the two sides. factor, top_p: what tokens are
+    drawn with, and the log-probs do not tell. at: temperature of the entropies, that of the log-probs where 0."""
+    generator = np.random.default_rng(1)
+    logits = generator.normal(size=(tokens, 8)) * generator.lognormal(1.0, 0.5, (tokens, 1))
+    trained = logits + 0.05 * generator.normal(size=logits.shape)
+    log_p, log_q, log_h = (
+        _log_softmax(x) for x in (trained / temperature, logits / temperature, trained / (at or temperature))
+    )
+    drawn_from = np.exp(_log_softmax(log_q / factor))
+    order = np.argsort(-drawn_from, -1)
+    mass = np.take_along_axis(drawn_from, order, -1)
+    mass *= mass.cumsum(-1) - mass < top_p
+    place = (mass.cumsum(-1) < generator.random((tokens, 1)) * mass.sum(-1, keepdims=True)).sum(-1)
+    ids = order[np.arange(tokens), place][:, None]
+    rollout, train = (np.take_along_axis(values, ids, -1).reshape(-1, 200).tolist() for values in (log_q, log_p))
+    entropy = -(np.exp(log_h) * log_h).sum(-1).reshape(-1, 200)
+    records = {"sampling": SamplingParameters(temperature=temperature)}
+    return batch_of(rollout, train, records=records, training=[{"entropy": values} for values in entropy])
+
+
+@pytest.mark.parametrize(
+    ("drawn", "fault", "said"),
+    [
+        ({}, None, ""),
+        ({"temperature": 0.7}, None, ""),
+        ({"top_p": 0.95}, "truncation", "narrower distribution than the log-probs tell: a filter. Where one id"),
+        ({"top_p": 0.9, "tokens": 4000}, "truncation", "a filter, or a temperature of at least"),
+        ({"factor": 0.8}, "temperature", "narrower distribution than the log-probs tell: a temperature of at least"),
+        ({"factor": 1.25}, "temperature", "flatter distribution than the log-probs tell: a temperature of at least"),
+        ({"temperature": 0.7, "at": 1.0}, "undecided", "do not belong"),
+        ({"temperature": 1.3, "at": 1.0}, "undecided", "do not belong"),
+    ],
+)
+def test_entropies_tell_what_tokens_were_drawn_from(drawn: dict[str, Any], fault: str | None, said: str):
+    items, _ = find_sampling(_sampled(**drawn))
+    told = [item.evidence if isinstance(item, Finding) else item.reason for item in items]
+    assert [getattr(item, "fault", "undecided") for item in items] == ([fault] if fault else [])
+    assert all(said in text for text in told), told
+    assert all(abs(item.statistics["standard_errors"]) > 6 for item in found(items))
+
+
+def _with_ids(change: Callable[[Any, Any, Any], Any], samples: int = 24) -> Outcome:
+    """40 tokens a sample of 50 ids; change: of the gap, from ids, how often each was there before, and a generator."""
+    generator = np.random.default_rng(2)
+    ids = [generator.integers(50, size=40) for _ in range(samples)]
+    before = [np.array([(one[:at] == token).sum() for at, token in enumerate(one)]) for one in ids]
+    rollout = -generator.exponential(1.5, (samples, 40)) - 0.1
+    gaps = [generator.normal(0, 0.02, 40) + change(*pair, generator) for pair in zip(ids, before, strict=True)]
+    train = (rollout + np.array(gaps)).tolist()
+    return find_token_offset(batch_of(rollout.tolist(), train, ids=[one.tolist() for one in ids]))
+
+
+def test_ids_with_a_gap_of_their_own_are_named_and_left_out():
+    items, fixed = _with_ids(lambda ids, before, generator: -1.0 * (ids == 7))
+    (finding,) = found(items)
+    assert (finding.fault, finding.statistics["first_id"]) == (
+        "token_offset",
+        7,
+    ) and "One number fits" in finding.evidence
+    assert finding.statistics["mean_gap"] == pytest.approx(-1.0, abs=0.02) and np.abs(fixed.tokens.gap).max() < 0.1
+    assert not any((sample.response_ids[sample.mask] == 7).any() for sample in fixed)
+    (finding,) = found(
+        _with_ids(lambda ids, before, generator: np.isin(ids, [3, 7]) * generator.uniform(0.5, 6, 40))[0]
+    )
+    assert "of id 3, 7 and" in finding.evidence and "Other rows of the embedding" in finding.evidence
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids, before, generator: 0,
+        lambda ids, before, generator: -3.0 * (generator.random(40) < 0.03),  # routers of a MoE model
+        lambda ids, before, generator: 0.15 * np.sin(ids) + generator.normal(0, 0.15, 40),  # rows of low precision
+        lambda ids, before, generator: -0.5 * before * (ids < 3),  # a frequency penalty
+        lambda ids, before, generator: np.where(generator.random() < 0.3, -2.0 * (ids < 9), 0),  # a few bad samples
+    ],
+)
+def test_what_does_not_belong_to_an_id_names_none(change: Callable[[Any, Any, Any], Any]):
+    assert _with_ids(change)[0] == []
+    assert _with_ids(lambda ids, before, generator: -1.0 * (ids == 7), samples=5)[0] == []  # too few samples
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -121,19 +206,12 @@ def test_a_penalty_is_an_offset_on_repeated_tokens(sign: int):
     assert (finding.tokens, finding.first.position if finding.first else None) == (80, 40)
 
 
-def test_no_repeats_tell_no_penalty():
-    values = np.log(_P).tolist()
-    items, _ = find_penalty(batch_of([values], [values]))
-    assert isinstance(items[0], Undecided) and "0 of 160 occurred before" in items[0].reason
-
-
 def test_penalties_are_sglangs():
     """Repetition divides positive and multiplies negative logits; frequency counts, presence does not."""
-    logits = torch.tensor([2.0, -2.0, 1.0, 0.5])
-    assert penalise(logits, np.array([0, 1, 1]), SamplingParameters(repetition_penalty=1.25)).tolist() == pytest.approx(
-        [1.6, -2.5, 1.0, 0.5]
-    )
-    changed = penalise(logits, np.array([0, 1, 1]), SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25))
+    logits, before = torch.tensor([2.0, -2.0, 1.0, 0.5]), np.array([0, 1, 1])
+    changed = penalise(logits, before, SamplingParameters(repetition_penalty=1.25))
+    assert changed.tolist() == pytest.approx([1.6, -2.5, 1.0, 0.5])
+    changed = penalise(logits, before, SamplingParameters(frequency_penalty=0.5, presence_penalty=0.25))
     assert changed.tolist() == [1.25, -3.25, 1.0, 0.5]
 
 
