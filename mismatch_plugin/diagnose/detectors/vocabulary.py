@@ -14,6 +14,7 @@ from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.alignment import SHIFT_FIX
 from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, between, compare
 from mismatch_plugin.diagnose.detectors.distribution import (
     PENALTY_FIX,
@@ -23,7 +24,6 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     filter_text,
 )
 from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
-from mismatch_plugin.diagnose.detectors.pairing import SHIFT_FIX
 from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
 
 MAX_BYTES = 256 * 2**20
