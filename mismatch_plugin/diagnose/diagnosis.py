@@ -20,10 +20,10 @@ from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.diagnose.figures import figures_of
 from mismatch_plugin.diagnose.findings import CheckResult, Finding, Mismatch
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.gate import gate as judge_gate
 from mismatch_plugin.diagnose.histograms import histograms
 from mismatch_plugin.diagnose.measure import measure
-from mismatch_plugin.diagnose.normal import Hints, compare, normality
+from mismatch_plugin.diagnose.normal import Hints, normality
+from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import predict, predict_one
 from mismatch_plugin.diagnose.read import Inputs, read_inputs, refuse_unknown_faults
@@ -139,7 +139,7 @@ def diagnose(
         next_step=_next_step(verdict, batch, level.abs_max == 0.0),
         metrics=metrics,
         size=size,
-        normal=compare(level, hints),
+        normal=answer.rows,
         normality=answer.sentence,
         predictions=tuple(predictions),
         bounds=bounds,

@@ -12,7 +12,7 @@ from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import METRICS, PLACES, PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.figures import Figures
-from mismatch_plugin.diagnose.gate import FEW, gate
+from mismatch_plugin.diagnose.normal import GATE_TOKENS, gate
 from mismatch_plugin.diagnose.result import Gate, Verdict
 from mismatch_plugin.diagnose.trends import Trend
 from mismatch_plugin.report.table import NOTHING, Table, compact
@@ -70,7 +70,7 @@ class Inspection:
 
     def gate(self, bar: float | None = None) -> Gate:
         """Whether k3_kl of the judged steps is at most the bar (`inspect.gate`); without tokens, by k3_kl alone."""
-        return gate(self.k3_kl, FEW if self.tokens is None else self.tokens, bar)
+        return gate(self.k3_kl, GATE_TOKENS if self.tokens is None else self.tokens, bar)
 
     @property
     def verdict(self) -> str:

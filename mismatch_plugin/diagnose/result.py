@@ -78,8 +78,8 @@ class Recommendation(_Model):
 
 
 class Comparable(_Model):
-    """A published gap of the same kind of pair. low, high: range of `figure`, nats a token. what: the model and the
-    engines. where: how the measured value lies to it."""
+    """A known gap of the same kind of pair. low, high: range of `figure`, nats per token. what: the model and the
+    engines. ours: measured on this project's tiny models, not published. where: how the measured value lies to it."""
 
     pair: str
     what: str
@@ -89,6 +89,7 @@ class Comparable(_Model):
     value: float
     where: Literal["below", "inside", "above"]
     source: str
+    ours: bool = False
 
 
 class Gate(_Model):

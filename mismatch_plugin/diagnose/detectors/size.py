@@ -11,9 +11,10 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3, k3
+from mismatch_plugin.diagnose.detectors.level import k3
 from mismatch_plugin.diagnose.detectors.profile import scaled
 from mismatch_plugin.diagnose.findings import FaultName, Finding, place_of
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3
 
 SURE = 2.0
 """Standard errors above its bar from which a size is called far."""
