@@ -17,7 +17,7 @@ from mismatch_plugin.core import health
 from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
 from mismatch_plugin.diagnose.findings import FAULTS, FaultName
 from mismatch_plugin.diagnose.normal import normal_table
-from mismatch_plugin.diagnose.rules import rules_table
+from mismatch_plugin.diagnose.recommend import rules_table
 from mismatch_plugin.hooks.version import HOSTS, manifest, recorded_version
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table

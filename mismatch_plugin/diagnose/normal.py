@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args
 
 from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.core.health import MAX_KL
-from mismatch_plugin.diagnose.findings import Mismatch
+from mismatch_plugin.diagnose.findings import FaultName, Mismatch
 from mismatch_plugin.diagnose.result import Comparable, Figure, Gate
 from mismatch_plugin.limits import USUAL_KL
 from mismatch_plugin.report.table import Table, figure
@@ -28,16 +28,18 @@ small: dense bf16 pairs (our tiny model, SGLang bf16 against a float32 trainer: 
 FAR_ABS_MEAN = 0.35
 """Mean |Δ log p| in nats: the largest published of a sound pair is .34 (MoE 30B-A3B bf16); .2 to .4 was found broken
 elsewhere (OpenClaw #69)."""
-SizeWord = Literal["exact", "small", "moderate", "large", "far"]
+SizeClass = Literal["exact", "small", "moderate", "large", "far"]
+UNEXPLAINED: FaultName = "far_apart"
+"""What a far gap is called that no known fault explains."""
 
 
-def size_word(k3_kl: float, abs_mean: float = 0.0, abs_max: float = math.nan) -> SizeWord:
-    """exact: no token differs (abs_max 0). far: above what any sound pair known has, by k3 or by mean |gap|."""
-    if abs_max == 0.0:
+def size_class(level: Mismatch) -> SizeClass:
+    """exact: no token differs. far: above what any sound pair known has, by k3 or by the mean |gap|."""
+    if level.abs_max == 0.0:
         return "exact"
-    if k3_kl > FAR_K3 or abs_mean > FAR_ABS_MEAN:
+    if level.k3_kl > FAR_K3 or level.abs_mean > FAR_ABS_MEAN:
         return "far"
-    return "small" if k3_kl <= SMALL_K3 else "moderate" if k3_kl <= MODERATE_K3 else "large"
+    return "small" if level.k3_kl <= SMALL_K3 else "moderate" if level.k3_kl <= MODERATE_K3 else "large"
 
 
 # Gaps of sound pairs -------------------------------------------------------------------------------------------------

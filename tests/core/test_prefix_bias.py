@@ -16,8 +16,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.diagnose.figures import Figures
-from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.rules import CREDIT, RULES, Rule
+from mismatch_plugin.diagnose.recommend import CREDIT, RULES, Rule, recommend
 from mismatch_plugin.report.presets import quiet_preset
 
 ACTIONS = 6

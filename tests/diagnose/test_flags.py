@@ -13,9 +13,8 @@ import yaml
 import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import no_notes
-from mismatch_plugin.diagnose.flags import available, flags_for, preset_of, shortest_flags
-from mismatch_plugin.diagnose.hosts import HOSTS, Host
-from mismatch_plugin.diagnose.rules import RULES
+from mismatch_plugin.diagnose.flags import HOSTS, Host, available, flags_for, preset_of, shortest_flags
+from mismatch_plugin.diagnose.recommend import RULES
 from mismatch_plugin.hooks.base import HOSTS as LAUNCHED
 from mismatch_plugin.hooks.base import Plan, find_host
 from mismatch_plugin.launch.__main__ import prepare

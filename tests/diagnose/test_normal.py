@@ -23,7 +23,7 @@ from mismatch_plugin.diagnose.normal import (
     gate,
     normal_table,
     normality,
-    size_word,
+    size_class,
 )
 
 
@@ -118,11 +118,9 @@ def test_up_to_twice_the_largest_is_its_size(times: float, normal: bool) -> None
 
 
 def test_words_of_size() -> None:
-    assert [size_word(k3) for k3 in (SMALL_K3, MODERATE_K3, FAR_K3, 1.01 * FAR_K3)] == [
-        "small", "moderate", "large", "far",
-    ]  # fmt: skip
-    assert size_word(0.0, 0.0, 0.0) == "exact" and size_word(0.0) == "small"
-    assert size_word(SMALL_K3, 1.01 * FAR_ABS_MEAN) == "far"
+    sizes = [size_class(level(0.01, k3)) for k3 in (SMALL_K3, MODERATE_K3, FAR_K3, 1.01 * FAR_K3)]
+    assert sizes == ["small", "moderate", "large", "far"]
+    assert size_class(level(0.0, 0.0)) == "exact" and size_class(level(1.01 * FAR_ABS_MEAN, SMALL_K3)) == "far"
 
 
 @pytest.mark.parametrize(

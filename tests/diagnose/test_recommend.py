@@ -15,9 +15,8 @@ from mismatch_plugin.diagnose.bounds import bounds_for
 from mismatch_plugin.diagnose.figures import Figures, figures_of
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.predict import predict, predict_one
-from mismatch_plugin.diagnose.recommend import recommend
+from mismatch_plugin.diagnose.recommend import ADDITIONS, RULES, STRONG_KL, Rule, recommend, rules_table
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
-from mismatch_plugin.diagnose.rules import ADDITIONS, RULES, STRONG_KL, Rule, rules_table
 from mismatch_plugin.report.presets import quiet_preset
 from tests.diagnose.noise import bounds_of, measured, noise
 

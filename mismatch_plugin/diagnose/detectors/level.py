@@ -1,4 +1,4 @@
-"""How far apart the two sides are, and how that compares with what is published of sound pairs."""
+"""How far apart the two sides are."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.batch import Batch
 from mismatch_plugin.diagnose.findings import Mismatch
-from mismatch_plugin.diagnose.normal import SizeWord, size_word
 
 CLAMP = 20.0
-
-
-def size_class(level: Mismatch) -> SizeWord:
-    """exact: no token differs. far: above what any sound pair that is published has."""
-    return size_word(level.k3_kl, level.abs_mean, level.abs_max)
 
 
 def k3(gap: Floats) -> Floats:

@@ -13,7 +13,7 @@ from mismatch_plugin.diagnose.detectors.filters import find_truncation
 from mismatch_plugin.diagnose.detectors.hypotheses import find_in_distributions
 from mismatch_plugin.diagnose.detectors.identity import find_ids
 from mismatch_plugin.diagnose.detectors.lengths import find_lengths
-from mismatch_plugin.diagnose.detectors.level import equal_sides, mismatch, size_class
+from mismatch_plugin.diagnose.detectors.level import equal_sides, mismatch
 from mismatch_plugin.diagnose.detectors.numbers import find_fills, find_numbers
 from mismatch_plugin.diagnose.detectors.populations import find_split, find_stale_server
 from mismatch_plugin.diagnose.detectors.precision import find_precision
@@ -25,7 +25,7 @@ from mismatch_plugin.diagnose.detectors.tokenisation import find_retokenised
 from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated
 from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, size_class
 
 
 class Detector(NamedTuple):
