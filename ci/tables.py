@@ -110,7 +110,7 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
 
 
 def detections_table() -> Table:
-    """Every fault that `check` and `inspect` name."""
+    """Every fault that `inspect` names."""
     rows = tuple((fault, *DETECTIONS[fault]) for fault in FAULTS)
     return Table("Faults", ("fault", "what happened", "what shows it"), rows, code=frozenset({"fault"}))
 

@@ -81,7 +81,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
     """
     from mismatch_plugin.report.templates import environment
 
-    script = files("mismatch_plugin").joinpath("inspect/page.js").read_text(encoding="utf-8")
+    script = files("mismatch_plugin").joinpath("diagnose/page.js").read_text(encoding="utf-8")
     settings = _settings(diagnosis)
     best = advised(diagnosis)
     histograms = diagnosis.histograms

@@ -273,8 +273,11 @@ def recommend(
         config, prediction, reasons = found
         for addition in ADDITIONS:
             if addition.holds(figures, prediction):
-                with no_notes():
-                    changed = config.replace(**addition.changes(figures))
+                try:
+                    with no_notes():
+                        changed = config.replace(**addition.changes(figures))
+                except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
+                    continue
                 more = predicted(changed)
                 if more is not None and more.kept >= LEAST_KEPT:
                     config, prediction = changed, more

@@ -89,7 +89,7 @@ def _unreadable(place: str, error: ValidationError) -> ValueError:
     value = "" if isinstance(given, (Mapping, list)) else f" (value {str(given)[:60]!r})"
     return ValueError(
         f"{place}{called}: {field or 'record'}: {fault['msg']}{value}. It is no rollout record: "
-        f"`mismatch-plugin check --help` shows one."
+        f"docs/inspect.md shows one."
     )
 
 

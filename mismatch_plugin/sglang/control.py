@@ -113,7 +113,7 @@ class ServerControl:
         self._warned: set[str] = set()
         self.fingerprint: str | None = None
         """Of the weights that the last update sent, if the server has our plugin and they were compared with what
-        serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `check`."""
+        serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `inspect`."""
 
     async def health(self, timeout: float = 30.0) -> bool:
         """Whether the server answers and can generate (SGLang generates one token to find out)."""

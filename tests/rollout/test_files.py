@@ -245,7 +245,7 @@ def test_top_log_probs_of_another_form_are_named(tmp_path: Path, top: Any) -> No
     write_rows(path, {**RECORD, "top_log_probs": None}, {**RECORD, "top_log_probs": top})
     with pytest.raises(ValueError, match=r"records\.parquet, row 2: top_log_probs.* It is no rollout record"):
         read_records(path)
-    result = CliRunner().invoke(app, ["check", str(path), "--records-only"])
+    result = CliRunner().invoke(app, ["inspect", str(path), "--brief"])
     assert result.exit_code == 2 and isinstance(result.exception, SystemExit) and "top_log_probs" in result.output
 
 
