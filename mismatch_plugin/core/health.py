@@ -101,8 +101,8 @@ _PRODUCTS = (
     "(mismatch-plugin inspect)."
 )
 _UNIT_SHIFT = (
-    "Find the shift that all tokens share (mismatch-plugin inspect); in a product of ratios (turn, sequence, prefix) it "
-    "is multiplied by the length, at token level it is not."
+    "Find the shift that all tokens share (mismatch-plugin inspect); in a product of ratios (turn, sequence, prefix) "
+    "it is multiplied by the length, at token level it is not."
 )
 _SPREAD = (
     "Lower the upper bound, or raise the lower one with mode clip; in place of a product of ratios (turn, sequence, "

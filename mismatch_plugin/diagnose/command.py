@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ if TYPE_CHECKING:
     from mismatch_plugin.diagnose.result import Diagnosis
 
 CANNOT_READ = 2
-SAMPLES, MAX_NEW_TOKENS = 64, 128
 _BEFORE_A_STEP = {"settings.json", "config.json", "plots", ".lock"}
 """What the report folder of a run may hold before its first step."""
 _dump = partial(typer.Option, rich_help_panel="Dump")
@@ -29,19 +27,18 @@ _output = partial(typer.Option, rich_help_panel="Output")
 _PATH = "A dump of samples, a folder of dumps, or a run's metrics. Without it, --url samples from a server."
 
 
+_OF_RUNS = {"run", "show_all"}
+_OF_BOTH = {"path", "config", "preset", "flags", "host", "gate", "gate_kl", "out", "no_report", "as_json"}
+
+
 class Precision(str, Enum):
     """As normal.Format has them."""
 
-    fp32 = "fp32"
-    fp16 = "fp16"
-    bf16 = "bf16"
-    fp8 = "fp8"
-    fp4 = "fp4"
-    int8 = "int8"
-    int4 = "int4"
+    fp32, fp16, bf16, fp8, fp4, int8, int4 = "fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"
 
 
 def inspect(
+    context: typer.Context,
     path: Annotated[Path | None, typer.Argument(metavar="PATH", help=_PATH)] = None,
     training: Annotated[Path | None, typer.Argument(metavar="TRAINING", help="The training side's own file.")] = None,
     checkpoint: Annotated[
@@ -76,8 +73,8 @@ def inspect(
     accept: Annotated[list[str] | None, _dump(metavar="FAULT", help="A fault that is meant. Repeatable.")] = None,
     gate: Annotated[bool, _output("--gate", help="Fail (exit status 1) where k3 is above the bar.")] = False,
     gate_kl: Annotated[float | None, _output(min=0.0, help="The gate's bar, nats per token. Implies --gate.")] = None,
-    samples: Annotated[int, _server(min=1, help="Without PATH: responses of each server.")] = SAMPLES,
-    max_new_tokens: Annotated[int, _server(min=1, help="Without PATH: tokens of a response.")] = MAX_NEW_TOKENS,
+    samples: Annotated[int, _server(min=1, help="Without PATH: responses of each server.")] = 64,
+    max_new_tokens: Annotated[int, _server(min=1, help="Without PATH: tokens of a response.")] = 128,
     temperature: Annotated[float, _server(help="Without PATH: of the sampling.")] = 1.0,
     prompts: Annotated[Path | None, _server(help="Without PATH: a JSON list of token ids, or a text, a line.")] = None,
     out: Annotated[
@@ -126,15 +123,7 @@ def inspect(
         if path is not None and not path.exists():
             raise InputError(f"{path} is not there: give a dump, a folder of dumps, or a run's metrics.")
         if path is not None and kind_of(path) == "metrics":
-            dump_only: dict[str, Any] = {
-                "TRAINING": training, "--url": url, "--checkpoint": checkpoint, "--format": format, "--accept": accept,
-                "--reference-checkpoint": reference_checkpoint, "--prompts": prompts, "--brief": brief,
-                "--weight-version": weight_version, "--eos-id": eos_id, "--max-staleness": max_staleness != 1,
-                "--engine": engine, "--trainer": trainer, "--moe/--dense": moe is not None, "--one-step": one_step,
-                "--expensive-pass": expensive_pass, "--samples": samples != SAMPLES,
-                "--max-new-tokens": max_new_tokens != MAX_NEW_TOKENS, "--temperature": temperature != 1.0,
-            }  # fmt: skip
-            _refuse(dump_only, f"{path} holds a run's metrics")
+            _refuse(context, _OF_RUNS | _OF_BOTH, f"{path} holds a run's metrics")
             from mismatch_plugin.diagnose.of_metrics import Own, inspect_metrics
 
             own, gated = Own(config, preset, flags), gate or gate_kl is not None
@@ -145,7 +134,7 @@ def inspect(
                 f"{path} holds no step yet, and no dump: a run writes its first metrics there after its first step "
                 f"(--mismatch-report-dir)."
             )
-        _refuse({"--all": show_all, "--run": run}, "PATH is a dump, and no run's metrics")
+        _refuse(context, {*context.params} - _OF_RUNS, "PATH is a dump, and no run's metrics")
         from mismatch_plugin.diagnose.diagnosis import diagnose_files, own_settings
         from mismatch_plugin.diagnose.normal import Hints
         from mismatch_plugin.diagnose.scorers import Live
@@ -203,11 +192,13 @@ def inspect(
     raise typer.Exit(diagnosis.exit_status)
 
 
-def _refuse(given: Mapping[str, Any], what: str) -> None:
+def _refuse(context: typer.Context, meant: set[str], what: str) -> None:
     """Raise InputError, which names the options that were given and have no meaning there."""
     from mismatch_plugin.data.read import InputError
 
-    if named := [name for name, value in given.items() if value is not False and value not in (None, [])]:
+    given = [option for option in context.command.params if option.name not in meant]
+    given = [option for option in given if context.params[option.name or ""] not in (option.default, None, [], ())]
+    if named := [option.opts[0] if option.param_type_name == "option" else "TRAINING" for option in given]:
         raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")
 
 

@@ -9,7 +9,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import merge, no_notes
-from mismatch_plugin.report.presets import as_flags, criterion_spec, quiet_preset
+from mismatch_plugin.report.presets import as_flags, quiet_preset
 
 Host = Literal["slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"]
 HOSTS: dict[Host, str] = {
@@ -101,7 +101,9 @@ def flags_for(config: MismatchConfig, host: Host) -> str:
     Raises: ValueError for an unknown host.
     """
     if host == "python":
-        return python_for(config)
+        name = preset_of(config)
+        settings = f"MismatchConfig.build({config.model_dump(exclude_unset=True)!r})"
+        return f'mp.preset("{name}")' if name else f"mp.{settings}"
     if host not in _COMMANDS:
         raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(HOSTS)}.")
     allowed, notes = available(config, host)
@@ -158,21 +160,6 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         return MismatchConfig.build(data), tuple(notes)
 
 
-def python_for(config: MismatchConfig) -> str:
-    """`mp.preset("token_is")`, with `.replace(…)` of what differs from the preset that is nearest."""
-    name = preset_of(config)
-    if name is not None:
-        return f'mp.preset("{name}")'
-    found: list[str] = []
-    for record in COMPLETE:
-        base = quiet_preset(record.name)
-        changes = _changed(base, config)
-        if changes is not None:
-            given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-            found.append(f'mp.preset("{preset_of(base)}").replace({given})')
-    return min(found, key=len, default=f"mp.MismatchConfig.build({config.model_dump(exclude_unset=True)!r})")
-
-
 def _not_on_driver(config: MismatchConfig) -> str:
     """What needs π_θ or advantages where verl's driver rejects, or rollout log-probs in its own loss."""
     lost = ["rs.policy current"] if config.judges_current else []
@@ -207,22 +194,3 @@ def _drop(data: dict[str, Any], path: str) -> None:
     for parent in parents:
         data = data.get(parent, {})
     data.pop(name, None)
-
-
-def _changed(base: MismatchConfig, config: MismatchConfig) -> dict[str, Any] | None:
-    """Nested changes that make `base` into `config`; None where `replace` does not take them."""
-    changes: dict[str, Any] = {}
-    for field in leaf_fields(MismatchConfig):
-        (old, _), (new, _) = value_and_default(base, field.path), value_and_default(config, field.path)
-        if old != new:
-            new = [criterion_spec(criterion) for criterion in new] if field.path == "rs.criteria" else new
-            *parents, name = field.path.split(".")
-            section = changes
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[name] = new
-    try:
-        with no_notes():
-            return changes if base.replace(**changes) == config else None
-    except ValueError:
-        return None

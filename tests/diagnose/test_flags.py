@@ -96,14 +96,13 @@ def test_the_python_gives_the_settings_back(name: str) -> None:
     text = flags_for(CONFIGS[name], "python")
     with no_notes():
         assert eval(text, {"mp": mp, "inf": float("inf")}) == CONFIGS[name]
-    assert text.startswith("mp.preset(") and len(text) < 200
+    assert text.startswith("mp.preset(" if preset_of(CONFIGS[name]) else "mp.MismatchConfig.build({")
 
 
 def test_a_preset_is_named() -> None:
     assert shortest_flags(quiet_preset("decoupled_token_is")) == ["--mismatch-preset", "token_is"]
     assert preset_of(quiet_preset("pg_is")) == "pg_is" and preset_of(MADE["normalised"]) is None
     assert shortest_flags(MADE["icepop by hand"])[:3] == ["--use-tis", "--tis-mode", "mask"]
-    assert flags_for(MADE["normalised"], "python") == "mp.preset(\"token_is\").replace(tis={'batch_normalize': True})"
     for rule in RULES:
         assert preset_of(quiet_preset(rule.preset)) == rule.preset
 

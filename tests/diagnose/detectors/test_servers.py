@@ -9,8 +9,8 @@ import pytest
 
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.diagnosis import diagnose_files
+from mismatch_plugin.diagnose.findings import Finding
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded
 from tests.fixtures.sglang_check.serving import serving
 

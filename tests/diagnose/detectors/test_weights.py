@@ -16,8 +16,8 @@ from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch, make_batch
 from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated, way_back
-from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.diagnosis import diagnose_files
+from mismatch_plugin.diagnose.findings import Finding
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded, score, training
 
 QUIET = "bfloat16_temperature_1.0"
@@ -195,7 +195,7 @@ def test_from_folders_to_the_finding(tmp_path: Path):
     lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("drift-0.02-7", QUIET)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     policy("float32").save_pretrained(tmp_path / "start")
-    for given, confidence in (({}, "possible"), ({"checkpoint": tmp_path / "drift-0.02-7"}, "likely")):
+    for now, confidence in ((None, "possible"), (tmp_path / "drift-0.02-7", "likely")):
         result = diagnose_files(
             records, path, reading={"reference_checkpoint": tmp_path / "start"}, brief=True, **given
         )
