@@ -65,8 +65,9 @@ class _Screen:
             shown.append("...")
         self.console.print(Padding(shown, (0, 0, 0, indent), expand=False))
 
-    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Columns without lines, all but the first to the right; a row that begins with > is bold."""
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> None:
+        """Columns without lines, numbers to the right; a row that begins with > is bold. words: the column that may be
+        wrapped."""
         from rich.table import Table
         from rich.text import Text
 
@@ -75,7 +76,8 @@ class _Screen:
 
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
         for place, header in enumerate(headers):
-            table.add_column(text(header), justify="right" if place else "left", no_wrap=place > 0, vertical="bottom")
+            justify = "left" if place in (0, words) else "right"
+            table.add_column(text(header), justify=justify, no_wrap=place != words)
         for row in rows:
             table.add_row(*map(text, row), style="bold" if row[0].startswith(">") else "")
         self.console.print(table)
@@ -125,7 +127,7 @@ def show(
         known = published(diagnosis)
         console.print()
         table = [(title, f"{value} {unit}".strip(), known.get(title, "")) for title, value, unit in rows]
-        screen.table(("size", "measured", "known" if known else ""), table)
+        screen.table(("size", "measured", "known" if known else ""), table, words=2)
     console.print()
     _advice(screen, diagnosis, host or host_of(diagnosis.format))
     if report is not None:

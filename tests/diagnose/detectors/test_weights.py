@@ -195,10 +195,9 @@ def test_from_folders_to_the_finding(tmp_path: Path):
     lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("drift-0.02-7", QUIET)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     policy("float32").save_pretrained(tmp_path / "start")
+    begun = {"reference_checkpoint": tmp_path / "start"}
     for now, confidence in ((None, "possible"), (tmp_path / "drift-0.02-7", "likely")):
-        result = diagnose_files(
-            records, path, reading={"reference_checkpoint": tmp_path / "start"}, brief=True, **given
-        )
+        result = diagnose_files(records, path, checkpoint=now, reading=begun, brief=True)
         assert [(item.fault, item.confidence) for item in result.findings] == [("weights_not_updated", confidence)]
         assert any("weights that the run began with" in note for note in result.notes)
     assert not any(item.counts for item in diagnose_files(records, path, reading=start, brief=True).findings)
