@@ -19,15 +19,21 @@ from mismatch_plugin.report.table import Table, figure
 ENOUGH_TOKENS = 100
 """Comparable tokens without which slopes, offsets, the size itself and the gate are not judged: nothing is decided."""
 SMALL_K3, MODERATE_K3, FAR_K3 = USUAL_KL, 1e-2, MAX_KL
-"""Upper ends of small, moderate and large, k3 in nats per token.
+SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN = 0.036, 0.11, 0.35
+"""Upper ends of small, moderate and large, nats per token: of k3 (of |KL|, the same), and of the mean |Δ log p| that
+Gaussian noise of such a k3 has, √(4 k3/π).
 
 small: dense bf16 pairs (our tiny model, SGLang bf16 against a float32 trainer: 8e-4). moderate: KL of the literature
 (.0004 to .01), fp8 whose export was quantised otherwise (xtuner #2044: 8.7e-3), int8. large: MoE without routing replay
-(effective sample size .94 to .95, so k3 of about .03), weights some optimizer steps apart (here: up to .085).
+(effective sample size .94 to .95, so k3 of about .03; mean |Δ log p| .34), weights some optimizer steps apart (here: up
+to .085). Far is above what any sound pair has that is published; a mean of .2 to .4 was found broken (OpenClaw #69).
 """
-FAR_ABS_MEAN = 0.35
-"""Mean |Δ log p| in nats: the largest published of a sound pair is .34 (MoE 30B-A3B bf16); .2 to .4 was found broken
-elsewhere (OpenClaw #69)."""
+LOGIT_GAPS = {"float32": 0.003, "16 bits": 0.07, "quantised": 0.2}
+"""Median logit gap to float32 that a side's precision explains. Measured with a tiny model: float32 1e-6; bf16 .013 to
+.038, p90 .065; int8 weights .06 to .1."""
+NOISE_FORMS = ((0.06, "bf16-like"), (0.2, "fp8- or int8-like"), (math.inf, "int6- to int4-like"))
+"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1,
+int6 .14 to .4, int4 .8 to 2."""
 SizeClass = Literal["exact", "small", "moderate", "large", "far"]
 UNEXPLAINED: FaultName = "far_apart"
 """What a far gap is called that no known fault explains."""
@@ -215,6 +221,15 @@ def normality(level: Mismatch, hints: Hints | None = None, *, name_others: bool 
     if name_others and (others := _others(level, pairs)):
         sentence += "; of the size of " + " or ".join(f'"{pair}"' for pair in others[:2])
     return Answer(False, f"{sentence}.", _rows(level, pairs))
+
+
+def largest_published(quantised: bool) -> tuple[float, float]:
+    """(mean |Δ log p|, k3) of the furthest sound pairs of one version of the weights, with or without a quantised
+    side."""
+    pairs = [pair for pair in get_args(Pair) if pair.startswith(("fp8", "int")) == quantised]
+    kinds = [_known(pair) for pair in pairs if pair != "stale rollouts"]
+    mean, k3 = (max(rows[name][-1].high for rows in kinds if name in rows) for name in (_ABS, "k3"))
+    return mean, k3
 
 
 def normal_table() -> Table:

@@ -364,7 +364,7 @@ def _figures(figures: Figures, rule: Rule) -> str:
         shown.append(f"their product {figure(figures.kl_length, 2)}")
     more = {
         "experts": f"{figures.tail:.2%} of the tokens far away",
-        "strong": f"effective sample size {figures.ess:.0%}",
+        "strong": f"effective sample size {'not recorded' if math.isnan(figures.ess) else f'{figures.ess:.0%}'}",
         "drifting": f"{figures.drifting:.1%} of the responses",
         "stale": f"{figures.stale:.0f} versions behind",
         "turns": f"{figure(figures.mean_turns)} turns a response, the longest of {figures.longest_turn:,.0f} tokens",
