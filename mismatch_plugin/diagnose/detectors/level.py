@@ -1,9 +1,8 @@
-"""How far apart the two sides are, and how that compares with what is published of sound pairs."""
+"""How far apart the two sides are."""
 
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 
@@ -12,29 +11,6 @@ from mismatch_plugin.diagnose.batch import Batch
 from mismatch_plugin.diagnose.findings import Mismatch
 
 CLAMP = 20.0
-ENOUGH_TOKENS = 100
-"""Comparable tokens without which slopes, offsets and the size itself are not judged: then nothing is decided."""
-
-SizeClass = Literal["exact", "small", "moderate", "large", "far"]
-SMALL_K3, MODERATE_K3, FAR_K3 = 1e-3, 1e-2, 0.1
-"""Upper ends of small, moderate and large, k3 in nats a token.
-
-small: dense bf16 pairs (a tiny model, SGLang bf16 against a float32 trainer: 8e-4). moderate: KL of the literature
-(.0004 to .01), fp8 whose export was quantised otherwise (xtuner #2044: 8.7e-3), int8. large: MoE without routing replay
-(effective sample size .94 to .95, so k3 of about .03), weights some optimizer steps apart (here: up to .085).
-"""
-FAR_ABS_MEAN = 0.35
-"""Mean |Δ log p| in nats: the largest published of a sound pair is .34 (MoE 30B-A3B bf16); .2 to .4 was found broken
-elsewhere (OpenClaw #69)."""
-
-
-def size_class(level: Mismatch) -> SizeClass:
-    """exact: no token differs. far: above what any sound pair that is published has."""
-    if level.abs_max == 0.0:
-        return "exact"
-    if level.k3_kl > FAR_K3 or level.abs_mean > FAR_ABS_MEAN:
-        return "far"
-    return "small" if level.k3_kl <= SMALL_K3 else "moderate" if level.k3_kl <= MODERATE_K3 else "large"
 
 
 def k3(gap: Floats) -> Floats:

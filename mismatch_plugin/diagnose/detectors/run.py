@@ -15,7 +15,7 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     find_truncation,
     find_unrelated,
 )
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, equal_sides, mismatch, size_class
+from mismatch_plugin.diagnose.detectors.level import equal_sides, mismatch
 from mismatch_plugin.diagnose.detectors.numbers import (
     find_fills,
     find_null_eos,
@@ -32,6 +32,7 @@ from mismatch_plugin.diagnose.detectors.versions import find_versions
 from mismatch_plugin.diagnose.detectors.vocabulary import find_in_distributions
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated
 from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, FaultName, Finding, Item, Mismatch, Status, Undecided
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, size_class
 
 
 class Detector(NamedTuple):

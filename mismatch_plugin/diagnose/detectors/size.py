@@ -11,9 +11,10 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, SMALL_K3, k3
+from mismatch_plugin.diagnose.detectors.level import k3
 from mismatch_plugin.diagnose.detectors.profile import scaled
 from mismatch_plugin.diagnose.findings import FaultName, Finding, place_of
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, NOISE_FORMS, SMALL_K3
 
 SURE = 2.0
 """Standard errors above its bar from which a size is called far."""
@@ -35,9 +36,6 @@ FLAT = 1.6
 steps from 1.9 on)."""
 CLASSES = (0.05, 0.5, 1.0, 2.0, 4.0, math.inf)
 MIN_CLASS = 20
-NOISE_FORMS = ((0.06, "bf16-like"), (0.2, "fp8- or int8-like"), (math.inf, "int6- to int4-like"))
-"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1,
-int6 .14 to .4, int4 .8 to 2."""
 
 ROUTING_FIX = (
     "Of a MoE model: replay the rollout's routing in the trainer (return_routed_experts, routing replay), or cut such "

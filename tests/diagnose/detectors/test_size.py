@@ -9,18 +9,11 @@ import pytest
 
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.level import (
-    FAR_ABS_MEAN,
-    FAR_K3,
-    MODERATE_K3,
-    SMALL_K3,
-    equal_sides,
-    mismatch,
-    size_class,
-)
+from mismatch_plugin.diagnose.detectors.level import equal_sides, mismatch
 from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.diagnose.detectors.size import find_size, is_far
 from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.normal import FAR_ABS_MEAN, FAR_K3, MODERATE_K3, SMALL_K3, size_class
 from tests.fixtures.sglang_check.by_hand import batch_of, found
 
 SHAPE = (32, 80)
