@@ -80,7 +80,7 @@ def inspect(
     out: Annotated[
         Path | None,
         _output(
-            "--out", "--pictures", help="Folder of the page, of a run its pictures. Default: PATH_inspect, PATH/plots."
+            "--out", "--pictures", help="Folder of the page, or of a run's pictures. Default: PATH_inspect, PATH/plots."
         ),
     ] = None,
     no_report: Annotated[
@@ -218,7 +218,7 @@ def _refuse(context: typer.Context, meant: set[str], what: str) -> None:
 
 
 def _write_report(diagnosis: Diagnosis, folder: Path, host: str | None) -> tuple[Path | None, str]:
-    """`report.html` in a folder; its path, and a sentence where it could not be written: the verdict does not need it."""
+    """`report.html` in a folder; its path, and a sentence where it could not be written."""
     page = folder / "report.html"
     try:
         from mismatch_plugin.diagnose.flags import host_of
