@@ -43,8 +43,10 @@ def trainers() -> list[example.Trainer]:
 
 
 def scored(trainer: example.Trainer, records: Sequence[Sample]) -> list[list[float]]:
-    """The trainer's log-probs of every response."""
-    batch = trainer.batch([record.with_fields(advantages=np.zeros(len(record))) for record in records])
+    """The trainer's log-probs of every response, over the whole vocabulary."""
+    names = ("prompt_ids", "response_ids")
+    bare = [Sample(**{name: getattr(record, name) for name in names}, advantages=0.0) for record in records]
+    batch = trainer.batch(bare)
     return [row.tolist() for row in trainer.log_probs(batch).split([len(record.response_ids) for record in records])]
 
 
