@@ -212,7 +212,7 @@ def _refuse(context: typer.Context, meant: set[str], what: str) -> None:
     from mismatch_plugin.data.read import InputError
 
     given = [option for option in context.command.params if option.name not in meant]
-    given = [option for option in given if context.params[option.name or ""] not in (option.default, None, [], ())]
+    given = [option for option in given if context.params.get(option.name or "") not in (option.default, None, [], ())]
     if named := [option.opts[0] if option.param_type_name == "option" else "TRAINING" for option in given]:
         raise InputError(f"{what}: {', '.join(named)} {'is' if len(named) == 1 else 'are'} not for that; leave it out.")
 

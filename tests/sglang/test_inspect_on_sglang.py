@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from mismatch_plugin.diagnose.command import inspect
+from mismatch_plugin.cli import app
 from tests.sglang.cases import write_case
 from tests.sglang.world import SIZES, STEPS, Size, World
 
@@ -27,13 +26,11 @@ EXPECTED = {
     "shift_by_one": "shift_by_one",
 }
 """Case -> the first finding. What each does, and how mild and strong differ: the docstrings in cases.py."""
-app = typer.Typer(pretty_exceptions_enable=False)
-app.command()(inspect)
 
 
 def inspected(*arguments: object) -> dict[str, Any]:
     """What the command prints; its exit status says the same."""
-    done = CliRunner().invoke(app, [*map(str, arguments), "--json"], env={"COLUMNS": "160", "TERM": "dumb"})
+    done = CliRunner().invoke(app, ["inspect", *map(str, arguments), "--json"], env={"COLUMNS": "160", "TERM": "dumb"})
     assert done.exit_code in (0, 1), done.output
     found = json.loads(done.stdout)
     assert done.exit_code == (found["verdict"] == "fault"), done.output
