@@ -199,15 +199,15 @@ def sample_live(urls: Sequence[str], model: Checkpoint | None, live: Live) -> Du
         raise InputError(f"--{plain_error(error, SamplingParameters)}") from None
     each, responses = max(1, -(-live.samples // len(ids))), list[Sample]()
 
-    async def ask(url: str) -> list[Any]:
+    async def ask(url: str) -> list[Sample]:
         async with SGLangClient(
             url, retries=1, vocab_size=model and model.vocab, rollout_log_prob_policy="neutral"
         ) as client:
             return await client.generate(ids, sampling, samples_per_prompt=each)
 
     for number, url in enumerate(urls):
-        try:  # TEMPORARY: until the client gives samples
-            told = [Sample.model_validate(record.model_dump(exclude_unset=True)) for record in asyncio.run(ask(url))]
+        try:
+            told = asyncio.run(ask(url))
         except (GenerateError, RequestError, ValueError) as error:
             raise InputError(f"the server at {shown(url)} does not sample: {error}") from None
         responses += [one.with_fields(sample_id=f"live-{number}-{index}") for index, one in enumerate(told)]
