@@ -10,6 +10,7 @@ import csv
 import importlib
 import io
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,7 +294,9 @@ def _events(path: Path) -> tuple[Rows, list[str]]:
 
     Raises ValueError where files hold the same steps and none goes on after the other, as of two runs.
     """
-    paths = sorted(path.glob(f"*{EVENTS}*")) if path.is_dir() else [path]  # a name begins with when its writer began
+    # A name has when its writer began, its host, process and number: 10 comes after 9.
+    found = path.glob(f"*{EVENTS}*") if path.is_dir() else [path]
+    paths = sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)])
     rows: dict[int, dict[str, float]] = {}
     older: dict[str, set[int]] = {}
     notes: list[str] = []
