@@ -81,6 +81,12 @@ def as_floats(value: Any) -> Floats:
 _WORDS: dict[Any, float] = {None: NULL, "NaN": np.nan, "Infinity": np.inf, "-Infinity": -np.inf}
 
 
+def one_or_many(value: Any) -> Floats:
+    """One a token; or, of no dimension, one number for the response."""
+    found = value if isinstance(value, (list, tuple)) else scalar(value)
+    return np.array(float(found)) if isinstance(found, (int, float)) else as_floats(value)
+
+
 def as_mask(value: Any) -> Bools:
     """[n] booleans of numbers that are 0 or 1."""
     try:

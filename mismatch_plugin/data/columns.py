@@ -16,7 +16,19 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids, as_floats, as_ids, as_mask, scalar, shown, vector
+from mismatch_plugin.data.arrays import (
+    NULL,
+    Bools,
+    Floats,
+    Ids,
+    as_floats,
+    as_ids,
+    as_mask,
+    one_or_many,
+    scalar,
+    shown,
+    vector,
+)
 from mismatch_plugin.data.sample import LogProbsOf
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY, Served
@@ -219,12 +231,6 @@ def count(value: Any) -> int:
     return int(found)
 
 
-def one_or_many(value: Any, n: int = 1) -> Floats:
-    """[n] of one number, or one each as they are."""
-    found = scalar(value)
-    return np.full(n, float(found)) if isinstance(found, (int, float)) else as_floats(value)
-
-
 @dataclass
 class _RowReader:
     """log_probs_of: of the rollout side. padded: what has padding at its end. step: where the rows tell none."""
@@ -270,6 +276,8 @@ class _RowReader:
 
         def one_each(what: str, convert: Callable[[Any], Any]) -> Any:
             found = self.get(what, convert)
+            if found is not None and found.ndim == 0:
+                return np.full(n, found)
             if found is not None and len(found := cut(found)) != n:
                 raise self.fault(what, f"has {len(found)} entries, the response {n} tokens")
             return found
@@ -292,7 +300,7 @@ class _RowReader:
             "loss_mask": trained,
             "sampling": self._sampling(served),
             "weight_versions": self._versions(trained),
-            "advantages": one_each("advantages", lambda value: one_or_many(value, n)),
+            "advantages": one_each("advantages", one_or_many),
             "sample_id": None if sample_id is None else encodable(str(sample_id)),
             "group": encodable(group) if isinstance(group, str) else group if isinstance(group, int) else None,
             "step": step if isinstance(step, int) else self.step,
@@ -309,7 +317,7 @@ class _RowReader:
                 "trained_mask": trained,
                 "trainer_version": version if isinstance(version, str) else None,
                 "trainer_fingerprint": fingerprint if isinstance(fingerprint, str) else None,
-                "entropy": one_each("entropy", lambda value: one_or_many(value, n)),
+                "entropy": one_each("entropy", one_or_many),
             }
         return {name: value for name, value in found.items() if value is not None}
 

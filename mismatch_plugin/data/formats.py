@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import as_floats, as_ids, as_mask, shown
+from mismatch_plugin.data.arrays import as_floats, as_ids, as_mask, one_or_many, shown
 from mismatch_plugin.data.columns import (
     NAMES,
     TRAINER,
@@ -19,7 +19,6 @@ from mismatch_plugin.data.columns import (
     closest,
     count,
     named,
-    one_or_many,
     read_columns,
     read_rows,
 )

@@ -34,15 +34,9 @@ Side = Literal["rollout", "training"]
 Ids = Annotated[arrays.Ids, PlainValidator(arrays.as_ids)]
 Floats = Annotated[arrays.Floats, PlainValidator(arrays.as_floats)]
 Bools = Annotated[arrays.Bools, PlainValidator(arrays.as_mask)]
-PerToken = Annotated[arrays.Floats, PlainValidator(lambda value: _one_or_many(value))]
+PerToken = Annotated[arrays.Floats, PlainValidator(arrays.one_or_many)]
 Text = Annotated[str, AfterValidator(encodable)]
 TokenId = Annotated[int, Field(ge=0, lt=2**63)]
-
-
-def _one_or_many(value: Any) -> Any:
-    """One a token, or a number for the response (of no dimension)."""
-    found = value if isinstance(value, (list, tuple)) else arrays.scalar(value)
-    return np.array(float(found)) if isinstance(found, (int, float)) else arrays.as_floats(value)
 
 
 def _nothing(kind: type) -> Any:
