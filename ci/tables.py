@@ -101,7 +101,7 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
     "quantised": ("sides in different precision", "even noise above that of bf16, of no other shape"),
     "moe_routing": ("a router chose other experts", "few tokens far off, in any place, sample and id"),
-    "far_apart": ("nothing known explains so large a gap", "its size"),
+    "unexplained": ("nothing known explains so large a gap", "its size"),
     "bf16": ("log-probs were rounded to bf16", "their digits"),
     "fp16": ("log-probs were rounded to fp16", "their digits"),
     "rounded": ("log-probs were rounded to few decimals", "their digits"),

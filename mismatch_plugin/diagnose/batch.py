@@ -90,7 +90,7 @@ class Batch:
     eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
     float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
     checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
-    both checkpoints.
+    both checkpoints. known_quantised: the user says that a side is.
     """
 
     samples: tuple[Sample, ...]
@@ -100,6 +100,7 @@ class Batch:
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
     between: Between | None = None
+    known_quantised: bool = False
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -116,6 +117,13 @@ class Batch:
     def tokens(self) -> Tokens:
         """All usable tokens."""
         return flat(self.samples)
+
+    @property
+    def quantised(self) -> bool | None:
+        """Whether a side has weights or a KV cache below 16 bits, by its user or all servers; None where untold."""
+        caches = (None, "auto", "float32", "bfloat16", "float16")
+        told = [s.quantization is not None or s.kv_cache_dtype not in caches for one in self if (s := one.served)]
+        return True if self.known_quantised or any(told) else None if len(told) < len(self) else False
 
     def tokens_of(self, samples: Sequence[Sample]) -> Tokens:
         """The usable tokens of some of its samples; of all of them they are made once."""

@@ -12,9 +12,9 @@ import numpy as np
 
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.detectors.regression import Effect, Fit, fit, rank_correlation
 from mismatch_plugin.diagnose.findings import FaultName, Finding, Item, Side, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 MIN_REPEATED = 20
 SLOPE, SLOPE_EXPECTED, SLOPE_DEVIATIONS = 0.03, 0.01, 8.0

@@ -11,9 +11,9 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.distribution import drawn, few_tokens
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.detectors.regression import Support, fit, support
 from mismatch_plugin.diagnose.findings import Finding, Item, first_place
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 DEVIATIONS, ONE_SIDED, NEGATIVE, MISSING = 6.0, 0.4, 0.65, 0.003
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number."""

@@ -14,10 +14,10 @@ from mismatch_plugin.diagnose.batch import Batch, Outcome
 from mismatch_plugin.diagnose.detectors.distance import CLIP, Comparison, between, compare
 from mismatch_plugin.diagnose.detectors.distribution import PENALTY_FIX, TEMPERATURE_FIXES
 from mismatch_plugin.diagnose.detectors.filters import FIXES, after_filters, filter_text
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.detectors.pairing import SHIFT_FIX
 from mismatch_plugin.diagnose.detectors.vocabulary import Rows, gather_rows
 from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 FACTOR, STANDARD_ERRORS, MINIMUM_GAIN = 0.6, 6.0, 0.002
 TEMPERATURE_TOLERANCE = 0.02

@@ -10,8 +10,8 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.distance import Scaled, scaled
 from mismatch_plugin.diagnose.detectors.identity import PROMPT_FIX
-from mismatch_plugin.diagnose.detectors.profile import Scaled, scaled
 from mismatch_plugin.diagnose.findings import Finding, first_place
 
 EARLY = 16

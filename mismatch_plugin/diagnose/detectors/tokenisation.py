@@ -14,10 +14,9 @@ from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
 from mismatch_plugin.diagnose.detectors.alignment import moved
-from mismatch_plugin.diagnose.detectors.distance import compare, distances
+from mismatch_plugin.diagnose.detectors.distance import compare, distances, scaled
 from mismatch_plugin.diagnose.detectors.identity import IDS_FIX
 from mismatch_plugin.diagnose.detectors.pairing import LAGS
-from mismatch_plugin.diagnose.detectors.profile import scaled
 from mismatch_plugin.diagnose.findings import Finding, place_of
 
 FAR, TIMES, QUANTILE = 0.3, 16.0, 0.25

@@ -17,7 +17,7 @@ from mismatch_plugin.diagnose.detectors.numbers import find_fills, find_numbers
 from mismatch_plugin.diagnose.detectors.precision import find_precision
 from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.diagnose.detectors.scale import find_scale
-from mismatch_plugin.diagnose.detectors.versions import find_versions
+from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.diagnose.dumps import batch_of as dump_of
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
