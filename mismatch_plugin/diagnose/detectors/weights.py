@@ -33,9 +33,10 @@ MIN_SAMPLES = 8
 LARGEST_P, PAIRS_FURTHER, RATIO, CLEAR_RATIO = 1e-4, 0.75, 1.25, 2.0
 """Of Mann-Whitney tests after Holm; their effect size (share of pairs in which the server's sample is further off); how
 far the medians must be apart (one small update on top of bf16 noise measured 1.35), and from where on it is likely."""
-SPLIT_RATIO, SEPARATION, SMALLEST_SHARE = 2.5, 4.5, 0.1
-"""Where no server is recorded: ratio of the two medians, their distance in standard deviations inside (a normal
-distribution cut in two has 2.7, a uniform one 3.5), and the share of the smaller population."""
+SPLIT_RATIO, SEPARATION, SMALLEST_SHARE, SPLIT_GAP = 2.5, 4.5, 0.1, 0.05
+"""Where no worker is recorded: ratio of the two medians, their distance in standard deviations inside (a normal
+distribution cut in two has 2.7, a uniform one 3.5), the share of the smaller population, and its median logit gap (of
+servers in bf16 at most .038)."""
 MIN_VERSIONS, GROWTH, CLEAR_GROWTH, GROWTH_Z_SCORE = 3, 1.25, 3.0, 5.0
 """Without a reference: versions needed, ratio of the last ones' gap to the first one's, and standard errors of the rank
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
@@ -92,18 +93,20 @@ def find_stale_server(batch: Batch) -> Outcome:
 
 
 def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
-    """Each group against the nearest one and those that are about as near."""
+    """Each group against all that are nearer by RATIO."""
     middle = {name: float(np.median([item.relative for item in items])) for name, items in groups.items()}
-    nearest = min(middle.values(), default=0.0)
-    near_by = [name for name in groups if middle[name] < RATIO * nearest]
-    base = np.array([item.relative for name in near_by for item in groups[name]])
+
+    def nearer(bar: float) -> list[Hashable]:
+        return [name for name in groups if RATIO * middle[name] <= bar]
+
+    def relative(names: Sequence[Hashable]) -> Floats:
+        return np.array([item.relative for name in names for item in groups[name]])
+
     tests = {
-        name: mann_whitney(np.array([item.relative for item in items]), base)
-        for name, items in groups.items()
-        if name not in near_by
+        name: mann_whitney(relative([name]), relative(others)) for name in groups if (others := nearer(middle[name]))
     }
     odd: list[Hashable] = []
-    pairs = len(groups) * (len(groups) - 1) // 2  # the nearest was chosen after looking
+    pairs = len(groups) * (len(groups) - 1) // 2  # which are nearer was known after looking
     for rank, name in enumerate(sorted(tests, key=lambda name: tests[name].p)):
         if tests[name].p * (pairs - rank) > LARGEST_P:
             break
@@ -111,8 +114,9 @@ def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | N
             odd.append(name)
     if not odd:
         return None
+    near_by = nearer(min(middle[name] for name in odd))
     members = sorted((item for name in odd for item in groups[name]), key=lambda item: item.sample.index)
-    near, far = float(np.median(base)), float(np.median([item.relative for item in members]))
+    near, far = float(np.median(relative(near_by))), float(np.median(relative(odd)))
     clear = far >= CLEAR_RATIO * near and far >= PRECISION
     names, samples = ", ".join(map(called, odd)), [item.sample for item in members]
     others = ", ".join(map(called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
@@ -133,9 +137,9 @@ def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | N
 
 
 def find_split(batch: Batch) -> Outcome:
-    """Two clear populations where no record names a server or worker."""
+    """Two clear populations where no record names a worker."""
     scored = sorted(score(batch), key=lambda item: item.relative)
-    if len(scored) < 2 * MIN_SAMPLES or len({item.sample.worker for item in scored}) > 1:
+    if len(scored) < 2 * MIN_SAMPLES or any(item.sample.worker[1] is not None for item in scored):
         return [], batch
     logs = np.log([item.relative for item in scored])
     least = max(math.ceil(SMALLEST_SHARE * len(logs)), MIN_SAMPLES // 2)
@@ -144,7 +148,7 @@ def find_split(batch: Batch) -> Outcome:
     near, far = float(np.exp(np.median(logs[:cut]))), float(np.exp(np.median(logs[cut:])))
     spread = math.sqrt((logs[:cut].var() + logs[cut:].var()) / 2)
     apart = float(logs[cut:].mean() - logs[:cut].mean()) / max(spread, 0.05)
-    if far < PRECISION or far < SPLIT_RATIO * near or apart < SEPARATION:
+    if far < SPLIT_GAP or far < SPLIT_RATIO * near or apart < SEPARATION:
         return [], batch
     samples = sorted((item.sample for item in scored[cut:]), key=lambda sample: sample.index)
     tokens = batch.tokens.where(np.isin(batch.tokens.sample, [sample.index for sample in samples]))
@@ -300,9 +304,9 @@ def _initial(batch: Batch) -> list[Item]:
         names = list(dict.fromkeys(called(sample.worker) for sample in old if sample.worker != (None, None)))
         which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "the servers"
         evidence = (
-            f"{len(old)} of {len(batch)} samples, of {which}, have the weight version {INITIAL_VERSION!r}, while the "
-            f"trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's name for the weights that it "
-            f"started with: the server was never updated, or restarted."
+            f"{len(old)} of {len(batch)} samples{f', of {which},' if names else ''} have the weight version "
+            f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "
+            f"name for the weights that it started with: the server was never updated, or restarted."
         )
         place = place_of(old[0], 0, rollout=INITIAL_VERSION, training=old[0].trainer_version)
         fix = INITIAL_FIX.format(which=which)

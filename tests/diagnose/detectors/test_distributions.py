@@ -12,10 +12,10 @@ from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.versions import WeightSpan, version_number
 from mismatch_plugin.diagnose.detectors.distribution import find_penalty, find_temperature, find_unrelated
 from mismatch_plugin.diagnose.detectors.filters import find_truncation
-from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.detectors.precision import find_precision, fits_bf16, fits_decimals, fits_fp16
-from mismatch_plugin.diagnose.detectors.weights import find_versions
+from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.detectors.vocabulary import penalise
+from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Undecided
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 

@@ -12,7 +12,7 @@ import pytest
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch, make_batch
-from mismatch_plugin.diagnose.detectors.populations import find_split, find_stale_server, mann_whitney
+from mismatch_plugin.diagnose.detectors.weights import find_split, find_stale_server, mann_whitney
 from mismatch_plugin.diagnose.findings import Finding
 
 Sizes = Callable[[int, int], Any]

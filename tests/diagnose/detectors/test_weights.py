@@ -14,8 +14,8 @@ from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch, make_batch
-from mismatch_plugin.diagnose.detectors.layers import Mix
-from mismatch_plugin.diagnose.detectors.weights import find_not_updated, way_back
+from mismatch_plugin.diagnose.detectors.layers import Mix, way_back
+from mismatch_plugin.diagnose.detectors.weights import find_not_updated, find_versions
 from mismatch_plugin.diagnose.findings import Finding
 from mismatch_plugin.diagnose.read import check_files
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded, score, training
