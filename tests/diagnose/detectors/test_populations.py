@@ -134,9 +134,19 @@ def test_no_two_populations(size: Sizes):
     assert find_split(_batch(size, lambda _: {}))[0] == []
 
 
-def test_two_populations_with_names_are_left_to_the_names():
-    batch = _batch(lambda sample, _: 0.3 if sample % 3 == 0 else 0.03, _of_two)
-    assert _found(batch) is None and find_split(batch)[0] == []
+def test_two_populations_are_left_to_the_workers_where_they_are_named():
+    def size(sample: int, _: int) -> float:
+        return 0.3 if sample % 3 == 0 else 0.03
+
+    assert _found(_batch(size, _of_two)) is None
+    assert find_split(_batch(size, lambda index: {**_of_two(index), "dp_rank": 0}))[0] == []
+    assert find_split(_batch(size, _of_two))[0]  # a worker of each server, perhaps
+
+
+def test_samples_with_other_values_are_no_stale_server():
+    batch = _batch(lambda sample, _: 0.03, lambda _: {})
+    other = {at: {"train_log_probs": np.roll(batch.samples[at + 1].train_log_probs, 7)} for at in range(0, 48, 6)}
+    assert find_split(batch.with_values(other))[0] == []
 
 
 def test_mann_whitney_counts_pairs_and_is_close_to_the_exact_test():
