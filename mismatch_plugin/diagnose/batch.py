@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -24,9 +24,10 @@ from mismatch_plugin.diagnose.findings import (
     first_place,
 )
 
+if TYPE_CHECKING:
+    from mismatch_plugin.diagnose.detectors.layers import Mix
+
 DEFAULT_MAX_STALENESS = 1
-
-
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
 
 
@@ -54,12 +55,12 @@ class Tokens:
     @cached_property
     def order(self) -> Ints:
         """The tokens from the least likely one on by the rollout side; of equal ones the first first."""
-        return stable_order(self.rollout, self.order_down[::-1].copy())
+        return np.argsort(self.rollout, kind="stable")
 
     @cached_property
     def order_down(self) -> Ints:
         """The same from the likeliest one on; of equal ones the first first."""
-        return stable_order(-self.rollout)
+        return np.argsort(-self.rollout, kind="stable")
 
     def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:
         """(log-probs of this side, those of the other)."""
@@ -68,19 +69,6 @@ class Tokens:
     def where(self, chosen: Bools) -> Tokens:
         """The chosen ones alone."""
         return Tokens(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
-
-
-class Between(Protocol):
-    """Models between the weights that the run began with and the present ones (`layers.Mix`).
-
-    parts: ways to divide the tensors that differ: name of a part → its parameters.
-    """
-
-    parts: tuple[dict[str, tuple[str, ...]], ...]
-
-    def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
-        """[n] with these parameters from the start and all others from now."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +87,7 @@ class Batch:
     max_staleness: int = DEFAULT_MAX_STALENESS
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
-    between: Between | None = None
+    between: Mix | None = None
     known_quantised: bool = False
 
     def __len__(self) -> int:
@@ -171,27 +159,6 @@ class Batch:
         )
 
 
-def _first_of_equals(ranked: Floats | Ints) -> Bools:
-    """Of values in order, those that the one before does not equal."""
-    first = np.ones(len(ranked), dtype=bool)
-    first[1:] = ranked[1:] != ranked[:-1]
-    return first
-
-
-def stable_order(values: Floats | Ints, order: Ints | None = None) -> Ints:
-    """np.argsort(values, kind="stable") in a third of its time; no NaN. order: one that sorts them; it is changed."""
-    order = np.argsort(values) if order is None else order
-    ranked = values[order]
-    ties = np.flatnonzero(ranked[1:] == ranked[:-1])
-    if len(ties):
-        tied = np.zeros(len(values), dtype=bool)
-        tied[ties] = tied[ties + 1] = True
-        at = np.flatnonzero(tied)
-        run = np.cumsum(_first_of_equals(ranked[at])) * len(values)
-        order[at] = np.sort(run + order[at]) - run
-    return order
-
-
 def median(values: Floats) -> float:
     """np.median of at least one number, none of them NaN, without its overhead."""
     middle = len(values) // 2
@@ -220,9 +187,8 @@ def flat(samples: Sequence[Sample]) -> Tokens:
         at, here = np.flatnonzero(sample.usable), slice(start, end)
         rollout[here], training[here] = sample.rollout_log_probs[at], sample.train_log_probs[at]
         index[here], position[here] = sample.index, at
-        order = stable_order(sample.response_ids)
-        again = np.empty(len(sample), dtype=bool)
-        again[order] = ~_first_of_equals(sample.response_ids[order])
+        again = np.ones(len(sample), dtype=bool)
+        again[np.unique(sample.response_ids, return_index=True)[1]] = False
         occurred[here] = again[at]
     return Tokens(rollout, training, index, position, occurred)
 

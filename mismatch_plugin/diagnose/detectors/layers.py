@@ -36,21 +36,17 @@ MIX_FITS_BETTER, PART_Z_SCORE = 0.85, 2.0
 """Below which share of its best rival's distance a mix must fit. Layers of real servers gave 0.76 at mean |Δ log p|
 0.02 under bf16; servers that are one step of four behind gave 1.02."""
 OLD_FIX = (
-    "The servers still compute with old weights: read what update_weights returns (success, message, of every rank), "
-    'compare POST /weights_checker {"action": "checksum"} before and after an update (our client compares where our '
-    "plugin serves), look for names that the server does not know (a `module.` prefix) and for tensors that are empty "
-    "or views of freed memory at the moment of sending, and flush the cache after the update."
+    "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
+    '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
+    "`module.` prefix) and for tensors that are empty or freed when they are sent; flush the cache after the update."
 )
 MIDDLE_FIX = (
-    "Give --checkpoint and --reference-checkpoint together: mixes of both then show which layers did not arrive. Until "
-    'then compare POST /weights_checker {"action": "checksum"} tensor by tensor with the trainer\'s weights, and check '
-    "that the servers tell the right version."
+    "Give --checkpoint and --reference-checkpoint together: mixes of both show which layers did not arrive. Check that "
+    "the servers tell the right version."
 )
 PARTS_FIX = (
-    'These tensors did not arrive: compare POST /weights_checker {"action": "checksum"} tensor by tensor, look for '
-    "names that the server's loader skips (a `module.` prefix, fused qkv or gate_up, a pipeline stage's offset of the "
-    "layers), for buckets that were never sent, and read the return code of every update; where our plugin "
-    "serves, our client raises for what did not arrive."
+    "These tensors did not arrive: look for names that the server's loader skips (a `module.` prefix, fused qkv or "
+    "gate_up, a pipeline stage's offset of the layers), for buckets that were never sent, and for failed updates."
 )
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 

@@ -9,6 +9,7 @@ from itertools import chain
 from mismatch_plugin.data.served import LastUpdate
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
 from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.layers import OLD_FIX
 from mismatch_plugin.diagnose.detectors.served import MOST_NAMES, Key, Piece, few, minority, pieces_of
 from mismatch_plugin.diagnose.detectors.weights import BEHIND_FIX
 from mismatch_plugin.diagnose.findings import (
@@ -22,36 +23,23 @@ from mismatch_plugin.diagnose.findings import (
     called,
 )
 
-_OLD_FIX = (
-    "The servers still compute with old weights: read what the update returned on every rank and the server's log, "
-    "which has a line for each update, look for names that the server does not know (a `module.` prefix) and for "
-    "tensors that are empty or views of freed memory at the moment of sending; /server_info has the digest of each "
-    "tensor that serves."
-)
 NOT_UPDATED_FIX = (
-    f"{_OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
+    f"{OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
 )
 FIRST_SYNC_FIX = (
-    f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {_OLD_FIX}"
+    f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {OLD_FIX}"
 )
-AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {_OLD_FIX}"
+AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {OLD_FIX}"
 PARTLY_FIX = (
-    "Compare the names that the trainer sends with those that the server knows (it leaves out others without a word); "
-    "the server's log names the matrices that did not change. Where layers are frozen (a vision tower, a router), or "
-    "only adapters train (LoRA), it is meant: --accept weights_partly_updated."
+    "Compare the names that are sent with those that the server knows; its log names the matrices that did not change. "
+    "Where layers are frozen (a vision tower) or only adapters train, it is meant: --accept weights_partly_updated."
 )
 SESSIONS_FIX = f"Nothing, where one version is sent in several begin…end sessions. Else: {PARTLY_FIX}"
-HALF_FIX = (
-    "Pause generation while weights are sent (pause_generation, mode retract), and resume it once every bucket of "
-    "every rank has arrived."
-)
-LABEL_FIX = (
-    "Send a weight_version of its own with every update: versions of tokens, staleness and a comparison of servers go "
-    "by it."
-)
+HALF_FIX = "Pause generation while weights are sent (mode retract), until every bucket of every rank has arrived."
+LABEL_FIX = "Send a weight_version of its own with every update: staleness and a comparison of servers go by it."
 OTHER_FIX = (
-    "Compare what is sent with what serves tensor by tensor (fingerprints of each): names, dtype, the checkpoint or "
-    "step that is exported, updates that another job sends to the same servers."
+    "Compare what is sent with what serves, tensor by tensor: names, dtype, the step that is exported, updates that "
+    "another job sends to the same servers."
 )
 _BY_FINGERPRINT: tuple[FaultName, ...] = (
     "weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights",

@@ -42,38 +42,31 @@ MIN_VERSIONS, GROWTH, CLEAR_GROWTH, GROWTH_Z_SCORE = 3, 1.25, 3.0, 5.0
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
 
 BEHIND_FIX = (
-    'Send the present weights to {which} again and compare POST /weights_checker {{"action": "checksum"}} over all '
-    "servers and workers, each asked directly, not through the router; check the return code of every update, and that "
-    "all servers compute in one precision."
+    "Send the present weights to {which} again and read what each update returned. Compare POST /weights_checker "
+    '{{"action": "checksum"}} over all servers and workers, each asked directly; all should compute in one precision.'
 )
 RECORD_FIX = (
-    "Record with each response which server and worker sampled it (`server`, `dp_rank`): then the one that is behind "
-    'can be named. Until then compare POST /weights_checker {"action": "checksum"} over all servers and workers.'
+    "Record which server and worker sampled each response (`server`, `dp_rank`): then the one that is behind is named. "
+    'Until then compare POST /weights_checker {"action": "checksum"} over all of them.'
 )
-MIXED_FIX = {
-    True: "Weights were updated while responses ran: pause with mode retract or wait for running requests, or correct "
-    "token by token and drop tokens of versions that are too old; accept it if it is meant.",
-    False: "Servers or moments differ: update all servers before sampling a batch, or accept it where an asynchronous "
-    "trainer means it.",
-}
-STALE_FIX = {
-    True: "Update the server's weights before each rollout batch and tell it the version, or drop samples older than "
-    "you allow.",
-    False: "The trainer's log-probs are of older weights than the server's: recompute them after the update, or load "
-    "the checkpoint of that version.",
-}
+INSIDE_FIX = (
+    "Weights were updated while responses ran: pause with mode retract or wait for running requests, or correct token "
+    "by token and drop tokens of versions that are too old; accept it if it is meant."
+)
+BETWEEN_FIX = "Update all servers before sampling a batch, or accept it where an asynchronous trainer means it."
+LATE_FIX = "Update the servers before each rollout batch and tell them the version, or drop samples that are older."
+AHEAD_FIX = "The trainer's log-probs are of older weights than the server's: recompute them after the update."
 INITIAL_FIX = (
-    "Send the present weights to {which}. Read the return code of the update and the server's log for a restart. "
-    "Where updates do arrive, send their weight_version with them."
+    "Send the present weights to {which}: read what the update returned, and the server's log for a restart. Where "
+    "updates do arrive, send their weight_version with them."
 )
 
 
 class Scored(NamedTuple):
-    """A sample and its median |logit gap| (that of the nearer half), and the same over the median of its like: those of
-    one temperature and one pair of weight versions."""
+    """A sample and its median |logit gap| (that of the nearer half), over the median of its like: those of one
+    temperature and one pair of weight versions."""
 
     sample: Sample
-    gap: float
     relative: float
 
 
@@ -99,7 +92,7 @@ def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | N
     def nearer(bar: float) -> list[Hashable]:
         return [name for name in groups if RATIO * middle[name] <= bar]
 
-    def relative(names: Sequence[Hashable]) -> Floats:
+    def relative(names: list[Hashable]) -> Floats:
         return np.array([item.relative for name in names for item in groups[name]])
 
     tests = {
@@ -171,18 +164,17 @@ def find_split(batch: Batch) -> Outcome:
 
 def score(batch: Batch) -> list[Scored]:
     """The samples with enough tokens."""
-    gaps = [(sample, gap) for sample in batch if (gap := sample_gap(sample)) is not None]
-    like: dict[Hashable, list[float]] = defaultdict(list)
-    for sample, gap in gaps:
-        like[_like(sample)].append(math.log(gap))
-    level = float(np.median([math.log(gap) for _, gap in gaps])) if gaps else 0.0
-    middle = {key: float(np.median(values)) for key, values in like.items()}
-    return [Scored(s, gap, math.exp(math.log(gap) - middle[_like(s)] + level)) for s, gap in gaps]
-
-
-def _like(sample: Sample) -> Hashable:
-    versions = frozenset(span.version for span in sample.weight_versions)
-    return sample.temperature, versions, sample.trainer_version
+    like: dict[Hashable, list[tuple[Sample, float]]] = defaultdict(list)
+    for sample in batch:
+        if (gap := sample_gap(sample)) is not None:
+            versions = frozenset(span.version for span in sample.weight_versions)
+            like[sample.temperature, versions, sample.trainer_version].append((sample, gap))
+    level = np.median([gap for members in like.values() for _, gap in members]) if like else 1.0
+    scored: list[Scored] = []
+    for members in like.values():
+        middle = np.median([gap for _, gap in members])
+        scored += [Scored(sample, float(gap / middle * level)) for sample, gap in members]
+    return scored
 
 
 def sample_gap(sample: Sample) -> float | None:
@@ -352,7 +344,9 @@ def _mixed(batch: Batch) -> list[Item]:
     samples = inside or [sample for sample, _ in of_samples]
     statistics = {"versions": len(counts), "responses_mixed": len(inside)}
     about = {"tokens": counts.total() - most[0][1], "first": place, "statistics": statistics}
-    return [batch.finding("mixed_versions", "rollout", evidence, MIXED_FIX[bool(inside)], samples, **about)]
+    return [
+        batch.finding("mixed_versions", "rollout", evidence, INSIDE_FIX if inside else BETWEEN_FIX, samples, **about)
+    ]
 
 
 def _stale(batch: Batch) -> list[Item]:
@@ -387,4 +381,4 @@ def _stale(batch: Batch) -> list[Item]:
     first = place_of(sample, int(np.argmax(where)), rollout=version, training=trainer)
     statistics = {"largest": steps, "mean": mean, "allowed": batch.max_staleness}
     about = {"tokens": count, "first": first, "statistics": statistics}
-    return [batch.finding("staleness", "rollout", evidence, STALE_FIX[steps > 0], samples, **about)]
+    return [batch.finding("staleness", "rollout", evidence, LATE_FIX if steps > 0 else AHEAD_FIX, samples, **about)]
