@@ -460,6 +460,16 @@ def test_a_trainer_that_names_no_version():
     assert [(item.fault, item.severity) for item in named] == [("label_reused", "fault")]
 
 
+def test_a_server_that_started_again_shows_by_its_label_unless_updates_named_none():
+    trainer = [{"trainer_version": "21"}]
+    restarted = checked(record("default", "f0", "default"), training=trainer)
+    (finding,) = [item for item in restarted.findings if item.counts]
+    assert finding.fault == "weights_not_updated" and "of a:1," in finding.evidence
+    assert "never updated, or restarted" in finding.evidence and "a:1" in finding.fix
+    unnamed = checked(record("default", "f9", "default", last=update(20)), training=trainer)
+    assert unnamed.findings == () and "send weight_version" in unnamed.undecided[-1].reason
+
+
 def test_what_was_told_is_noted():
     assert checked(*CLEAN).notes == ("the SGLang plugin told of 2 of 2 samples: a:1, b:1; weights f5.",)
     sent = [{"trainer_fingerprint": "f5", "trainer_version": "5"}]

@@ -131,8 +131,8 @@ def test_even_noise_is_low_precision_while_its_size_is_that_of_the_pair(scale: f
         assert "K and V" in finding.evidence and "RoPE" in finding.evidence and "LoRA" in finding.evidence
         assert "--checkpoint NOW --reference-checkpoint START" in finding.fix and "--engine fp8" in finding.fix
         assert finding.statistics["logit_noise"] == pytest.approx(scale, rel=0.1)
-        assert "--reference-checkpoint START" in _one(replace(batch, logits=lambda _: None)).fix  # pyright: ignore[reportArgumentType]
-        assert "--checkpoint NOW" not in _one(replace(batch, logits=lambda _: None)).fix  # pyright: ignore[reportArgumentType]
+        assert "--reference-checkpoint START" in _one(replace(batch, logits=lambda _: None)).fix
+        assert "--checkpoint NOW" not in _one(replace(batch, logits=lambda _: None)).fix
 
 
 def test_noise_that_likely_tokens_do_not_have_or_that_labels_explain_is_not_named():
