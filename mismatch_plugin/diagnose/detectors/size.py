@@ -268,8 +268,8 @@ def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
     of_step: dict[Hashable, set[str]] = defaultdict(set)
     for sample in gaps.batch:
         trainer = [] if sample.trainer_version is None else [sample.trainer_version]
-        told = of_step[sample.step, sample.trainer_version]
-        told.update(trainer, (span.version for span in sample.weight_versions))
+        seen = of_step[sample.step, sample.trainer_version]
+        seen.update(trainer, (span.version for span in sample.weight_versions))
     told_old = any(len(versions) > 1 for versions in of_step.values())
     if level.k3_kl <= SMALL_K3 or not gaps.homogeneous or not gaps.even or told_old:
         return None
