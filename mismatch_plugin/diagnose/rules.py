@@ -102,7 +102,7 @@ RULES = (
         run=f"strong: KL from {STRONG_KL:g} or ESS below {SMALL_ESS:g}",
         preset="token_is",
         reason="find the cause first: no weight repairs a wrong temperature, a filter or old weights, and inspect "
-        "recommends nothing until then; where it is meant (--accept far_apart) token weights bound the gradient and "
+        "recommends nothing until then; where it is meant (--accept unexplained) token weights bound the gradient and "
         "reject nothing",
         also=lambda figures: figures.k3_kl >= STRONG_KL or figures.ess < SMALL_ESS,
         keeps=1.0,

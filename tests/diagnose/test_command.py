@@ -206,7 +206,7 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
     assert told["verdict"] == "normal" and told["next_step"] == ""
     drifted = tmp_path / "drifted.jsonl"
-    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.03-3", list(recorded(CLEAN)))]
+    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.004-3", list(recorded(CLEAN)))]
     drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
     assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]

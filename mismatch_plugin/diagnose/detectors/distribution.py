@@ -16,8 +16,8 @@ from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""

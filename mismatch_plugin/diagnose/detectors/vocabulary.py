@@ -23,8 +23,8 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     after_filters,
     filter_text,
 )
-from mismatch_plugin.diagnose.detectors.level import ENOUGH_TOKENS
 from mismatch_plugin.diagnose.findings import SIDES, FaultName, Finding, LogProbSide, place_of, too_few
+from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
 MAX_BYTES = 256 * 2**20
 MAX_SAMPLES, MAX_TOKENS = 256, 4000
