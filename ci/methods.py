@@ -110,7 +110,7 @@ NOT_BUILT = (
     ("Adaptive learning rate, Lagrangians", "control of the optimizer, which is the host's"),
     (
         "Routing replay, batch-invariant kernels",
-        "remove the gap at its source, in engine and trainer: `check` says whether they work",
+        "remove the gap at its source, in engine and trainer: `inspect` says whether they work",
     ),
 )
 # fmt: on

@@ -18,7 +18,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX, metric_rows
 from mismatch_plugin.data.columns import NAMES
 from mismatch_plugin.diagnose.findings import FAULTS, FaultName
 from mismatch_plugin.diagnose.normal import normal_table
-from mismatch_plugin.diagnose.rules import rules_table
+from mismatch_plugin.diagnose.recommend import rules_table
 from mismatch_plugin.hooks.version import HOSTS, manifest, recorded_version
 from mismatch_plugin.report.presets import presets_table, show
 from mismatch_plugin.report.table import NOTHING, Table
@@ -111,7 +111,7 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
 
 
 def detections_table() -> Table:
-    """Every fault that `check` and `inspect` name."""
+    """Every fault that `inspect` names."""
     rows = tuple((fault, *DETECTIONS[fault]) for fault in FAULTS)
     return Table("Faults", ("fault", "what happened", "what shows it"), rows, code=frozenset({"fault"}))
 

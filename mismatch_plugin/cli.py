@@ -12,7 +12,6 @@ import typer
 
 import mismatch_plugin
 from mismatch_plugin.compare.command import compare
-from mismatch_plugin.diagnose.check_command import check
 from mismatch_plugin.diagnose.command import inspect
 from mismatch_plugin.explain.command import SETTINGS, explain
 from mismatch_plugin.patching import app as patching
@@ -49,8 +48,8 @@ def options(
 
     The engine that samples responses and the one that trains on them give
     the same token different probabilities. These commands show what the
-    corrections do and which presets there are, check an engine's log-probs,
-    judge a run and compare the algorithms, and patch a host.
+    corrections do and which presets there are, judge a dump, a server or a
+    run, compare the algorithms, and patch a host.
 
     Exit status: 0 done, nothing wrong; 1 a fault was found, and nothing else;
     2 the input or an option cannot be used; 3 not decided; 4 stopped before
@@ -84,7 +83,6 @@ def presets(
 
 app.command()(compare)
 app.command()(inspect)
-app.command()(check)
 app.add_typer(patching, name="patch")
 
 

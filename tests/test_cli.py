@@ -33,9 +33,9 @@ def test_version():
 def test_help_names_the_commands():
     result = _run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("explain", "presets", "compare", "inspect", "check", "patch"))
+    assert all(name in result.output for name in ("explain", "presets", "compare", "inspect", "patch"))
     said = result.output.partition("Options")[0]
-    assert all(word in said for word in ("presets", "check", "judge a run", "compare", "patch"))
+    assert all(word in said for word in ("presets", "judge a dump", "compare", "patch"))
 
 
 def test_bench_says_where_it_is_whatever_follows_it():
@@ -160,7 +160,7 @@ def test_status_1_is_a_fault_and_what_does_not_end_has_another_with_one_sentence
 def test_a_verdict_that_nobody_could_read_is_no_fault(tmp_path: Path):
     record = {"prompt_ids": [1], "response_ids": [1] * 200, "rollout_log_probs": [0.5] * 200}
     (tmp_path / "records.jsonl").write_text(json.dumps(record) + "\n")
-    command = [sys.executable, "-m", "mismatch_plugin", "check", str(tmp_path / "records.jsonl"), "--records-only"]
+    command = [sys.executable, "-m", "mismatch_plugin", "inspect", str(tmp_path / "records.jsonl"), "--brief"]
     (tmp_path / "out").touch()
     reader, closed = os.pipe()
     os.close(reader)

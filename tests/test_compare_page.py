@@ -15,7 +15,7 @@ pytest.importorskip("matplotlib", reason="the report needs matplotlib (extra lab
 from ci.compare import FOLDER, band, summary
 from mismatch_plugin.compare import experiments
 from mismatch_plugin.compare.statistics import Results, judged, paired_difference
-from mismatch_plugin.diagnose.rules import RULES
+from mismatch_plugin.diagnose.recommend import RULES
 
 DOCS = " ".join((FOLDER.parents[1] / "docs" / "compare.md").read_text(encoding="utf-8").split())
 RULE = {rule.name: rule.reason for rule in RULES}

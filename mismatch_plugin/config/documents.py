@@ -21,6 +21,11 @@ MAX_DEPTH = 32
 class _Loader(yaml.SafeLoader):
     """Safe tags, and the decimal numbers of YAML 1.2: 1.1 reads 1:30 as 90 and 010 as 8."""
 
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Merge `<<`, and keep one of each key: of a mapping that is merged again, PyYAML 6.0.4 takes the first."""
+        super().flatten_mapping(node)
+        node.value = [*{(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()]
+
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _Loader.yaml_implicit_resolvers = {

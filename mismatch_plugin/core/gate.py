@@ -24,7 +24,7 @@ def check_gate(k3_kl: float, bar: float, step: int | None = None) -> None:
     if k3_kl != k3_kl:
         what = f"k3_kl cannot be compared with the bar of --mismatch-gate-kl, {bar:g}: no token has valid log-probs"
     raise GateError(
-        f"{where}{what}. Find the cause with mismatch-plugin check on records of this step, and see the run with "
-        f"mismatch-plugin inspect; dense engines of one precision are below {DEFAULT_GATE_KL:g} (fp8, int4 and MoE "
+        f"{where}{what}. Find the cause with mismatch-plugin inspect on a dump of this step, and on the "
+        f"run's metrics; dense engines of one precision are below {DEFAULT_GATE_KL:g} (fp8, int4 and MoE "
         f"routing need more). If this much is meant, raise the bar or leave it out."
     )

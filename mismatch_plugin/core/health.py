@@ -93,16 +93,16 @@ def _mostly_kept(judge: _Judge) -> _Judge:
     return lambda metrics, config: judge(metrics, config) and metrics.get("accepted_token_fraction", 1.0) > MIN_ACCEPTED
 
 
-_SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin check)"
+_SOURCES = "Check that both engines run the same weights, tokens, temperature and filters (mismatch-plugin inspect)"
 _FIND = f"{_SOURCES}."
 _PRODUCTS = (
     "A product of ratios (turn, sequence, prefix) spreads with its length: choose geometric or token level, or bounds "
     "that grow with it (--tis-bound-growth 0.5). At geometric level find the shift that all tokens share "
-    "(mismatch-plugin check)."
+    "(mismatch-plugin inspect)."
 )
 _UNIT_SHIFT = (
-    "Find the shift that all tokens share (mismatch-plugin check); in a product of ratios (turn, sequence, prefix) it "
-    "is multiplied by the length, at token level it is not."
+    "Find the shift that all tokens share (mismatch-plugin inspect); in a product of ratios (turn, sequence, prefix) "
+    "it is multiplied by the length, at token level it is not."
 )
 _SPREAD = (
     "Lower the upper bound, or raise the lower one with mode clip; in place of a product of ratios (turn, sequence, "
@@ -189,7 +189,7 @@ _UPPER = Rule("tis.upper_bound", "correction", lambda v: not UPPER_BOUNDS[0] <= 
 _INVALID = Rule("invalid_{kind}", "fault",
     lambda v: v > MAX_INVALID_SHARE,  # as a share of the tokens
     f"above {MAX_INVALID_SHARE:.0%} of the tokens, all kinds of a side together", "rollout log-probs are invalid",
-    "Find out why the rollout engine does not return them: mismatch-plugin check names sample and position.")
+    "Find out why the rollout engine does not return them: mismatch-plugin inspect names sample and position.")
 _INVALID_TRAIN = Rule("invalid_train_{kind}", "fault", _INVALID.is_wrong, _INVALID.when,
     "training log-probs are invalid",
     "Look at what the trainer computes: NaN, −inf, or a flipped sign; packed.invalid names sample and position.")

@@ -1,4 +1,4 @@
-"""From a dump or a live server to a `Diagnosis`: cause, size, predictions, recommendation, gate."""
+"""From dumps, checkpoints and servers to a `Diagnosis`: faults, size, predictions, recommendation, gate."""
 
 from __future__ import annotations
 
@@ -11,35 +11,48 @@ from typing import Any, NamedTuple
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
 from mismatch_plugin.config.words import config_of_words
-from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.data.read import Dump, InputError
+from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.versions import version_number
-from mismatch_plugin.diagnose.batch import Batch
+from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
+from mismatch_plugin.diagnose.detectors.layers import Mix
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.findings import CheckResult, Finding, Mismatch
+from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
+from mismatch_plugin.diagnose.findings import FAULTS, CheckResult, Finding
 from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.gate import gate as judge_gate
 from mismatch_plugin.diagnose.levels import bounds_for, histograms
 from mismatch_plugin.diagnose.measure import figures_of, measure
-from mismatch_plugin.diagnose.normal import Hints, compare, normality
+from mismatch_plugin.diagnose.normal import UNEXPLAINED, Hints, normality
+from mismatch_plugin.diagnose.normal import gate as judge_gate
 from mismatch_plugin.diagnose.packing import groups_of, packed_of, subset
 from mismatch_plugin.diagnose.predict import predict, predict_one
-from mismatch_plugin.diagnose.read import Inputs, read_inputs, refuse_unknown_faults
 from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.result import Cause, Diagnosis, Histograms, Prediction, Verdict
-from mismatch_plugin.diagnose.scorers import Checkpoint
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Prediction, Verdict
+from mismatch_plugin.diagnose.scorers import (
+    Checkpoint,
+    Live,
+    from_checkpoint,
+    from_server,
+    sample_live,
+    with_reference,
+)
 from mismatch_plugin.diagnose.tried import left_out, measurable
 from mismatch_plugin.diagnose.words import controls_of
+from mismatch_plugin.files import encodable
 from mismatch_plugin.report.table import figure
 
 
-class Live(NamedTuple):
-    """How servers are sampled where there is no dump."""
+class Inputs(NamedTuple):
+    """batch: both sides. notes: what was read, and what a reader must know of it. findings: what reading itself showed,
+    which no detector of the batch can see. source, format: what was read, and as what. both: it held both sides.
+    command: what read it."""
 
-    samples: int = 64
-    max_new_tokens: int = 128
-    temperature: float = 1.0
-    prompts: Path | None = None
+    batch: Batch
+    notes: tuple[str, ...]
+    findings: tuple[Finding, ...] = ()
+    source: str = ""
+    format: str = "records"
+    both: bool = False
+    command: str = "mismatch-plugin inspect DUMP"
 
 
 def own_settings(config: Path | None, preset: str | None, flags: str | None) -> MismatchConfig | None:
@@ -54,9 +67,109 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
         return MismatchConfig.from_file(config)
     if preset is not None:
         return find(preset)
-    if flags is None:
-        return None
-    return config_of_words(shlex.split(flags), f"--flags {flags!r}")
+    return None if flags is None else config_of_words(shlex.split(flags), f"--flags {flags!r}")
+
+
+def diagnose_files(
+    path: Path | None,
+    training: Path | None = None,
+    *,
+    urls: Sequence[str] = (),
+    checkpoint: Path | None = None,
+    live: Live | None = None,
+    accept: Collection[str] = (),
+    reading: dict[str, Any] | None = None,
+    **judging: Any,
+) -> Diagnosis:
+    """The diagnosis of what is read. Without a path the servers are sampled, as `live` says.
+
+    reading: what else `read_inputs` takes; judging: what else `diagnose` does. Raises InputError where something cannot
+    be read or compared, or where one of the faults to accept is none.
+    """
+    if unknown := sorted({*accept} - {*FAULTS}):
+        raise InputError(f"--accept {unknown[0]} is no fault: choose from {', '.join(FAULTS)}.")
+    model = None if checkpoint is None else Checkpoint(checkpoint)
+    if path is not None:
+        source: Path | Dump = path
+    elif urls:
+        source = sample_live(urls, model, live or Live())
+    else:
+        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
+    inputs = read_inputs(source, training, urls=urls, model=model, **(reading or {}))
+    return diagnose(inputs, accept=accept, **judging)
+
+
+def read_inputs(
+    path: Path | Dump,
+    training: Path | None = None,
+    *,
+    model: Checkpoint | None = None,
+    reference_checkpoint: Path | None = None,
+    urls: Sequence[str] = (),
+    weight_version: str | None = None,
+    max_staleness: int = DEFAULT_MAX_STALENESS,
+    eos_ids: Sequence[int] = (),
+    format: str | None = None,
+) -> Inputs:
+    """The training side is the file, else the checkpoint, else the first server, else what the dump itself holds.
+
+    path: a file, a folder, or a dump that was read. model: the trainer's current weights. reference_checkpoint: the
+    folder of those that the run began with. urls: servers or routers. format: of the dump, a name of docs/inspect.md.
+
+    Raises InputError where something cannot be read or does not fit.
+    """
+    if urls and training is not None and model is None:
+        raise InputError("TRAINING and --url say the same thing twice: leave one out, or add --checkpoint.")
+    live = isinstance(path, Dump)
+    named = "the running servers" if live else encodable(str(path))
+    dump = path if live else _dump(path, training, format)
+    samples, notes = dump.samples, [f"{len(dump.samples)} records of {named}", *dump.notes]
+    workers = list(dict.fromkeys(worker for url in urls for worker in workers_of(url)))
+    scored = training is None and (model is not None or bool(urls))
+    if scored and model is not None:
+        samples, what = from_checkpoint(model, samples)
+        notes.append(what)
+    elif scored:
+        samples, said = from_server(workers[0], samples)
+        notes += said
+    elif dump.has_training:
+        notes.append(f"training side: {training or named}")
+    start = None if reference_checkpoint is None else Checkpoint(reference_checkpoint)
+    if start is not None:
+        samples = with_reference(samples, start)
+        notes.append(f"weights that the run began with: {reference_checkpoint}")
+    findings: list[Finding] = []
+    if workers and (model is not None or len(workers) > 1):
+        more, findings = compare_servers(workers, samples, model, start)
+        notes += more
+    if weight_version is not None:
+        samples = [s if s.trainer_version else s.with_fields(trainer_version=weight_version) for s in samples]
+    known = [*eos_ids, *(model.eos_ids if model else [])]
+    batch = make_batch(samples, eos_ids=known, has_training=scored or dump.has_training)
+    batch = replace(batch, max_staleness=max_staleness)
+    if not any(sample.mask.any() for sample in batch):
+        raise InputError("every loss mask is 0: there is no trained token to check.")
+    if model is not None:
+        between = None if start is None else Mix(model, start)
+        batch = replace(
+            batch, logits=lambda sample: model.logits(sample, sample.index), from_checkpoint=scored, between=between
+        )
+    both = training is None and not scored and dump.has_training
+    given = [*([] if live else [str(path)]), *([str(training)] if training else []), *(f"--url={url}" for url in urls)]
+    command = encodable(shlex.join(["mismatch-plugin", "inspect", *given]))
+    return Inputs(batch, tuple(map(encodable, notes)), tuple(findings), named, dump.format, both, command)
+
+
+def _dump(path: Path, training: Path | None, format: str | None) -> Dump:
+    try:
+        dump = read(path, training, format=format)
+    except InputError:
+        raise
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"cannot read the records: {error}") from None
+    if not any(map(len, dump.samples)):
+        raise InputError(f"{path} holds no response: there is nothing to check.")
+    return dump
 
 
 def diagnose(
@@ -69,13 +182,13 @@ def diagnose(
     hints: Hints | None = None,
     one_step: bool = False,
     expensive_pass: bool = False,
+    brief: bool = False,
 ) -> Diagnosis:
     """Everything that `inspect` says of a batch.
 
-    own: the user's settings, whose metrics and prediction are given first; None: no correction. gate, gate_kl: judge
-    k3, by the default bar or this one. hints: what is known of the pair, for what is normal. one_step, expensive_pass:
-    as in `rules.Figures`.
-    Raises InputError where nothing can be compared at all.
+    own: the user's settings, whose metrics and prediction are given first; None: no correction. accept: faults that are
+    meant. gate, gate_kl: judge k3, by the default bar or this one. hints: what is known of the pair, for what is
+    normal. one_step, expensive_pass: as in `figures.Figures`. brief: findings and size alone, without predictions.
     """
     batch = inputs.batch
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
@@ -83,31 +196,37 @@ def diagnose(
     if hints is not None and {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
         batch = replace(batch, known_quantised=True)
     check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
-    common = {
-        "source": inputs.source,
-        "format": inputs.format,
-        "samples": check.samples,
-        "tokens": check.tokens,
-        # Those that count first; in the order of detection, which is that of cause and effect.
-        "findings": tuple(map(_cause, sorted(check.findings, key=lambda item: not item.counts))),
-        "undecided": tuple(f"{', '.join(item.faults)}: {item.reason}" for item in check.undecided),
-        "check": check,
-    }
-
-    def unmeasured() -> Diagnosis:
-        verdict: Verdict = "fault" if check.status == "faults" else "undecided"
-        return Diagnosis(
-            verdict=verdict,
-            headline=_headline(verdict, check, None, batch.has_training),
-            next_step=_next_step(verdict, batch),
-            one_sided=not batch.has_training,
-            notes=check.notes,
-            **common,
-        )
-
-    level = check.mismatch
-    if level is None:  # one side alone, or two that have no token in common
-        return unmeasured()
+    level, faulty = check.mismatch, check.status == "faults"
+    copied = inputs.both and inputs.format == "verl" and level is not None and level.abs_max == 0.0
+    stale = _stale(batch)
+    answer = None
+    if level is not None and not copied:
+        answer = normality(level, replace(hints or Hints(), stale=stale), name_others=not faulty)
+    verdict: Verdict = "large" if answer and answer.normal is False else "normal"
+    if faulty:
+        verdict = "fault"
+    elif check.status == "undecided" or level is None or copied:
+        verdict = "undecided"
+    found = Diagnosis(
+        verdict=verdict,
+        headline=_headline(verdict, check, batch.has_training),
+        next_step=_next_step(verdict, inputs, check, copied),
+        source=inputs.source,
+        format=inputs.format,
+        samples=check.samples,
+        tokens=check.tokens,
+        findings=tuple(sorted(check.findings, key=lambda item: not item.counts)),
+        undecided=check.undecided,
+        one_sided=not batch.has_training,
+        mismatch=level,
+        fixed=check.fixed,
+        normal=answer.rows if answer else (),
+        normality=answer.sentence if answer else "",
+        gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate and level else None,
+        notes=check.notes,
+    )
+    if brief or level is None:  # level: one side alone, or two that have no token in common
+        return found
     try:
         packed, notes = packed_of(batch)
         part, said = subset(packed)
@@ -115,147 +234,97 @@ def diagnose(
         bounds, groups = bounds_for(part), groups_of(batch, part)
         predictions = predict(part, own, bounds, groups)
     except (ValueError, ArithmeticError):  # numbers too broken to be measured: the finding is what counts
-        if check.status != "faults":
+        if not faulty:
             raise
-        return unmeasured()
-    figures = figures_of(packed, stale=_stale(batch), one_step=one_step, expensive_pass=expensive_pass)
+        return found
+    figures = figures_of(packed, stale=stale, one_step=one_step, expensive_pass=expensive_pass)
     if all(item.fault != "moe_routing" for item in check.findings):  # near-certain tokens have a tail by themselves
         figures = replace(figures, tail=0.0)
-    hints = replace(hints or Hints(), stale=figures.stale)
     tried: dict[MismatchConfig, Prediction] = {}
 
     def try_setting(config: MismatchConfig) -> Prediction:
         tried[config] = predict_one(part, config, "tried", groups)
         return tried[config]
 
-    advice = recommend(figures, predictions, bounds, status=check.status, predict=try_setting)
+    advice = None
+    if verdict in ("normal", "large"):
+        advice = recommend(figures, predictions, bounds, accepted=UNEXPLAINED in accept, predict=try_setting)
     if advice is not None and all(item.setting != advice.setting for item in predictions):
         predictions.append(tried[config_of(advice.settings)].model_copy(update={"setting": advice.setting}))
-    answer = normality(level, hints, name_others=check.status != "faults")
-    verdict = _verdict(check, answer.normal)
-    return Diagnosis(
-        verdict=verdict,
-        headline=_headline(verdict, check, level),
-        next_step=_next_step(verdict, batch, level.abs_max == 0.0),
-        metrics=metrics,
-        size=size,
-        normal=compare(level, hints),
-        normality=answer.sentence,
-        predictions=tuple(predictions),
-        bounds=bounds,
-        recommendation=advice,
-        gate=judge_gate(level.k3_kl, level.tokens, gate_kl) if gate else None,
-        histograms=_histograms(part, predictions),
-        notes=tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
-        **common,
+    settings = [controls for item in predictions if (controls := controls_of(item.settings)) is not None]
+    return found.model_copy(
+        update={
+            "metrics": metrics,
+            "level": (own or MismatchConfig()).tis.level,
+            "size": size,
+            "predictions": tuple(predictions),
+            "bounds": bounds,
+            "recommendation": advice,
+            "histograms": histograms(part, [bound for item in settings for bound in (item.lower, item.upper) if bound]),
+            "notes": tuple(dict.fromkeys((*check.notes, *notes, *said, *left_out(part, own, groups is not None)))),
+        }
     )
 
 
-def _stale(batch: Batch) -> float | None:
-    """The most steps that a sample's oldest version is behind its trainer's; None where the two are never both told."""
-    behind = [
-        trainer - min(own)
+def _stale(batch: Batch) -> float:
+    """The most steps that a sample's oldest version is behind its trainer's; without those the newest minus the oldest;
+    0 where no version is a number."""
+    pairs = [
+        (version_number(sample.trainer_version), number)
         for sample in batch
-        if (trainer := version_number(sample.trainer_version)) is not None
-        and (own := [n for span in sample.weight_versions if (n := version_number(span.version)) is not None])
+        for span in sample.weight_versions
+        if (number := version_number(span.version)) is not None
     ]
-    return float(max(0, *behind)) if behind else None
+    behind = [trainer - number for trainer, number in pairs if trainer is not None]
+    if behind or not pairs:
+        return float(max(0, *behind)) if behind else 0.0
+    return float(max(number for _, number in pairs) - min(number for _, number in pairs))
 
 
-def _cause(item: Finding) -> Cause:
-    severity = item.severity if item.counts else "note"  # an accepted fault explains, too
-    said = {"evidence": item.evidence, "first": item.first, "fix": item.fix}
-    return Cause(kind=item.fault, severity=severity, confidence=item.confidence, **said)
+def _headline(verdict: Verdict, check: CheckResult, two_sided: bool) -> str:
+    """One sentence."""
+    faults = [item.fault for item in check.findings if item.counts]
+    figures, level = f"{check.samples:,} samples, {check.tokens:,} tokens", check.mismatch
+    if level is None and not faults:
+        one = f"only the rollout side was given; its {figures} have no fault of their own."
+        return f"{VERDICTS[verdict]}: {f'no token of {figures} can be compared.' if two_sided else one}"
+    if level is not None:
+        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats per token"
+        figures += f" over {level.tokens:,} tokens"
+    if verdict == "fault":
+        return f"{VERDICTS[verdict]}: {', '.join(dict.fromkeys(faults))}; {figures}."
+    if verdict == "undecided":
+        equal = level is not None and level.abs_max == 0.0
+        why = "both sides are equal to the last bit" if equal else "too little can be compared"
+        return f"{VERDICTS[verdict]}: {why}; {figures}."
+    return f"{VERDICTS[verdict]}: {figures}."
 
 
-def _verdict(check: CheckResult, normal: bool | None) -> Verdict:
-    if check.status == "faults":
-        return "fault"
-    if check.status == "undecided":
-        return "undecided"
-    return "large" if normal is False else "normal"
-
-
-def _next_step(verdict: Verdict, batch: Batch, exact: bool = False) -> str:
-    """What more would tell, where something is open. exact: no gap at all."""
+def _next_step(verdict: Verdict, inputs: Inputs, check: CheckResult, copied: bool) -> str:
+    """What more would tell, where something is open."""
+    batch, faults = inputs.batch, {item.fault for item in check.findings if item.counts}
     if not batch.has_training:
         return (
             "There is no training side: add TRAINING, --checkpoint NOW or --url, or let the trainer dump its log-probs "
             "too (docs/inspect.md#what-is-read)."
         )
+    if copied and verdict == "undecided":
+        return (
+            "In bypass mode verl copies rollout_log_probs into old_log_probs: nothing was compared. Dump a step with "
+            "algorithm.rollout_correction.bypass_mode=False, or add --checkpoint NOW."
+        )
     if verdict == "undecided":
         return "Inspect a larger dump: several hundred tokens at least, better some ten thousand."
-    if exact:
+    if check.mismatch is not None and check.mismatch.abs_max == 0.0 and verdict == "normal":
         return (
             "Both sides are equal to the last bit: aligned kernels work, or one list was given twice (rollout "
             "log-probs copied into old_log_probs)."
         )
-    if verdict != "large":
+    if verdict != "large" and UNEXPLAINED not in faults:
         return ""
-    given = [name for name, there in (("--checkpoint NOW", batch.logits), ("--reference-checkpoint START",
-             batch.between)) if there is None]  # fmt: skip
-    if not given:
+    if batch.logits is not None and batch.between is not None:
         return "No cause was found: see where it sits on the page, and --accept what is meant."
     return (
-        f"No cause shows in these samples alone. {' and '.join(given)} would show weights that did not arrive, wholly "
-        f"or in part, and filters or temperatures that the records do not tell."
+        "Let the trainer's weights of now and of the run's start score it, which shows updates that did not arrive, "
+        f"filters and temperatures: {inputs.command} --checkpoint NOW --reference-checkpoint START"
     )
-
-
-def _headline(verdict: Verdict, check: CheckResult, level: Mismatch | None, two_sided: bool = True) -> str:
-    """One sentence. level: None where no token has both sides."""
-    faults = [item for item in check.findings if item.counts]
-    counted = f"{check.samples:,} samples, {check.tokens:,} tokens"
-    if level is None and not faults:
-        one = f"only the rollout side was given; its {counted} have no fault of their own."
-        return f"Not decided: {f'no token of {counted} can be compared.' if two_sided else one}"
-    figures = f"in {counted}"
-    if level is not None:
-        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)} nats a token"
-        figures += f" over {level.tokens:,} tokens"
-    if verdict == "fault":
-        more = f" and {len(faults) - 1} more" if len(faults) > 1 else ""
-        return f"Fault: {faults[0].fault}{more}; {figures}."
-    said = {"undecided": "Not decided: too little can be compared", "large": "Large mismatch", "normal": "Normal"}
-    return f"{said[verdict]}: {figures}."
-
-
-def _histograms(part: PackedSequences, predictions: Sequence[Prediction]) -> Histograms:
-    """For the page's sliders, with the bounds of every predicted setting among the edges."""
-    given = [controls_of(item.settings) for item in predictions]
-    return histograms(part, [bound for item in given if item for bound in (item.lower, item.upper) if bound])
-
-
-def diagnose_files(
-    path: Path | None,
-    training: Path | None = None,
-    *,
-    urls: Sequence[str] = (),
-    checkpoint: Path | None = None,
-    live: Live | None = None,
-    own: MismatchConfig | None = None,
-    gate: bool = False,
-    gate_kl: float | None = None,
-    accept: Sequence[str] = (),
-    hints: Hints | None = None,
-    one_step: bool = False,
-    expensive_pass: bool = False,
-    **reading: Any,
-) -> Diagnosis:
-    """`read_inputs`, and the diagnosis of it. Without a path the servers are sampled, as `live` says.
-
-    reading: what else `read_inputs` takes. Raises InputError where something cannot be read or compared."""
-    refuse_unknown_faults(accept)
-    model: Path | Checkpoint | None = checkpoint
-    if path is not None:
-        source: Path | Dump = path
-    elif urls:
-        from mismatch_plugin.diagnose.live import sample_live
-
-        model = None if checkpoint is None else Checkpoint(checkpoint)
-        source = sample_live(urls, model, **(live or Live())._asdict())
-    else:
-        raise InputError("there is nothing to inspect: give PATH, or --url to sample from a server.")
-    inputs = read_inputs(source, training, urls=urls, checkpoint=model, **reading)
-    judged = {"accept": accept, "gate": gate, "gate_kl": gate_kl, "hints": hints}
-    return diagnose(inputs, own=own, one_step=one_step, expensive_pass=expensive_pass, **judged)

@@ -5,13 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from mismatch_plugin.config import MismatchConfig, preset
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import merge, no_notes
-from mismatch_plugin.diagnose.hosts import HOSTS, Host
-from mismatch_plugin.report.presets import as_flags, criterion_spec
+from mismatch_plugin.report.presets import as_flags, quiet_preset
 
+Host = Literal["slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"]
+HOSTS: dict[Host, str] = {
+    "slime": "slime",
+    "miles": "miles",
+    "megatron-lm": "Megatron-LM",
+    "verl": "verl",
+    "nemo-rl": "NeMo-RL",
+    "python": "Python",
+}
+"""Host → its name as people write it, in the order in which they are shown."""
+_HOST_OF_FORMAT: dict[str, Host] = {"miles_train": "miles", "verl": "verl", "nemo_rl": "nemo-rl"}
 _COMMANDS: dict[str, str] = {
     "slime": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
     "miles": "ray job submit … -- python3 -m mismatch_plugin.launch train.py …",
@@ -22,35 +32,29 @@ _COMMANDS: dict[str, str] = {
 """Host → the launch line before our flags, as docs/hosts.md has it."""
 _NORMALISED_ON_VERL = "algorithm.rollout_correction.rollout_is_batch_normalize=true"
 """verl's own key, whose default contradicts our flag."""
-_RAY_OWNED = {
+_NEVER = dict.fromkeys(("length_norm", "log_prob_backend", "fused_head", "inplace_logits"), "")
+_RAY = {
     "ppo.eps_clip_low": "--eps-clip",
     "ppo.eps_clip_high": "--eps-clip-high",
     "ppo.dual_clip": "--eps-clip-c",
     "terms.entropy_coef": "--entropy-coef",
     "terms.kl": "--use-kl-loss, --kl-loss-coef and --kl-loss-type",
     "aggregation": "--calculate-per-token-loss",
-    "length_norm": "nothing",
-    "log_prob_backend": "nothing",
-    "fused_head": "nothing",
-    "inplace_logits": "nothing",
 }
 _ACTOR = "actor_rollout_ref.actor"
 _OWNED: dict[str, dict[str, str]] = {
-    "slime": _RAY_OWNED,
-    "miles": {**_RAY_OWNED, "rs.group": "nothing", "rs.min_group": "nothing"},
-    "megatron-lm": {
+    "slime": _NEVER | _RAY,
+    "miles": _NEVER | _RAY | {"rs.group": "", "rs.min_group": ""},
+    "megatron-lm": _NEVER
+    | {
         "ppo.eps_clip_low": "--grpo-clamp-eps-lower",
         "ppo.eps_clip_high": "--grpo-clamp-eps-upper",
         "terms.entropy_coef": "--grpo-entropy-term-weight",
         "terms.kl": "--grpo-kl-beta",
-        "rs.group": "nothing",
-        "rs.min_group": "nothing",
-        "rs.max_staleness": "nothing",
-        "aggregation": "nothing",
-        "length_norm": "nothing",
-        "log_prob_backend": "nothing",
-        "fused_head": "nothing",
-        "inplace_logits": "nothing",
+        "rs.group": "",
+        "rs.min_group": "",
+        "rs.max_staleness": "",
+        "aggregation": "",
     },
     "verl": {
         "ppo.": f"{_ACTOR}.clip_ratio_low, clip_ratio_high and clip_ratio_c",
@@ -61,21 +65,23 @@ _OWNED: dict[str, dict[str, str]] = {
         "length_norm": f"{_ACTOR}.loss_scale_factor",
         "log_prob_backend": "actor_rollout_ref.model.use_fused_kernels",
         "fused_head": "actor_rollout_ref.model.use_fused_kernels",
-        "inplace_logits": "nothing",
+        "inplace_logits": "",
     },
-    "nemo-rl": {
+    "nemo-rl": _NEVER
+    | {
         "ppo.": "loss_fn.ratio_clip_min, ratio_clip_max and ratio_clip_c",
         "rs.max_staleness": "grpo.async_grpo.max_trajectory_age_steps",
-        "terms.entropy_coef": "nothing",
+        "terms.entropy_coef": "",
         "terms.kl": "loss_fn.reference_policy_kl_penalty and reference_policy_kl_type",
         "aggregation": "loss_fn.token_level_loss",
-        "length_norm": "nothing",
-        "log_prob_backend": "nothing",
-        "fused_head": "nothing",
-        "inplace_logits": "nothing",
     },
 }
-"""Host → start of the path of a setting that is its own to set → what sets it there ("nothing": it cannot be had)."""
+"""Host → start of the path of a setting that is its own to set → what sets it there ("": it cannot be had)."""
+
+
+def host_of(format: str) -> Host:
+    """The trainer whose dump has this format, as far as the format names one."""
+    return _HOST_OF_FORMAT.get(format, "slime")
 
 
 def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
@@ -95,7 +101,9 @@ def flags_for(config: MismatchConfig, host: Host) -> str:
     Raises: ValueError for an unknown host.
     """
     if host == "python":
-        return python_for(config)
+        name = preset_of(config)
+        settings = f"MismatchConfig.build({config.model_dump(exclude_unset=True)!r})"
+        return f'mp.preset("{name}")' if name else f"mp.{settings}"
     if host not in _COMMANDS:
         raise ValueError(f"host {host!r} is unknown: choose one of {', '.join(HOSTS)}.")
     allowed, notes = available(config, host)
@@ -113,7 +121,7 @@ def shortest_flags(config: MismatchConfig) -> list[str]:
 def preset_of(config: MismatchConfig) -> str | None:
     """The short name of the first preset that gives these settings."""
     for record in COMPLETE:
-        if _preset(record.name) == config:
+        if quiet_preset(record.name) == config:
             return record.short
     return None
 
@@ -126,7 +134,7 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         for start, instead in _OWNED[host].items():
             if value != default and field.path.startswith(start):
                 _drop(data, field.path)
-                how = f"set it by {instead}" if instead != "nothing" else "it cannot be had there"
+                how = f"set it by {instead}" if instead else "it cannot be had there"
                 notes.append(f"{field.path} {value} is {host}'s own: {how}")
     if host == "verl" and not config.use_rollout_log_probs and (lost := _not_on_driver(config)):
         rs = data.get("rs", {})
@@ -150,26 +158,6 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         notes.append("needs the patch: mismatch-plugin patch apply --host megatron-lm --root DIR")
     with no_notes():
         return MismatchConfig.build(data), tuple(notes)
-
-
-def python_for(config: MismatchConfig) -> str:
-    """`mp.preset("token_is")`, with `.replace(…)` of what differs from the preset that is nearest."""
-    name = preset_of(config)
-    if name is not None:
-        return f'mp.preset("{name}")'
-    found: list[str] = []
-    for record in COMPLETE:
-        base = _preset(record.name)
-        changes = _changed(base, config)
-        if changes is not None:
-            given = ", ".join(f"{name}={value!r}" for name, value in changes.items())
-            found.append(f'mp.preset("{preset_of(base)}").replace({given})')
-    return min(found, key=len, default=f"mp.MismatchConfig.build({config.model_dump(exclude_unset=True)!r})")
-
-
-def _preset(name: str) -> MismatchConfig:
-    with no_notes():
-        return preset(name)
 
 
 def _not_on_driver(config: MismatchConfig) -> str:
@@ -206,22 +194,3 @@ def _drop(data: dict[str, Any], path: str) -> None:
     for parent in parents:
         data = data.get(parent, {})
     data.pop(name, None)
-
-
-def _changed(base: MismatchConfig, config: MismatchConfig) -> dict[str, Any] | None:
-    """Nested changes that make `base` into `config`; None where `replace` does not take them."""
-    changes: dict[str, Any] = {}
-    for field in leaf_fields(MismatchConfig):
-        (old, _), (new, _) = value_and_default(base, field.path), value_and_default(config, field.path)
-        if old != new:
-            new = [criterion_spec(criterion) for criterion in new] if field.path == "rs.criteria" else new
-            *parents, name = field.path.split(".")
-            section = changes
-            for parent in parents:
-                section = section.setdefault(parent, {})
-            section[name] = new
-    try:
-        with no_notes():
-            return changes if base.replace(**changes) == config else None
-    except ValueError:
-        return None

@@ -6,9 +6,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mismatch_plugin.diagnose.findings import CheckResult, Confidence, Place, Severity
+from mismatch_plugin.diagnose.findings import Finding, Mismatch, Undecided
 
 Verdict = Literal["fault", "large", "normal", "undecided"]
+VERDICTS: dict[Verdict, str] = {
+    "fault": "Fault found",
+    "large": "Large mismatch",
+    "normal": "Normal",
+    "undecided": "Not decided",
+}
+"""As a headline begins."""
 Figure = Literal["mean |Δ log p|", "k3", "KL"]
 EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecided": 3}
 """Of a dump; 1 as well where a gate failed, 2 where something cannot be read."""
@@ -16,17 +23,6 @@ EXIT_STATUS: dict[Verdict, int] = {"normal": 0, "large": 0, "fault": 1, "undecid
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-
-
-class Cause(_Model):
-    """One finding of `check`. kind: its name. severity: a note is no fault. first: where it is seen first."""
-
-    kind: str
-    severity: Severity = "fault"
-    confidence: Confidence
-    evidence: str
-    first: Place | None
-    fix: str
 
 
 class Prediction(_Model):
@@ -78,8 +74,8 @@ class Recommendation(_Model):
 
 
 class Comparable(_Model):
-    """A published gap of the same kind of pair. low, high: range of `figure`, nats a token. what: the model and the
-    engines. where: how the measured value lies to it."""
+    """A known gap of the same kind of pair. low, high: range of `figure`, nats per token. what: the model and the
+    engines. ours: measured on this project's tiny models, not published. where: how the measured value lies to it."""
 
     pair: str
     what: str
@@ -89,10 +85,11 @@ class Comparable(_Model):
     value: float
     where: Literal["below", "inside", "above"]
     source: str
+    ours: bool = False
 
 
 class Gate(_Model):
-    """bar: the largest k3 that passes, nats a token. passed: None where the tokens are too few to tell. source: where
+    """bar: the largest k3 that passes, nats per token. passed: None where the tokens are too few to tell. source: where
     the bar comes from."""
 
     value: float
@@ -102,7 +99,7 @@ class Gate(_Model):
 
 
 class Group(_Model):
-    """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats a token; ess: of the tokens' ratios."""
+    """One bucket of a breakdown: tokens, mean |Δ log p|, KL (k1) and k3, nats per token; ess: of the tokens' ratios."""
 
     name: str
     tokens: int
@@ -152,12 +149,14 @@ class Histograms(_Model):
 
 
 class Diagnosis(_Model):
-    """All of it. headline: one sentence with the verdict. next_step: what more would tell, where something is open.
+    """All of it. headline: one sentence, which begins with the verdict in words. next_step: what more would tell.
 
-    metrics: as training reports them, for the user's settings. normality: whether the gap is of the published size, in
-    one sentence; normal: the figures that it goes by. bounds: level → wished share kept ("99%", "99.9%") → (lower,
-    upper) on the ratio that keep it. histograms: for the page, not in the JSON.
-    one_sided: there is no training side.
+    findings: those that count first, else in the order of cause and effect. mismatch: as the two sides were given;
+    fixed: with what the findings explain undone, where that is possible and changes anything.
+    metrics: as training reports them, for the user's settings; level: whose units they count.
+    normality: whether the gap is of a known size, in one sentence; normal: the figures that it goes by. bounds: level →
+    wished share kept ("99%", "99.9%") → (lower, upper) on the ratio that keep it. histograms: for the page, not in the
+    JSON. one_sided: there is no training side.
     """
 
     verdict: Verdict
@@ -167,10 +166,13 @@ class Diagnosis(_Model):
     format: str
     samples: int
     tokens: int
-    findings: tuple[Cause, ...] = ()
-    undecided: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    undecided: tuple[Undecided, ...] = ()
     one_sided: bool = False
+    mismatch: Mismatch | None = None
+    fixed: Mismatch | None = None
     metrics: dict[str, float] = {}
+    level: str = "token"
     size: Size | None = None
     normal: tuple[Comparable, ...] = ()
     normality: str = ""
@@ -179,7 +181,6 @@ class Diagnosis(_Model):
     recommendation: Recommendation | None = None
     gate: Gate | None = None
     histograms: Histograms | None = Field(default=None, exclude=True, repr=False)
-    check: CheckResult | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -17,8 +17,8 @@ from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose import normal
-from mismatch_plugin.diagnose.gate import gate
 from mismatch_plugin.diagnose.measure import Figures
+from mismatch_plugin.diagnose.normal import gate
 from mismatch_plugin.diagnose.recommend import recommend
 from mismatch_plugin.diagnose.result import Verdict
 from mismatch_plugin.diagnose.run_sources import ABS_GAP, Source, read_source

@@ -1,24 +1,25 @@
-"""A diagnosis on one screen of a terminal: verdict, cause, size, what to set, and what that would do."""
+"""A diagnosis on a terminal: verdict, cause, size, what to set, and what that would do."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mismatch_plugin.diagnose.result import Diagnosis
+from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.flags import HOSTS, host_of
+from mismatch_plugin.diagnose.normal import size_class
+from mismatch_plugin.diagnose.result import Diagnosis, Verdict
 from mismatch_plugin.diagnose.words import (
     chosen_predictions,
     count,
     gate_words,
     headline,
-    host_names,
     is_it_normal,
     label,
     plain,
     published,
+    share,
     size_rows,
     times,
     undecided,
@@ -29,206 +30,152 @@ from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unico
 if TYPE_CHECKING:
     from rich.console import Console
 
-SMALLEST, LARGEST = 24, 35
-"""Lines of a terminal that are used: one is left for the prompt."""
-_TO = "\N{NO-BREAK SPACE}to\N{NO-BREAK SPACE}"
-"""Keeps two bounds on one line."""
-STYLES = {"fault": "bold red", "large": "bold yellow", "normal": "bold green", "undecided": "bold cyan"}
+STYLES: dict[Verdict, str] = {
+    "fault": "bold red",
+    "large": "bold yellow",
+    "normal": "bold green",
+    "undecided": "bold cyan",
+}
+_BIAS = (
+    "bias: what bounds and rejection change against the setting's own ratios. Token weights have one of their own, "
+    "which is not in it."
+)
 
 
-@dataclass
-class _Line:
-    """rank: where the screen is too low, the largest goes first, with its whole block; 0 stays. whole: never broken,
-    since it is copied; the terminal may wrap it."""
-
-    text: str = ""
-    rank: int = 0
-    style: str = ""
-    whole: bool = False
-    block: int = 0
-
-
-@dataclass
 class _Screen:
-    """height: None where no terminal shows it: nothing is cut or left out then."""
+    """Lines on a terminal: words are wrapped, and hold no commands of the terminal, whatever a file holds."""
 
-    width: int
-    height: int | None
-    unicode: bool
-    lines: list[_Line] = field(default_factory=list)
+    def __init__(self, console: Console) -> None:
+        self.console, self.unicode = console, shows_unicode(console.encoding)
 
-    @property
-    def cut(self) -> str:
-        """Where something was cut off."""
-        return "…" if self.unicode else "..."
+    def say(self, text: str, style: str = "", indent: int = 0, whole: bool = False, short: bool = False) -> None:
+        """whole: for what is copied, it is left to the terminal to wrap it. short: one line, cut where that is a
+        terminal's."""
+        from rich.padding import Padding
+        from rich.text import Text
 
-    def add(self, lines: Iterable[str], rank: int = 0, style: str = "", whole: bool = False) -> None:
-        """Lines that stay or go together."""
-        block = len(self.lines)
-        self.lines += [_Line(line, rank, style, whole, block) for line in lines]
+        shown = Text(printable(plain(text), self.unicode), style=style)
+        if whole:
+            self.console.print(shown, soft_wrap=True)
+            return
+        if short and self.console.is_terminal and shown.cell_len > self.console.width:
+            shown.right_crop(1 + max(0, len(shown) - self.console.width))
+            while shown.cell_len > self.console.width - 3:  # some letters are two wide
+                shown.right_crop(1)
+            shown.append("...")
+        self.console.print(Padding(shown, (0, 0, 0, indent), expand=False))
 
-    def say(self, text: str, rank: int = 0, most: int | None = None, style: str = "", indent: str = "") -> None:
-        """Words. most: lines of a terminal that they may take; what is cut ends in an ellipsis."""
-        self.add(self.wrapped(" ".join(text.split()), self.width, indent, 2 * indent, most), rank, style)
+    def table(self, headers: Sequence[str], rows: Sequence[Sequence[str]], words: int = 0) -> None:
+        """Columns without lines, numbers to the right; a row that begins with > is bold. words: the column that may be
+        wrapped."""
+        from rich.table import Table
+        from rich.text import Text
 
-    def wrapped(self, text: str, width: int, first: str = "", rest: str = "", most: int | None = None) -> list[str]:
-        """Lines of at most this width; at most so many on a terminal."""
-        return textwrap.wrap(
-            printable(text, self.unicode), width, initial_indent=first, subsequent_indent=rest,
-            max_lines=None if self.height is None else most, placeholder=" " + self.cut, break_on_hyphens=False,
-        )  # fmt: skip
+        def text(cell: str) -> Text:
+            return Text("\n".join(printable(line, self.unicode) for line in cell.split("\n")))
 
-    def table(
-        self, headers: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]], ranks: Sequence[int],
-        marks: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """Columns; all but the first to the right, and the first wrapped into what room there is. headers: lines, which
-        stay as long as the first row does."""
-        cells = [tuple(printable(cell, self.unicode) for cell in row) for row in (*headers, *rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        if self.height is not None:
-            widths[0] = max(12, min(widths[0], self.width - sum(widths[1:]) - 2 * len(widths)))
-        block = len(self.lines)
-        for number, row in enumerate(cells, -len(headers)):
-            rest = "".join(f"  {cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))
-            first, *more = textwrap.wrap(
-                row[0].replace(" to ", _TO), widths[0], subsequent_indent="    ", break_on_hyphens=False
-            ) or [""]
-            style = "bold" if number < 0 or (marks and marks[number] == ">") else ""
-            block = len(self.lines) if number > 0 else block
-            for line in (f"  {first:<{widths[0]}}{rest}", *(f"  {line}" for line in more)):
-                line = line.replace(_TO, " to ").rstrip()
-                self.lines.append(_Line(line, ranks[max(number, 0)], style, block=block))
-
-    def shortened(self, text: str, width: int) -> str:
-        """As much of it as there is room for, and then an ellipsis."""
-        whole = len(text) <= width or self.height is None
-        return text if whole else text[: width - len(self.cut)] + self.cut
-
-    def fitted(self) -> list[_Line]:
-        """At most as many lines as there is room for: blocks of the highest rank go, from the end."""
-        lines = list(self.lines)
-        while self.height and len(lines) > self.height and (worst := max(line.rank for line in lines)) > 0:
-            block = [line.block for line in lines if line.rank == worst][-1]
-            lines = [line for line in lines if line.block != block]
-        return lines
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+        for place, header in enumerate(headers):
+            justify = "left" if place in (0, words) else "right"
+            table.add_column(text(header), justify=justify, no_wrap=place != words)
+        for row in rows:
+            table.add_row(*map(text, row), style="bold" if row[0].startswith(">") else "")
+        self.console.print(table)
 
 
-def show(diagnosis: Diagnosis, console: Console, *, host: str = "slime", report: Path | None = None) -> None:
-    """Print the summary: no wider than the terminal, but for what is copied, and no higher (24 to 35 lines) unless the
-    cause and its fix need more. Where no terminal shows it nothing is left out.
+def show(
+    diagnosis: Diagnosis,
+    console: Console,
+    *,
+    host: str | None = None,
+    report: Path | None = None,
+    brief: bool = False,
+) -> None:
+    """Print the summary, the verdict first.
 
-    host: whose flags are shown. report: where the page is. Raises ValueError where the recommendation has no flags for
-    the host.
+    host: whose flags are shown; default: the trainer whose dump it is. report: where the page is. brief: the findings,
+    all of them whole, and nothing of settings. Raises ValueError where the recommendation has no flags for the host.
     """
-    from rich.cells import cell_len, set_cell_size
-    from rich.text import Text
-
-    unicode = shows_unicode(console.encoding)
-    height = min(max(console.height, SMALLEST), LARGEST) - 1 if console.is_terminal else None
-    screen = _Screen(console.width, height, unicode)
-    _verdict(screen, diagnosis)
-    _findings(screen, diagnosis)
-    _size(screen, diagnosis)
-    _advice(screen, diagnosis, host)
-    _predictions(screen, diagnosis)
-    if report is not None:
-        screen.add([f"Report: {report}"], whole=True)
-    for line in screen.fitted():
-        text = printable(line.text, unicode)
-        if height and not line.whole and cell_len(text) > console.width:  # some letters are two wide
-            text = set_cell_size(text, console.width - 3) + "..."
-        console.print(Text(text, style=line.style), soft_wrap=True)
-
-
-def _verdict(screen: _Screen, diagnosis: Diagnosis) -> None:
+    screen = _Screen(console)
     verdict, sentence = headline(diagnosis)
-    screen.say(f"{verdict.upper()}: {sentence}", style=STYLES[diagnosis.verdict])
-    screen.say(is_it_normal(diagnosis))
+    screen.say(f"{verdict.upper()}: {sentence}", STYLES[diagnosis.verdict])
+    if normal := is_it_normal(diagnosis):
+        screen.say(normal)
     if (gate := diagnosis.gate) is not None:
         said, figures = gate_words(gate, brief=True)
         screen.say(f"Gate {said.upper()}: {figures}.")
     counted = f"{count(diagnosis.samples)} samples, {count(diagnosis.tokens)} tokens"
-    screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).", rank=8, most=1)
-
-
-def _findings(screen: _Screen, diagnosis: Diagnosis) -> None:
-    first, *others = diagnosis.findings or (None,)
-    if first is not None:
-        screen.add([""], rank=9)
-        later = 0 if first.severity == "fault" else 5  # a note needs no fix at once
-        screen.say(f"{label(first)}: {first.kind} ({first.confidence}). {plain(first.evidence)}", style="bold")
-        if first.first is not None:
-            screen.say(f"first: {first.first}", rank=later, indent="  ", most=2)
-        screen.say(f"fix: {plain(first.fix)}", rank=later, indent="  ")
-    for item in others:
-        also = "also" if item.severity == "fault" else "note"
-        screen.say(f"{also} {item.kind} ({item.confidence}): {plain(item.evidence)}", rank=6, most=1)
-    if diagnosis.recommendation is not None and diagnosis.next_step:
-        screen.say(f"Next: {diagnosis.next_step}")
+    screen.say(f"{counted} of {diagnosis.source} ({diagnosis.format}).", short=True)
+    for place, item in enumerate(diagnosis.findings):
+        if not place or brief:
+            _finding(screen, item)
+        else:
+            also = "also" if item.counts else label(item).lower()
+            screen.say(f"{also} {item.fault} ({item.confidence}): {item.evidence}", short=True)
+    if diagnosis.fixed is not None:
+        level = diagnosis.fixed
+        figures = f"mean |Δ log p| {figure(level.abs_mean)}, k3 {figure(level.k3_kl)}"
+        screen.say(f"once fixed: {figures}, which is {size_class(level)}")
     for reason in undecided(diagnosis):
-        screen.say(f"not decided: {reason}", rank=0 if diagnosis.verdict == "undecided" else 7, most=2)
-
-
-def _size(screen: _Screen, diagnosis: Diagnosis) -> None:
-    rows = size_rows(diagnosis)
-    if not rows:
+        screen.say(f"not decided: {reason}", short=not brief)
+    if brief:
+        for note in diagnosis.notes:
+            screen.say(f"note: {note}", whole=True)
+        _step(screen, f"Next: {diagnosis.next_step}" if diagnosis.next_step else "")
         return
-    screen.add([""], rank=9)
-    known = published(diagnosis)
-    room = max(12, screen.width - 42)
-    ranges = [screen.shortened(known.get(title, ""), room) for title, *_ in rows]
-    table = [(title, f"{value} {unit}".strip(), text) for (title, value, unit), text in zip(rows, ranges, strict=True)]
-    ranks = [8 if title.startswith("χ²") else 4 if title in known or not n else 6 for n, (title, *_) in enumerate(rows)]
-    screen.table([("size", "measured", "published" if known else "")], table, ranks)
+    if rows := [row for row in size_rows(diagnosis) if not row[0].startswith("χ²")]:
+        known = published(diagnosis)
+        console.print()
+        table = [(title, f"{value} {unit}".strip(), known.get(title, "")) for title, value, unit in rows]
+        screen.table(("size", "measured", "known" if known else ""), table, words=2)
+    console.print()
+    _advice(screen, diagnosis, host or host_of(diagnosis.format))
+    if report is not None:
+        screen.say(f"Report: {report}", whole=True)
+
+
+def _finding(screen: _Screen, item: Finding) -> None:
+    screen.console.print()
+    screen.say(f"{label(item)}: {item.fault} ({item.confidence}). {item.evidence}", "bold")
+    if item.first is not None:
+        screen.say(f"first: {item.first}", indent=2)
+    screen.say(f"fix: {item.fix}", indent=2)
+
+
+def _step(screen: _Screen, text: str) -> None:
+    """A command in it stays whole, on a line of its own."""
+    words, command, rest = text.partition("mismatch-plugin inspect ")
+    if words:
+        screen.say(words)
+    if command:
+        screen.say(command + rest, "cyan", whole=True)
 
 
 def _advice(screen: _Screen, diagnosis: Diagnosis, host: str) -> None:
     advice = diagnosis.recommendation
-    screen.add([""], rank=9)
     if advice is None:
-        screen.say(without_advice(diagnosis), style="bold")
+        _step(screen, without_advice(diagnosis))
         return
-    names = host_names(advice.flags)
-    if host not in names:
-        raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(names)}.")
-    screen.say(f"Recommended: {advice.setting}. {advice.reasons[0] if advice.reasons else ''}", style="bold")
-    others = ", ".join(name for name in names if name != host)
-    screen.say(f"{names[host]} (--host {others} for the others):")
-    screen.add(advice.flags[host].splitlines(), whole=True, style="cyan")
+    if host not in advice.flags:
+        raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(advice.flags)}.")
+    if diagnosis.next_step:
+        _step(screen, f"Next: {diagnosis.next_step}")
+    screen.say(f"Recommended: {advice.setting}. {advice.reasons[0] if advice.reasons else ''}", "bold")
+    names: dict[str, str] = {**HOSTS}
+    others = ", ".join(name for name in advice.flags if name != host)
+    screen.say(f"{names.get(host, host)} (--host {others} for the others):")
+    for line in advice.flags[host].splitlines():
+        screen.say(line, "cyan", whole=True)
     for watched in advice.watch[:1]:
-        screen.say(f"Watch in the first ten steps: {watched}.", rank=3)
-
-
-def _predictions(screen: _Screen, diagnosis: Diagnosis) -> None:
-    chosen = chosen_predictions(diagnosis)
-    if not chosen:
-        return
-    screen.add([""], rank=9)
-    marks = tuple(">" if "recommended" in mark else "*" if mark else " " for mark, _ in chosen)
-    names = [item.setting.replace("algorithm ", "alg ") for _, item in chosen]
-    where = "alg: docs/algorithms.md" if any(name.startswith("alg ") for name in names) else ""
-    headers = [
-        (where, "", "ESS of", "", "", "bounds'", "2nd"),
-        ("> recommended  * yours", "kept %", "weights", "mean w", "noise", "bias", "pass"),
-    ]
-    rows = [
-        (
-            f"{sign} {name}",
-            _percent(item.kept),
-            f"{_percent(item.ess)} %",
-            figure(item.mean_weight),
-            times(item.noise),
-            figure(item.bias, 2),
-            "yes" if item.second_pass else NOTHING,
-        )
-        for sign, name, (_, item) in zip(marks, names, chosen, strict=True)
-    ]
-    ranks = [2 if mark == " " else 1 for mark in marks]
-    screen.table(headers, rows, ranks, marks)
-
-
-def _percent(value: float) -> str:
-    """One digit after the point, and 100 only where nothing is missing."""
-    text = f"{100 * value:.1f}"
-    return text if text not in ("100.0", "0.0") or value in (0.0, 1.0) else ">99.9" if value > 0.5 else "<0.1"
+        screen.say(f"Watch in the first ten steps: {watched}.")
+    rows: list[tuple[str, ...]] = []
+    for mark, item in chosen_predictions(diagnosis):
+        sign = ">" if "recommended" in mark else "*" if mark else " "
+        numbers = (share(item.ess), figure(item.mean_weight), times(item.noise), figure(item.bias, 2))
+        name = item.setting.replace("algorithm ", "alg ")
+        rows.append((f"{sign} {name}", share(item.kept), *numbers, "yes" if item.second_pass else NOTHING))
+    screen.console.print()
+    where = "alg: docs/algorithms.md\n" if any(" alg " in row[0] for row in rows) else ""
+    headers = (f"{where}> recommended  * yours", "kept", "ESS of\nweights", "mean w", "noise", "bounds'\nbias")
+    screen.table((*headers, "2nd\npass"), rows)
+    screen.say(_BIAS, "dim")

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.flags import config_of
-from mismatch_plugin.diagnose.hosts import HOSTS
-from mismatch_plugin.diagnose.result import Cause, Diagnosis, Gate, Prediction, Verdict
+from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.flags import HOSTS, config_of
+from mismatch_plugin.diagnose.normal import UNEXPLAINED, span
+from mismatch_plugin.diagnose.result import VERDICTS, Comparable, Diagnosis, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure
 
-VERDICTS: dict[Verdict, str] = {
-    "fault": "Fault found",
-    "large": "Large mismatch",
-    "normal": "Normal",
-    "undecided": "Not decided",
-}
 ALTERNATIVES = 3
-
-_FIGURES = (
-    ("KL, k1", "kl", "nat/token"),
-    ("KL, k3", "k3_kl", "nat/token"),
-    ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
-    ("ESS of sequence ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
-    ("χ² of tokens", "chi2_token", ""),
-    ("χ² of sequences", "chi2_seq", ""),
-)
-_SAID = re.compile(r"(fault found|fault|large mismatch|large|normal|not decided|undecided)\s*[:.,]\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -46,8 +30,8 @@ class Controls:
 
 def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(the verdict in two words, the rest of the sentence)."""
-    rest = _SAID.sub("", diagnosis.headline, count=1) if _SAID.match(diagnosis.headline) else diagnosis.headline
-    return VERDICTS[diagnosis.verdict], rest
+    verdict = VERDICTS[diagnosis.verdict]
+    return verdict, diagnosis.headline.removeprefix(f"{verdict}: ")
 
 
 def host_names(flags: dict[str, str]) -> dict[str, str]:
@@ -90,19 +74,26 @@ def is_it_normal(diagnosis: Diagnosis) -> str:
 
 def without_advice(diagnosis: Diagnosis) -> str:
     """Why no setting is recommended, and what to do."""
+    why = f": so strong a mismatch has a cause, which no weight repairs. Find it, or --accept {UNEXPLAINED} if meant"
     if diagnosis.verdict == "fault":
-        return "No setting is recommended: fix the fault first, then inspect again."
-    return f"No setting is recommended. {diagnosis.next_step}".strip()
+        why = ": fix the fault first, then inspect again"
+    elif diagnosis.verdict == "undecided":
+        why = ""
+    return f"No setting is recommended{why}. {diagnosis.next_step}".strip()
 
 
 def undecided(diagnosis: Diagnosis) -> tuple[str, ...]:
     """What could not be looked for; without a training side that is all that compares, which is said elsewhere."""
-    return tuple(said for said in diagnosis.undecided if not (diagnosis.one_sided and NO_TRAINING in said))
+    return tuple(
+        f"{', '.join(item.faults)}: {item.reason}"
+        for item in diagnosis.undecided
+        if not (diagnosis.one_sided and item.reason == NO_TRAINING)
+    )
 
 
-def label(cause: Cause) -> str:
-    """What the first finding is called."""
-    return "Cause" if cause.severity == "fault" else "Note"
+def label(item: Finding) -> str:
+    """What a finding is called."""
+    return "Cause" if item.counts else "Accepted" if item.accepted else "Note"
 
 
 _SEPARATED = {
@@ -124,7 +115,7 @@ def separated(diagnosis: Diagnosis) -> str:
     if diagnosis.verdict == "fault" or diagnosis.size is None or not diagnosis.size.separated:
         return ""
     parts = [f"{_SEPARATED.get(name, name)} {figure(value)}" for name, value in diagnosis.size.separated.items()]
-    return f"Of the gap, nats a token: {', '.join(parts)}."
+    return f"Of the gap, nats per token: {', '.join(parts)}."
 
 
 def sentence(text: str) -> str:
@@ -138,42 +129,45 @@ def plain(text: str) -> str:
 
 
 def published(diagnosis: Diagnosis) -> dict[str, str]:
-    """Figure of `size_rows` → the range published for the nearest kind of pair, with its name."""
-    titles = {"k3": "KL, k3", "KL": "KL, k3"}
-    found: dict[str, tuple[float, float]] = {}
+    """Figure of `size_rows` → the range known of the nearest kind of pair, with its name; what is ours is called so."""
+    found: dict[str, list[Comparable]] = {}
     for item in diagnosis.normal:
         if item.pair == diagnosis.normal[0].pair:
-            low, high = found.get(title := titles.get(item.figure, item.figure), (item.low, item.high))
-            found[title] = min(low, item.low), max(high, item.high)
-    return {title: f"{span(*ends)}: {diagnosis.normal[0].pair}" for title, ends in found.items()}
-
-
-def span(low: float, high: float) -> str:
-    """`0.005 to 0.006`."""
-    return figure(low) if low == high else f"{figure(low)} to {figure(high)}"
+            found.setdefault("KL, k3" if item.figure != "mean |Δ log p|" else item.figure, []).append(item)
+    told: dict[str, str] = {}
+    for title, every in found.items():
+        rows = [row for row in every if not row.ours] or every
+        ours = " (ours)" if rows[0].ours else ""
+        told[title] = f"{span(min(r.low for r in rows), max(r.high for r in rows))}{ours}: {rows[0].pair}"
+    return told
 
 
 def gate_words(gate: Gate, brief: bool = False) -> tuple[str, str]:
     """(whether it passed, the figures). brief: without why this bar."""
     source = gate.source.partition(": ")[0] if brief else gate.source
     said = {True: "passed", False: "failed", None: "not decided, too few tokens"}[gate.passed]
-    return said, f"k3 {figure(gate.value)} nats a token against a bar of {figure(gate.bar)} ({source})"
+    return said, f"k3 {figure(gate.value)} nats per token against a bar of {figure(gate.bar)} ({source})"
 
 
 def size_rows(diagnosis: Diagnosis) -> list[tuple[str, str, str]]:
     """(figure, value, unit): how far apart the two sides are, the most telling first. A χ² estimated below 0, which it
     is where few tokens have all of the weight, tells nothing and is shown as none."""
     rows: list[tuple[str, str, str]] = []
-    level = None if diagnosis.check is None else diagnosis.check.mismatch
+    metrics, level = {name.removeprefix(PREFIX): value for name, value in diagnosis.metrics.items()}, diagnosis.mismatch
     if level is not None:
         rows.append(("mean |Δ log p|", figure(level.abs_mean), "nat/token"))
         rows.append(("99 % of |Δ log p| <", figure(level.abs_p99), "nat"))
-    metrics = dict(diagnosis.metrics)
-    if level is not None:
-        metrics = {PREFIX + "kl": level.kl, PREFIX + "k3_kl": level.k3_kl, **metrics}
-        metrics.setdefault(PREFIX + "rollout_is_ratio_eff_sample_size", level.effective_sample_size)
-    for title, name, unit in _FIGURES:
-        if (value := metrics.get(PREFIX + name)) is not None:
+        metrics = {"kl": level.kl, "k3_kl": level.k3_kl, **metrics}
+        metrics.setdefault("rollout_is_ratio_eff_sample_size", level.effective_sample_size)
+    for title, name, unit in (
+        ("KL, k1", "kl", "nat/token"),
+        ("KL, k3", "k3_kl", "nat/token"),
+        ("ESS of token ratios", "rollout_is_ratio_eff_sample_size", ""),
+        (f"ESS of {diagnosis.level} ratios", "rollout_is_ratio_unit_eff_sample_size", ""),
+        ("χ² of token ratios", "chi2_token", ""),
+        ("χ² of sequence ratios", "chi2_seq", ""),
+    ):
+        if (value := metrics.get(name)) is not None:
             text = share(value) if title.startswith("ESS") else figure(value)
             rows.append((title, NOTHING if title.startswith("χ²") and value < 0 else text, unit))
     return rows

@@ -91,7 +91,7 @@ class ServerControl:
         self._warned: set[str] = set()
         self.fingerprint: str | None = None
         """Of the weights that the last update sent, if the server has our plugin and they were compared with what
-        serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `check`."""
+        serves: a trainer writes it next to its log-probs (`weight_fingerprint`) for `inspect`."""
 
     async def server_info(self) -> ServerInfo:
         """Version and settings, with the weight version that the last update left. Warns of the server's risks

@@ -16,8 +16,7 @@ from torch import Tensor
 
 import mismatch_plugin as mp
 from mismatch_plugin.diagnose.measure import Figures
-from mismatch_plugin.diagnose.recommend import recommend
-from mismatch_plugin.diagnose.rules import CREDIT, RULES, Rule
+from mismatch_plugin.diagnose.recommend import CREDIT, RULES, Rule, recommend
 from mismatch_plugin.report.presets import quiet_preset
 
 ACTIONS = 6
@@ -208,4 +207,4 @@ def test_beyond_the_rules_length_few_tokens_have_much_of_the_weight() -> None:
     outside = [{"max_length": 201}, {"k3_kl": 0.9 * RULE.kl[0]}, {"k3_kl": RULE.kl[1]}, {"credit": 0.9 * CREDIT}]
     for changes in ({}, *outside):
         found = recommend(replace(inside, **changes))
-        assert found is not None and (found.preset == "prefix_is") == (not changes), changes
+        assert (found is not None and found.preset == "prefix_is") == (not changes), changes

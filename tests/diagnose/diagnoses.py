@@ -10,11 +10,10 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.diagnose.findings import CheckResult, Mismatch, Place
+from mismatch_plugin.diagnose.findings import FaultName, Finding, Mismatch, Place, Undecided
 from mismatch_plugin.diagnose.levels import histograms
 from mismatch_plugin.diagnose.predict import predict_one
 from mismatch_plugin.diagnose.result import (
-    Cause,
     Comparable,
     Diagnosis,
     Gate,
@@ -49,6 +48,11 @@ FLAGS = {
     "nemo-rl": "mismatch:\n  use_tis: true\n  tis:\n    upper_bound: 2.0",
     "python": "config = mp.MismatchConfig(use_tis=True)",
 }
+
+
+def cause(fault: FaultName, **told: Any) -> Finding:
+    """One finding of ten samples."""
+    return Finding(**{"fault": fault, "samples": 1, "of_samples": 10, "tokens": 5, "of_tokens": 50, **told})
 
 
 def data(verdict: Verdict) -> dict[str, Any]:
@@ -131,17 +135,17 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     metrics = mp.correct(batch, mp.preset("token_is")).statistics.metrics()
     causes = {
         "fault": (
-            Cause(kind="weights_not_updated", confidence="certain",
+            cause("weights_not_updated", confidence="certain",
                   evidence="all 12 000 tokens fit the weights of the start better than the current ones: mean "
-                           "|Δ log p| 0.004 against 0.61 nats a token, in every sample",
+                           "|Δ log p| 0.004 against 0.61 nats per token, in every sample",
                   first=Place(sample=0, sample_id="prompt-17/3", position=0, rollout=-1.204, training=-3.417),
                   fix="send the weights after every optimizer step: call update_weights_from_distributed on every "
                       "server, and check its reply"),
-            Cause(kind="moe_routing", confidence="possible", evidence="0.2 % of tokens carry 40 % of the gap",
+            cause("moe_routing", confidence="possible", evidence="0.2 % of tokens carry 40 % of the gap",
                   first=None, fix="replay the routing"),
         ),
         "large": (
-            Cause(kind="quantised", confidence="likely", evidence="the gap is that of fp8 weights on one side",
+            cause("quantised", confidence="likely", evidence="the gap is that of fp8 weights on one side",
                   first=Place(sample=3, position=11, rollout=-0.2, training=-0.9),
                   fix="export the weights that the engine quantises the same way"),
         ),
@@ -155,9 +159,9 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
                    where="below" if k3 < 3.7e-4 else "inside" if k3 < 8.7e-3 else "above", source="xtuner #2044"),
     )  # fmt: skip
     headlines = {
-        "fault": f"Fault: the rollout weights were never updated (k3 {k3:.2g} nats a token).",
-        "large": f"Large mismatch: k3 {k3:.2g} nats a token, and nothing is broken.",
-        "normal": f"Normal: k3 {k3:.2g} nats a token, as of two engines in bf16.",
+        "fault": f"Fault found: the rollout weights were never updated (k3 {k3:.2g} nats per token).",
+        "large": f"Large mismatch: k3 {k3:.2g} nats per token, and nothing is broken.",
+        "normal": f"Normal: k3 {k3:.2g} nats per token, as of two engines in bf16.",
         "undecided": f"Not decided: {tokens} tokens are too few (1000 are needed).",
     }
     settings = list(SETTINGS.items())
@@ -178,9 +182,10 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
         "samples": len(of["lengths"]),
         "tokens": tokens,
         "findings": causes.get(verdict, ()),
-        "undecided": ("stale_server: not enough tokens to tell: 2 samples, 20 are needed",)
+        "undecided": (Undecided(faults=("stale_server",), reason="not enough tokens to tell: 2 samples"),)
         if verdict == "undecided"
         else (),
+        "mismatch": level,
         "metrics": metrics,
         "size": size,
         "normal": normal,
@@ -196,7 +201,6 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
         "recommendation": advice if full else None,
         "gate": Gate(value=k3, bar=0.01, passed=k3 < 0.01, source="published bf16 gaps"),
         "histograms": histograms(batch, (0.5, 2, 0.8, 1.25, 0.98, 1.02, 0.99, 1.01, 5)),
-        "check": CheckResult(status="clean", verdict="", samples=1, tokens=tokens, findings=(), mismatch=level),
         "notes": ("log-probs of the records are of the raw distribution (temperature 1).",),
     }
     return Diagnosis(**(fields | changes))

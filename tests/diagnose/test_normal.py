@@ -1,22 +1,29 @@
-"""Whether a gap is called normal, by kind of pair, on levels that are and are not."""
+"""Whether a gap is called normal, by kind of pair, on levels that are and are not; and the gate."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import pytest
 
+from mismatch_plugin.core.gate import DEFAULT_GATE_KL
 from mismatch_plugin.diagnose.findings import Mismatch
 from mismatch_plugin.diagnose.normal import (
+    ENOUGH_TOKENS,
+    FAR_ABS_MEAN,
+    FAR_K3,
+    GATE_TOKENS,
+    KNOWN,
     LOOSE,
-    PUBLISHED,
+    MODERATE_K3,
+    SMALL_K3,
     Hints,
     Pair,
-    compare,
-    is_normal,
+    gate,
     normal_table,
     normality,
-    pairs_like,
+    size_class,
 )
 
 
@@ -51,58 +58,92 @@ def level(abs_mean: float, k3_kl: float, **more: Any) -> Mismatch:
 def test_is_this_normal(abs_mean: float, k3_kl: float, hints: Hints, normal: bool) -> None:
     found = normality(level(abs_mean, k3_kl), hints)
     assert found.normal is normal
-    assert found.sentence == is_normal(level(abs_mean, k3_kl), hints)
     assert found.sentence.startswith("normal, " if normal else "not normal for ")
     assert "(published " in found.sentence
+    assert found.rows and f" for {found.rows[0].pair}" in found.sentence  # the kind that is named is shown first
+    assert normality(level(0.0, 0.0), hints).sentence.startswith("an exact zero")
 
 
-def test_an_exact_zero_is_said_as_such() -> None:
-    assert is_normal(level(0.0, 0.0)).startswith("an exact zero")
+def test_what_was_measured_here_is_not_called_published() -> None:
+    own = normality(level(0.036, 1.3e-3), Hints(engine="bf16", trainer="fp32")).sentence
+    said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
+    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
+    both = normality(level(0.1, 0.03), Hints(stale=4)).sentence
+    assert both == "normal, as published for stale rollouts: k3 0.03 (published 0.0017 to 0.0054, ours 0.03 to 0.23)."
+    assert "ours" not in normality(level(0.012, 4e-4)).sentence
+    assert {row.ours for row in normality(level(0.1, 0.03), Hints(stale=4)).rows} == {True, False}
 
 
 def test_a_gap_of_another_kind_s_size_names_that_kind() -> None:
-    found = is_normal(level(0.03, 0.018), Hints(engine="bf16", trainer="bf16"))
-    assert (
-        found.startswith("not normal for dense bf16, 22 times the largest published")
-        and '; of the size of "fp8 or fp4 engine, bf16 trainer" or "int4 engine".' in found
-    )
-    assert found.count('"') <= 4
     hints = Hints(engine="bf16", trainer="bf16")
+    found = normality(level(0.03, 0.018), hints).sentence
+    assert found.startswith("not normal for dense bf16, 22 times the largest known")
+    assert '; of the size of "fp8 or fp4 engine, bf16 trainer" or "int4 engine".' in found and found.count('"') <= 4
     assert "of the size of" not in normality(level(0.03, 0.018), hints, name_others=False).sentence
-    assert "of the size of" not in is_normal(level(0.012, 40.0), hints)  # the mean is of a size, k3 of none
-    assert "48,000 times" in is_normal(level(0.012, 40.0), hints)
+    tail = normality(level(0.012, 40.0), hints).sentence  # the mean is of a size, k3 of none
+    assert "of the size of" not in tail and "48,000 times" in tail
 
 
-def test_compare_says_where_the_value_is() -> None:
-    found = {row.figure: row for row in compare(level(0.012, 1e-2), Hints(engine="bf16"))}
+def test_each_row_says_where_the_value_is() -> None:
+    hints = Hints(engine="bf16")
+    found = {row.figure: row for row in normality(level(0.012, 1e-2), hints).rows}
     assert found["mean |Δ log p|"].where == "inside" and found["mean |Δ log p|"].value == 0.012
     assert found["k3"].where == "above" and found["k3"].source.startswith("https://")
-    assert {row.where for row in compare(level(1e-4, 1e-7), Hints(engine="bf16"))} == {"below"}
+    assert {row.where for row in normality(level(1e-4, 1e-7), hints).rows} == {"below"}
 
 
 @pytest.mark.parametrize("engine", ["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"])
-@pytest.mark.parametrize("trainer", [None, "fp32", "bf16", "fp8"])
-@pytest.mark.parametrize("stale", [0.0, 2.0])
-def test_every_pair_has_published_gaps(engine: Any, trainer: Any, stale: float) -> None:
-    for more in ({}, {"moe": True}, {"moe": True, "routing_replayed": True}, {"same_quantisation": False}):
-        assert compare(level(0.01, 1e-3), Hints(engine=engine, trainer=trainer, stale=stale, **more))
-
-
-def test_each_row_has_a_source_and_a_range() -> None:
-    assert {row.pair for row in PUBLISHED} == set(get_args(Pair))
-    for row in PUBLISHED:
-        assert 0 <= row.low <= row.high and (row.source.startswith(("https://", "this project")))
-    assert len(normal_table().rows) == len(PUBLISHED)
+def test_every_pair_has_known_gaps(engine: Any) -> None:
+    trainers: tuple[Any, ...] = (None, "fp32", "bf16", "fp8")
+    for trainer in trainers:
+        for more in ({}, {"moe": True}, {"moe": True, "routing_replayed": True}, {"same_quantisation": False}):
+            for stale in (0.0, 2.0):
+                assert normality(level(0.01, 1e-3), Hints(engine=engine, trainer=trainer, stale=stale, **more)).rows
+    assert {row.pair for row in KNOWN} == set(get_args(Pair)) and len(normal_table().rows) == len(KNOWN)
+    for row in KNOWN:
+        assert 0 <= row.low <= row.high and row.source.startswith(("https://", "this project"))
 
 
 def test_nothing_is_normal_by_a_fault() -> None:
-    faulty = [row for row in PUBLISHED if row.faulty and row.figure == "mean |Δ log p|"]
-    for row in (row for row in faulty if row.low > 0.1):  # one grew from a normal gap
+    faulty = [row for row in KNOWN if row.faulty and row.figure == "mean |Δ log p|" and row.low > 0.1]
+    for row in faulty:  # one grew from a normal gap
         assert normality(level(row.low, row.low), Hints(moe=row.pair.startswith("MoE"))).normal is False
-    assert faulty and pairs_like(Hints())[0] == "dense bf16"
+    assert faulty and normality(level(0.012, 4e-4)).rows[0].pair == "dense bf16"
 
 
 @pytest.mark.parametrize(("times", "normal"), [(LOOSE * 0.99, True), (LOOSE * 1.01, False)])
 def test_up_to_twice_the_largest_is_its_size(times: float, normal: bool) -> None:
-    high = max(row.high for row in PUBLISHED if row.pair == "dense bf16" and row.figure == "k3" and not row.faulty)
+    high = max(row.high for row in KNOWN if row.pair == "dense bf16" and row.figure == "k3" and not row.faulty)
     assert normality(level(0.01, times * high), Hints(engine="bf16", trainer="bf16")).normal is normal
+
+
+def test_words_of_size() -> None:
+    sizes = [size_class(level(0.01, k3)) for k3 in (SMALL_K3, MODERATE_K3, FAR_K3, 1.01 * FAR_K3)]
+    assert sizes == ["small", "moderate", "large", "far"]
+    assert size_class(level(0.0, 0.0)) == "exact" and size_class(level(1.01 * FAR_ABS_MEAN, SMALL_K3)) == "far"
+
+
+@pytest.mark.parametrize(
+    ("k3_kl", "tokens", "bar", "passed"),
+    [
+        (9e-4, GATE_TOKENS, None, True),
+        (1.1e-3, GATE_TOKENS, None, False),
+        (1.1e-3, GATE_TOKENS, 2e-3, True),
+        (DEFAULT_GATE_KL, GATE_TOKENS, None, True),
+        (9e-4, GATE_TOKENS - 1, None, None),  # within two standard errors of the bar
+        (1e-4, 1000, None, True),
+        (0.1, 1000, None, False),
+        (1e-4, ENOUGH_TOKENS - 1, None, None),
+        (0.0, ENOUGH_TOKENS, None, True),
+        (math.nan, 10**6, None, None),
+    ],
+)
+def test_the_gate_passes_fails_or_does_not_decide(
+    k3_kl: float, tokens: int, bar: float | None, passed: bool | None
+) -> None:
+    found = gate(k3_kl, tokens, bar)
+    assert found.passed is passed
+    assert found.bar == (DEFAULT_GATE_KL if bar is None else bar) and ("xtuner#2044" in found.source) == (bar is None)
+    for wrong in (0.0, -1e-3, math.nan, math.inf):
+        with pytest.raises(ValueError, match="bar of the gate"):
+            gate(1e-4, GATE_TOKENS, wrong)

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_plugin.diagnose.findings import Place
+from mismatch_plugin.diagnose.findings import Place, Undecided
 from mismatch_plugin.diagnose.page import write_page
-from mismatch_plugin.diagnose.result import Cause, Diagnosis, Group, Verdict
+from mismatch_plugin.diagnose.result import Diagnosis, Group, Verdict
 from tests.diagnose.browser import Browser, start
 from tests.diagnose.diagnoses import FLAGS, diagnosis
+from tests.diagnose.diagnoses import cause as finding
 
 VERDICTS: tuple[Verdict, ...] = ("fault", "large", "normal", "undecided")
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>{{ 7 * 7 }}"
@@ -63,14 +64,14 @@ def hostile() -> Diagnosis:
     """What a file may hold everywhere that it is quoted, and numbers that are none."""
     base = diagnosis("large")
     assert base.size is not None and base.recommendation is not None
-    cause = Cause(kind="quantised", confidence="likely", evidence=HOSTILE, fix=HOSTILE,
+    cause = finding("quantised", confidence="likely", evidence=HOSTILE, fix=HOSTILE,
                   first=Place(sample=0, sample_id=HOSTILE, rollout=math.nan))  # fmt: skip
     group = Group(name=HOSTILE, tokens=1, abs_mean=math.nan, kl=-math.inf, k3_kl=0.0, ess=math.nan)
     size = base.size.model_copy(update={"breakdowns": {HOSTILE: (group,)}, "separated": {HOSTILE: math.nan}})
     first = base.predictions[0].model_copy(update={"setting": HOSTILE, "ess": math.nan, "bias": math.inf})
     changes = {"source": HOSTILE, "format": HOSTILE, "findings": (cause,), "size": size, "notes": (HOSTILE,),
                "predictions": (first, *base.predictions[1:]), "metrics": {HOSTILE: math.inf}, "headline": HOSTILE,
-               "undecided": (HOSTILE,),
+               "undecided": (Undecided(faults=("zero_fill",), reason=HOSTILE),),
                "recommendation": base.recommendation.model_copy(
                    update={"flags": {HOSTILE: HOSTILE}, "setting": HOSTILE, "watch": (HOSTILE,)})}  # fmt: skip
     return base.model_copy(update=changes)

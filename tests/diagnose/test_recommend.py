@@ -13,11 +13,11 @@ import mismatch_plugin as mp
 from mismatch_plugin.config.values import no_notes
 from mismatch_plugin.diagnose.levels import bounds_for
 from mismatch_plugin.diagnose.measure import Figures, figures_of
+from mismatch_plugin.diagnose.normal import FAR_K3
 from mismatch_plugin.diagnose.packing import Groups
 from mismatch_plugin.diagnose.predict import predict, predict_one
-from mismatch_plugin.diagnose.recommend import recommend
+from mismatch_plugin.diagnose.recommend import ADDITIONS, RULES, Rule, recommend, rules_table
 from mismatch_plugin.diagnose.result import Prediction, Recommendation
-from mismatch_plugin.diagnose.rules import ADDITIONS, RULES, STRONG_KL, Rule, rules_table
 from mismatch_plugin.report.presets import quiet_preset
 from tests.diagnose.noise import bounds_of, measured, noise
 
@@ -39,7 +39,7 @@ def _edges(rule: Rule) -> list[tuple[float, int]]:
     low, high = rule.kl
     kls = [1.2 * low or 1e-5, 0.85 * high if high < math.inf else 0.5]
     if rule.name == "strong":
-        kls = [1.2 * STRONG_KL, 0.5]
+        kls = [1.2 * FAR_K3, 0.5]
     if rule.name == "experts":
         kls = [1e-5, 0.04]  # a hundredth of the tokens adds 0.045
     if rule.name == "drifting":
@@ -64,7 +64,9 @@ def test_the_row_is_taken_and_its_setting_keeps_what_it_says(rule: Rule, kl: flo
     packed = noise(kl, length, **DATA.get(rule.name, {}))
     figures = figures_of(packed, **ASKED.get(rule.name, {}))
     assert next(other.name for other in RULES if other.holds(figures)) == rule.name, figures
-    found = recommend(figures, bounds=bounds_of(packed), predict=lambda config: measured(packed, config))
+    found = recommend(
+        figures, bounds=bounds_of(packed), accepted=rule.name == "strong", predict=lambda c: measured(packed, c)
+    )
     assert found is not None and (found.preset == rule.preset or found.setting.startswith(rule.preset))
     with no_notes():
         result = measured(packed, mp.MismatchConfig.build(found.settings))
@@ -129,7 +131,7 @@ def test_rejected_responses_in_many_groups_are_excluded_from_them(spread_out: bo
     assert "rs.group" in found.flags["miles"] or not spread_out
 
 
-@pytest.mark.parametrize(("kl", "length"), [(0.005, 4000), (0.01, 4000), (0.15, 50)])
+@pytest.mark.parametrize(("kl", "length"), [(0.005, 4000), (0.01, 4000)])
 def test_what_rejects_nearly_all_is_not_recommended(kl: float, length: int) -> None:
     packed = noise(kl, length)
     rejecting = [quiet_preset(name) for name in ("geo_rs_token_tis", "seq_is_rs", "geo_rs")]
@@ -157,8 +159,6 @@ LONG = Figures(k3_kl=0.01, ess=0.98, mean_length=2000, max_length=4000)
         ({"max_length": 500, "one_step": True, "expensive_pass": True}, "token_is"),
         ({"max_length": 50, "one_step": True}, "seq_is"),
         ({"stale": 1, "max_length": 50}, "token_is"),
-        ({"ess": 0.2, "max_length": 50}, "token_is"),
-        ({"k3_kl": 0.2, "tail": 0.01}, "token_is"),
         ({"tail": 5e-5}, "token_is"),
         ({"mean_turns": 4.0, "longest_turn": 90}, "seq_is"),
         ({"mean_turns": 4.0, "longest_turn": 300}, "token_is"),
@@ -176,9 +176,14 @@ def test_figures_choose_the_setting(changes: dict[str, Any], preset: str) -> Non
     assert ("tis.level turn" in found.setting) == (preset == "seq_is" and "mean_turns" in changes)
 
 
-@pytest.mark.parametrize("status", ["faults", "undecided"])
-def test_a_fault_comes_first(status: Any) -> None:
-    assert recommend(LONG) is not None and recommend(LONG, status=status) is None
+@pytest.mark.parametrize("strong", [{"ess": 0.2, "max_length": 50}, {"k3_kl": 0.2, "tail": 0.01}, {"k3_kl": FAR_K3}])
+def test_a_strong_mismatch_has_no_setting_unless_it_is_meant(strong: dict[str, float]) -> None:
+    assert recommend(replace(LONG, **strong)) is None
+    found = recommend(replace(LONG, **strong), accepted=True)
+    assert found is not None and found.preset == "token_is" and "only where it is meant" in found.reasons[1]
+    assert not any("find the cause" in reason for reason in found.reasons)
+    below = recommend(replace(LONG, k3_kl=0.9 * FAR_K3))
+    assert below is not None and below.preset == "token_is"
 
 
 def _prediction(config: mp.MismatchConfig, kept: float) -> Prediction:

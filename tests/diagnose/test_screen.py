@@ -1,4 +1,4 @@
-"""The terminal's summary: one screen, the verdict first, of every verdict."""
+"""The terminal's summary of every verdict: the verdict first, and clear on 80 columns."""
 
 from __future__ import annotations
 
@@ -14,57 +14,81 @@ from rich.console import Console
 
 from mismatch_plugin.diagnose import page, words
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
-from mismatch_plugin.diagnose.findings import Place
-from mismatch_plugin.diagnose.result import Diagnosis, Gate, Verdict
+from mismatch_plugin.diagnose.findings import FaultName, Place, Undecided
+from mismatch_plugin.diagnose.result import VERDICTS, Diagnosis, Gate, Verdict
 from mismatch_plugin.diagnose.screen import show
-from tests.diagnose.diagnoses import FLAGS, diagnosis
+from mismatch_plugin.report.table import figure
+from tests.diagnose.diagnoses import FLAGS, cause, diagnosis
 
-VERDICTS: tuple[Verdict, ...] = ("fault", "large", "normal", "undecided")
 REPORT = Path("runs/report.html")
 BASE = diagnosis("undecided")
 
 
-def shown(
-    of: Diagnosis, width: int = 80, height: int = 24, encoding: str = "utf-8", terminal: bool = True, **more: Any
-) -> list[str]:
-    """The lines that a terminal of this size and encoding gets, or a file."""
+def shown(of: Diagnosis, width: int = 80, encoding: str = "utf-8", terminal: bool = True, **more: Any) -> list[str]:
+    """The lines that a terminal of this width and encoding gets, or a file."""
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding=encoding)
     console = Console(
-        file=stream, width=width, height=height, highlight=False, markup=False, force_terminal=terminal,
-        color_system=None,
-    )  # fmt: skip
-    show(of, console, report=REPORT, **more)
+        file=stream, width=width, highlight=False, markup=False, force_terminal=terminal, color_system=None
+    )
+    show(of, console, **{"report": REPORT, **more})
     stream.flush()
-    return raw.getvalue().decode(encoding).splitlines()
+    return [line.rstrip() for line in raw.getvalue().decode(encoding).splitlines()]
+
+
+def one_line(lines: list[str]) -> str:
+    return " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize("verdict", VERDICTS)
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 35), (120, 50), (80, 10)])
-def test_one_screen_with_the_verdict_first(verdict: Verdict, width: int, height: int):
-    lines = shown(diagnosis(verdict), width, height)
-    assert len(lines) <= min(max(height, 24), 35) - 1
-    assert lines[0].startswith(words.VERDICTS[verdict].upper() + ": ")
-    assert max(map(cell_len, lines)) <= width
-    text = "\n".join(lines)
+@pytest.mark.parametrize(("width", "encoding"), [(80, "utf-8"), (120, "utf-8"), (80, "ascii")])
+def test_the_verdict_first_and_little_else(verdict: Verdict, width: int, encoding: str):
+    lines = shown(diagnosis(verdict), width, encoding, host="slime")
+    assert len(lines) <= 36 and lines[0].startswith(VERDICTS[verdict].upper() + ": ")
+    copied = ("Report: ", FLAGS["slime"])
+    assert max(cell_len(line) for line in lines if not line.startswith(copied)) <= width
+    text = one_line(lines)
     assert text.index("Is this normal?") < text.index("size") and lines[-1] == f"Report: {REPORT}"
-    assert ("Recommended: algorithm 2" in text) == (verdict in ("large", "normal"))
+    assert ("Recommended: algorithm 2" in text) == ("kept" in text) == (verdict in ("large", "normal"))
     assert ("fix the fault first" in text) == (verdict == "fault")
     assert ("Inspect a larger dump" in text) == (verdict == "undecided")
+    assert ("mean |d log p|" in text) == (encoding == "ascii")
 
 
 def test_the_cause_tells_evidence_place_and_fix():
-    lines = shown(diagnosis("fault"), 100, 35)
-    text = " ".join(line.strip() for line in lines)
+    base = diagnosis("fault")
+    fixed = diagnosis("normal").mismatch
+    assert fixed is not None
+    of = base.model_copy(update={"fixed": fixed})
+    text = one_line(shown(of, 100))
     for part in (
         "Cause: weights_not_updated (certain). all 12 000 tokens",
         "first: sample 0 (prompt-17/3), position 0: rollout -1.204, training -3.417",
         "fix: send the weights after every optimizer step",
         "also moe_routing (possible): 0.2 % of tokens",
-        "Gate FAILED: k3 0.181 nats a token against a bar of 0.01",
+        "Gate FAILED: k3 0.181 nats per token against a bar of 0.01",
+        f"once fixed: mean |Δ log p| {figure(fixed.abs_mean)}, k3 {figure(fixed.k3_kl)}, which is small",
     ):
         assert part in text
-    assert "Cause" not in "\n".join(shown(diagnosis("normal")))
+    assert "Cause" not in one_line(shown(diagnosis("normal"))) and "once fixed" not in one_line(shown(base))
+    given: tuple[tuple[dict[str, Any], str], ...] = (({"severity": "note"}, "Note"), ({"accepted": True}, "Accepted"))
+    for changes, name in given:
+        of = base.model_copy(update={"findings": (base.findings[0].model_copy(update=changes),)})
+        assert f"{name}: weights_not_updated (certain)." in one_line(shown(of))
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_cause_fix_and_commands_are_never_cut(terminal: bool):
+    long = "x".join(f"word{i} " for i in range(90))
+    item = cause("unrelated", evidence=f"{long}ends here", fix=f"{long}and `here`", first=None)
+    command = f"mismatch-plugin inspect {'folder/' * 20}a.jsonl --checkpoint NOW"
+    of = diagnosis("fault", findings=(item, item), next_step=f"Score it again: {command}")
+    lines = shown(of, terminal=terminal)
+    assert f"{long}ends here" in one_line(lines) and f"{long}and here" in one_line(lines)
+    assert command in lines and one_line(lines).count("ends here") == (1 if terminal else 2)
+    brief = one_line(shown(of, brief=True, report=None))
+    assert brief.count("ends here") == brief.count("and here") == 2 and brief.endswith(command)
+    assert "size measured" not in brief and "setting" not in brief and "note: log-probs of the records" in brief
 
 
 @pytest.mark.parametrize("host", list(FLAGS))
@@ -81,17 +105,17 @@ def test_flags_stay_whole_and_other_hosts_are_named(host: str):
         shown(of, host="skyrl")
 
 
-@pytest.mark.parametrize("verdict", VERDICTS)
-def test_a_terminal_of_letters_and_digits_alone(verdict: Verdict):
-    lines = shown(diagnosis(verdict), encoding="ascii")
-    assert max(map(len, lines)) <= 80 and "mean |d log p|" in "\n".join(lines)
+def test_a_dump_of_a_trainer_prints_that_trainers_flags():
+    for format, name in (("verl", "verl"), ("nemo_rl", "NeMo-RL"), ("miles_train", "miles"), ("records", "slime")):
+        assert f"{name} (--host " in one_line(shown(diagnosis("normal", format=format)))
+    assert "slime (--host " in one_line(shown(diagnosis("normal", format="verl"), host="slime"))
 
 
 def test_terminal_commands_and_wide_letters_in_names_are_harmless():
     place = Place(sample=0, sample_id="\x1b[2J\x1b]0;owned\x07\u202e" + "漢字" * 60, position=3)
     base = diagnosis("fault")
-    cause = base.findings[0].model_copy(update={"first": place})
-    lines = shown(base.model_copy(update={"findings": (cause,), "source": "a\x1b[31mb\nc.pt"}))
+    item = base.findings[0].model_copy(update={"first": place})
+    lines = shown(base.model_copy(update={"findings": (item,), "source": "a\x1b[31mb\nc.pt" + "漢" * 60}))
     assert all(line.isprintable() for line in lines) and "?[2J" in "\n".join(lines)
     assert max(map(cell_len, lines)) <= 80
 
@@ -107,11 +131,13 @@ def test_is_this_normal():
     assert of("normal", "").startswith("Is this normal? Unknown, since")
 
 
-def test_published_ranges_are_of_the_nearest_pair():
+def test_known_ranges_are_of_the_nearest_pair_and_ours_are_called_so():
     first, other, k3 = BASE.normal
-    wider = first.model_copy(update={"low": 0.001, "high": 0.01})
-    of = BASE.model_copy(update={"normal": (first, other, k3, wider)})
+    wider, ours = first.model_copy(update={"low": 0.001}), first.model_copy(update={"high": 9.0, "ours": True})
+    of = BASE.model_copy(update={"normal": (first, other, k3, wider, ours)})
     assert words.published(of) == {"mean |Δ log p|": "0.001 to 0.02: dense bf16"}
+    of = BASE.model_copy(update={"normal": (ours,)})
+    assert words.published(of) == {"mean |Δ log p|": "0.005 to 9 (ours): dense bf16"}
     assert words.published(BASE.model_copy(update={"normal": ()})) == {}
 
 
@@ -119,13 +145,19 @@ def test_published_ranges_are_of_the_nearest_pair():
 def test_the_gate_is_told(passed: bool | None, said: str):
     gate = Gate(value=0.5, bar=0.01, passed=passed, source="by hand")
     text = "\n".join(shown(BASE.model_copy(update={"gate": gate}), 120))
-    assert f"Gate {said}" in text and "k3 0.5 nats a token against a bar of 0.01 (by hand)" in text
+    assert f"Gate {said}" in text and "k3 0.5 nats per token against a bar of 0.01 (by hand)" in text
 
 
-def test_the_verdict_is_not_said_twice():
-    for headline in ("Normal: as bf16.", "normal. as bf16.", "as bf16."):
-        of = BASE.model_copy(update={"verdict": "normal", "headline": headline})
-        assert words.headline(of) == ("Normal", "as bf16.")
+@pytest.mark.parametrize(
+    ("verdict", "passed", "status"),
+    [("normal", None, 0), ("normal", True, 0), ("large", True, 0), ("normal", False, 1), ("undecided", False, 1),
+     ("fault", True, 1), ("undecided", True, 3)],
+)  # fmt: skip
+def test_exit_status(verdict: Verdict, passed: bool | None, status: int) -> None:
+    gate = None if passed is None else Gate(value=1e-4, bar=1e-3, passed=passed, source="given by hand")
+    assert BASE.model_copy(update={"verdict": verdict, "gate": gate}).exit_status == status
+    few = Gate(value=1e-4, bar=1e-3, passed=None, source="given by hand")
+    assert BASE.model_copy(update={"verdict": verdict, "gate": few}).exit_status == (1 if verdict == "fault" else 3)
 
 
 def test_chosen_predictions_are_of_every_algorithm():
@@ -140,6 +172,43 @@ def test_chosen_predictions_are_of_every_algorithm():
     assert marks[0] == "recommended, yours" and len(marks) == 4
 
 
+def test_json_holds_numbers_and_no_histograms():
+    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
+    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
+    assert {"verdict", "findings", "mismatch", "metrics", "predictions", "recommendation"} <= body.keys()
+    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
+    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
+
+
+def test_without_a_training_side_that_is_said_once():
+    faults: tuple[FaultName, ...] = ("zero_fill", "boundary", "shift_by_one")
+    fields: dict[str, Any] = {"verdict": "undecided", "headline": "Not decided: only the rollout side was given.",
+                              "source": "a.jsonl", "format": "records", "samples": 128, "tokens": 7045,
+                              "undecided": (Undecided(faults=faults, reason=NO_TRAINING),)}  # fmt: skip
+    said = "There is no training side: add TRAINING."
+    text = one_line(shown(Diagnosis(**fields, one_sided=True, next_step=said)))
+    assert f"No setting is recommended. {said}" in text
+    assert text.lower().count("not decided") == 1 and "zero_fill" not in text and "Is this normal" not in text
+    assert "zero_fill" in one_line(shown(Diagnosis(**fields)))
+
+
+def test_a_strong_mismatch_without_a_fault_has_no_setting_and_says_why():
+    of = diagnosis("large", recommendation=None)
+    assert "No setting is recommended: so strong a mismatch has a cause" in one_line(shown(of))
+    assert "--accept unexplained if meant" in one_line(shown(of)) and "--use-tis" not in one_line(shown(of))
+
+
+def test_bounds_stay_whole_and_long_names_are_wrapped():
+    base = diagnosis("normal")
+    name = "algorithm 2, geometric, clip 0.9991234 to 1.001234 (keeps 99%)"
+    own = base.predictions[0].model_copy(update={"setting": name, "own": True, "noise": 1.234, "bias": 8.342e13})
+    text = one_line(shown(base.model_copy(update={"predictions": (own,)}), terminal=False))
+    assert "0.9991234" in text and "1.001234 (keeps" in text and "alg: docs/algorithms.md" in text
+    assert "×1.23" in text and "8e13" in text and "8.342e+13" not in text
+    assert "the setting's own ratios. Token weights have one of their own" in text
+    assert "bounds' bias" in page.HEADERS, "the level's own is not in it"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [(1.0, "100 %"), (0.0, "0 %"), (0.5, "50.0 %"), (0.99999, "99.999 %"), (1 - 1e-9, "> 99.9999 %")],
@@ -148,81 +217,12 @@ def test_a_share_is_100_percent_only_where_nothing_is_missing(value: float, text
     assert words.share(value) == text
 
 
-def test_json_holds_numbers_and_no_histograms():
-    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
-    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
-    assert {"verdict", "findings", "metrics", "predictions", "recommendation"} <= body.keys()
-    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
-    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
-    assert len(shown(of)) <= 23
-
-
-LONG = "x".join(f"word{i} " for i in range(90))
-
-
-def one_line(lines: list[str]) -> str:
-    return " ".join(" ".join(lines).split())
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_cause_and_fix_are_never_cut(terminal: bool):
-    base = diagnosis("fault")
-    cause = base.findings[0].model_copy(update={"evidence": f"{LONG}ends here", "fix": f"{LONG}and `here`"})
-    lines = shown(base.model_copy(update={"findings": (cause,)}), terminal=terminal)
-    assert f"{LONG}ends here" in one_line(lines) and f"{LONG}and here" in one_line(lines)
-    assert ("χ² of tokens" in one_line(lines)) != terminal  # sizes go first
-
-
-def test_chi_squared_goes_first_and_predictions_last():
-    of = diagnosis("normal")
-    texts = ["\n".join(shown(of, height=height)) for height in range(24, 36)]
-    for text in texts:
-        assert "Watch in the first ten steps: rollout_corr/k3_kl stays below 0.01." in text
-        assert "KL, k1" in text or "χ²" not in text
-        assert "kept %" in text
-    assert "χ²" not in texts[0]
-
-
-def test_a_file_gets_every_line_whole():
-    text = "\n".join(shown(diagnosis("fault"), width=60, terminal=False))
-    assert "…" not in text and "also moe_routing (possible): 0.2 % of tokens" in text
-    assert all(title in text for title, *_ in words.size_rows(diagnosis("fault")))
-    assert "13,663 tokens of runs/debug/rollout_fault.pt (slime debug dump)." in one_line([text])
-
-
-def test_a_note_is_called_one():
-    base = diagnosis("large")
-    note = base.findings[0].model_copy(update={"severity": "note"})
-    for cause, name in ((note, "Note: quantised (likely)."), (base.findings[0], "Cause: quantised (likely).")):
-        assert name in "\n".join(shown(base.model_copy(update={"findings": (cause,)})))
-
-
-def test_without_a_training_side_that_is_said_once():
-    missing = f"zero_fill, boundary, shift_by_one: {NO_TRAINING}"
-    fields: dict[str, Any] = {"verdict": "undecided", "headline": "Not decided: only the rollout side was given.",
-                              "source": "a.jsonl", "format": "records", "samples": 128, "tokens": 7045,
-                              "undecided": (missing,)}  # fmt: skip
-    said = "There is no training side: add TRAINING."
-    text = one_line(shown(Diagnosis(**fields, one_sided=True, next_step=said)))
-    assert f"No setting is recommended. {said}" in text
-    assert text.lower().count("not decided") == 1 and "zero_fill" not in text and "Is this normal" not in text
-    assert "zero_fill" in one_line(shown(Diagnosis(**fields)))
-
-
-def test_bounds_stay_whole_and_long_names_are_wrapped():
-    base = diagnosis("normal")
-    name = "algorithm 2, geometric, clip 0.9991234 to 1.001234 (keeps 99%)"
-    own = base.predictions[0].model_copy(update={"setting": name, "own": True, "noise": 1.234, "bias": 8.342e13})
-    text = one_line(shown(base.model_copy(update={"predictions": (own,)})))
-    assert "0.9991234 to 1.001234 (keeps 99%)" in text and "alg: docs/algorithms.md" in text
-    assert "×1.23" in text and "8e13" in text and "8.342e+13" not in text
-    assert "bounds' bias" in page.HEADERS and "bounds'" in text, "the level's own is not in it"
-
-
 @pytest.mark.parametrize(("value", "text"), [(-0.25, "–"), (0.25, "0.25"), (15_234.0, "15,200"), (8.342e13, "8e13")])
-def test_chi_squared_below_0_is_none(value: float, text: str):
-    of = BASE.model_copy(update={"metrics": {"rollout_corr/chi2_token": value}})
-    assert ("χ² of tokens", text, "") in words.size_rows(of)
+def test_figures_name_their_level_and_chi_squared_below_0_is_none(value: float, text: str):
+    metrics = {"rollout_corr/chi2_token": value, "rollout_corr/rollout_is_ratio_unit_eff_sample_size": 0.5}
+    for level in ("sequence", "geometric"):
+        rows = words.size_rows(BASE.model_copy(update={"metrics": metrics, "level": level}))
+        assert ("χ² of token ratios", text, "") in rows and (f"ESS of {level} ratios", "50.0 %", "") in rows
 
 
 def test_the_gap_s_parts_are_told_in_words_where_there_is_no_fault():
@@ -231,5 +231,5 @@ def test_the_gap_s_parts_are_told_in_words_where_there_is_no_fault():
         base = diagnosis(verdict)
         assert base.size is not None
         size = base.size.model_copy(update={"separated": {"engine_k3": 0.01, "staleness_k3": 0.0}})
-        said = "Of the gap, nats a token: k3 of the engines alone 0.01, k3 that fresh weights would save 0."
+        said = "Of the gap, nats per token: k3 of the engines alone 0.01, k3 that fresh weights would save 0."
         assert words.separated(base.model_copy(update={"size": size})) == (said if told else "")

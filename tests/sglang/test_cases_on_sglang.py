@@ -31,10 +31,10 @@ def test_the_cases_are_what_they_say(world: World, folder: Path) -> None:
 
 
 def test_the_dump_is_of_a_healthy_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "examples.inspect.make_dump", str(tmp_path)]
+    command = [sys.executable, "-m", "examples.inspect.make_dump", str(tmp_path / "dump.parquet")]
     done = subprocess.run([*command, "--tokens", "40000", "--dtype", "float32"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    samples = read(tmp_path / "rollouts.parquet", tmp_path / "training.jsonl").samples
+    samples = read(tmp_path / "dump.parquet").samples
     tokens = sum(map(len, samples))
     assert tokens >= 40000 and f"{len(samples)} responses, {tokens} response tokens, " in done.stdout
     steps = set()

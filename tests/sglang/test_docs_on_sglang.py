@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+import mismatch_plugin as mp
 from examples.sglang_server import CpuServer
 from mismatch_plugin.data.files import row_of
 from mismatch_plugin.data.read import read
@@ -46,5 +47,7 @@ def test_the_example_of_the_client(float32_server: CpuServer, tmp_path: Path, mo
     assert [sample.prompt_ids.tolist() for sample in samples] == [prompt for prompt in prompts for _ in range(4)]
     read_again = read(tmp_path / "rollouts.jsonl").samples
     assert [row_of(sample) for sample in read_again] == [row_of(sample) for sample in samples]
-    packed = names["pack"]([sample.with_fields(train_log_probs=sample.rollout_log_probs) for sample in samples])
+    both = [sample.replace(train_log_probs=sample.rollout_log_probs, advantages=1.0) for sample in samples]
+    packed = names["pack"](both)
+    assert float(names["loss"](both, packed.old_log_probs, mp.MismatchConfig())) == -1.0
     assert packed.lengths == tuple(map(len, samples))

@@ -55,7 +55,7 @@ def diagnosis(world: World, folder: Path, name: str, size: Size) -> dict[str, An
 def test_what_was_done_to_the_servers_is_named_first(world: World, folder: Path, name: str, size: Size) -> None:
     found = diagnosis(world, folder, name, size)
     assert found["verdict"] == "fault", found["headline"]
-    assert found["findings"][0]["kind"] == EXPECTED[name], found["findings"]
+    assert found["findings"][0]["fault"] == EXPECTED[name], found["findings"]
     assert found["recommendation"] is None  # the fault first
 
 
@@ -81,7 +81,7 @@ def test_a_server_that_has_other_weights_than_the_checkpoint_is_named(world: Wor
         states = world.moved[size]
         world.load([world.moved["mild"][STEPS], states[0] if size == "mild" else states[-1]], "step-9")
         found = inspected(*both)
-        assert found["findings"][0]["kind"] == "server_differs", found["findings"]
+        assert found["findings"][0]["fault"] == "server_differs", found["findings"]
         assert (
             world.urls[1] in found["findings"][0]["evidence"] and world.urls[0] not in found["findings"][0]["evidence"]
         )

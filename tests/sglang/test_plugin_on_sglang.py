@@ -237,15 +237,13 @@ def test_a_greedy_request_next_to_others_is_of_two_temperatures(pair: list[CpuSe
     assert served(record).temperature is None
 
 
-def checked(folder: Path, records: Sequence[Sample], command: str = "check", **training: Any) -> dict[str, Any]:
-    """What `check` or `inspect` says of the first batch."""
+def checked(folder: Path, records: Sequence[Sample], **training: Any) -> dict[str, Any]:
+    """What `inspect` says of the first batch."""
     folder.mkdir(exist_ok=True)
     write_samples(folder / "rollouts.jsonl", records)
     told = [{"train_log_probs": record.rollout_log_probs.tolist(), **training} for record in records]
     (folder / "training.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
-    arguments = [command, str(folder / "rollouts.jsonl"), str(folder / "training.jsonl"), "--json"]
-    if command == "inspect":
-        arguments += ["--out", str(folder / "report")]
+    arguments = ["inspect", "--brief", str(folder / "rollouts.jsonl"), str(folder / "training.jsonl"), "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code in (0, 1, 3), result.output  # 3: too few tokens for statistics
     return json.loads(result.stdout)
@@ -260,10 +258,7 @@ def both(pair: list[CpuServer], states: Sequence[State], version: str) -> list[S
     return [record for server in pair for record in sample(server)]
 
 
-@pytest.mark.parametrize("command", ["check", "inspect"])
-def test_planted_faults_are_found_at_the_first_batch_and_named_first(
-    pair: list[CpuServer], tmp_path: Path, command: str
-) -> None:
+def test_planted_faults_are_found_at_the_first_batch_and_named_first(pair: list[CpuServer], tmp_path: Path) -> None:
     """Each after a sound step, in one batch, without a gap between the log-probs: by what the servers tell alone."""
     both(pair, [weights(6, 0.1)] * 2, "p0")
     old, new = weights(6, 0.1), weights(7, 0.1)
@@ -281,8 +276,8 @@ def test_planted_faults_are_found_at_the_first_batch_and_named_first(
         ("layer", one_layer, "weights_partly_updated"),
         ("server", one_server, "stale_server"),
     ):
-        found = checked(tmp_path / name, records, command)["findings"]
-        assert (found[0].get("fault") or found[0]["kind"]) == fault and found[0]["confidence"] == "certain", (
+        found = checked(tmp_path / name, records)["findings"]
+        assert found[0]["fault"] == fault and found[0]["confidence"] == "certain", (
             name,
             found,
         )
@@ -326,7 +321,7 @@ def test_fifty_clean_updates_by_every_way_have_no_finding(pair: list[CpuServer],
     for record in records:  # each batch as a trainer would see it, and all of them together
         one = checked(tmp_path / "batch", [record], weight_fingerprint=served(record).weights[0].fingerprint)
         assert one["findings"] == []
-    result = CliRunner().invoke(app, ["check", "--records-only", str(tmp_path / "rollouts.jsonl"), "--json"])
+    result = CliRunner().invoke(app, ["inspect", "--brief", str(tmp_path / "rollouts.jsonl"), "--json"])
     by_weights = {"weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights"}
     assert not by_weights & {item["fault"] for item in json.loads(result.stdout)["findings"]}
 

@@ -369,7 +369,6 @@ def test_what_servers_told_is_not_guessed_again():
     assert [item.fault for item in stuck.findings if item.fault.startswith(("w", "stale"))] == ["weights_not_updated"]
 
 
-@pytest.mark.parametrize("command", ["check", "inspect"])
 @pytest.mark.parametrize(
     ("records", "fault"),
     [
@@ -380,28 +379,26 @@ def test_what_servers_told_is_not_guessed_again():
         ),
     ],
 )
-def test_commands_name_it_first(tmp_path: Path, command: str, records: list[Sample], fault: str):
+def test_the_command_names_it_first(tmp_path: Path, records: list[Sample], fault: str):
     """From one batch, with and without a training side."""
     path, training = tmp_path / "rollouts.jsonl", tmp_path / "training.jsonl"
     write_samples(path, records)
     lines = [{"train_log_probs": item.rollout_log_probs.tolist()} for item in records]
     training.write_text("".join(json.dumps(line) + "\n" for line in lines))
     for given in ([path], [path, training]):
-        words = [str(item) for item in (command, *given, "--json")]
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 1, result.output
-        found = json.loads(result.stdout)
-        assert found["findings"][0].get("fault", found["findings"][0].get("kind")) == fault
-        shown = CliRunner().invoke(app, [str(item) for item in (command, *given)], env={"TERM": "dumb"})
+        words = [str(item) for item in ("inspect", *given)]
+        result = CliRunner().invoke(app, [*words, "--brief", "--json"])
+        assert result.exit_code == 1 and json.loads(result.stdout)["findings"][0]["fault"] == fault
+        shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / "page")], env={"TERM": "dumb"})
         assert shown.exit_code == 1 and fault in shown.output
+        text = (tmp_path / "page" / "report.html").read_text(encoding="utf-8")
+        assert f"<strong>{fault}</strong> (certain)" in text
 
 
 def test_clean_records_alone_are_still_no_comparison(tmp_path: Path):
     write_samples(tmp_path / "rollouts.jsonl", CLEAN)
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "rollouts.jsonl")])
-    assert result.exit_code == 2 and "there is no training side" in result.output
-    result = CliRunner().invoke(app, ["check", str(tmp_path / "rollouts.jsonl"), "--records-only"])
-    assert result.exit_code == 0
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path / "rollouts.jsonl"), "--brief"])
+    assert result.exit_code == 3 and "There is no training side" in result.output
 
 
 def test_all_weights_are_old_by_statistics_unless_fingerprints_are_equal():

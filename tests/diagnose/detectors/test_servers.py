@@ -9,8 +9,8 @@ import pytest
 
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.diagnose.detectors.servers import compare_servers, workers_of
+from mismatch_plugin.diagnose.diagnosis import diagnose_files
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.read import check_files
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded
 from tests.fixtures.sglang_check.serving import serving
 
@@ -96,12 +96,12 @@ def test_from_router_to_finding(tmp_path: Path):
         serving("drift-0.02-7") as bad,
         serving(routes={"/workers": {"urls": [good, bad]}}) as url,
     ):
-        result = check_files(records, checkpoint=tmp_path, urls=[url])
+        result = diagnose_files(records, checkpoint=tmp_path, urls=[url], brief=True)
         assert [item.fault for item in result.findings] == ["server_differs"] and bad in result.findings[0].evidence
-        assert result.status == "faults" and result.findings[0].first is not None
-        assert check_files(records, checkpoint=tmp_path, urls=[good, good]).findings == ()
+        assert result.verdict == "fault" and result.findings[0].first is not None
+        assert diagnose_files(records, checkpoint=tmp_path, urls=[good, good], brief=True).findings == ()
     with (
         serving("float32") as good,
         pytest.raises(InputError, match=r"server at http://127\.0\.0\.1:9 does not rescore"),
     ):
-        check_files(records, checkpoint=tmp_path, urls=[good, "http://127.0.0.1:9"])
+        diagnose_files(records, checkpoint=tmp_path, urls=[good, "http://127.0.0.1:9"], brief=True)

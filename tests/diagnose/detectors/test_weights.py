@@ -19,8 +19,8 @@ from mismatch_plugin.data.versions import WeightSpan
 from mismatch_plugin.diagnose.batch import Batch, make_batch
 from mismatch_plugin.diagnose.detectors.layers import Mix, way_back
 from mismatch_plugin.diagnose.detectors.weights import find_not_updated, find_split, find_stale_server, mann_whitney
+from mismatch_plugin.diagnose.diagnosis import diagnose_files
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.read import check_files
 from tests.fixtures.sglang_check.policies import FOLDER, checkpoint, policy, recorded, score, training
 
 QUIET = "bfloat16_temperature_1.0"
@@ -204,17 +204,20 @@ def test_from_folders_to_the_finding(tmp_path: Path):
     for form in ("layer-0.02-8", "others-0.02-7", "drift-0.02-7"):
         policy(form).save_pretrained(tmp_path / form)
     records = FOLDER / f"{QUIET}.jsonl"
-    result = check_files(records, checkpoint=tmp_path / "layer-0.02-8", reference_checkpoint=tmp_path / "others-0.02-7")
+    start = {"reference_checkpoint": tmp_path / "others-0.02-7"}
+    result = diagnose_files(records, checkpoint=tmp_path / "layer-0.02-8", reading=start, brief=True)
     assert [item.fault for item in result.findings] == ["weights_partly_updated"]
     path = tmp_path / "training.jsonl"
     lines = [{"train_log_probs": sample.train_log_probs.tolist()} for sample in training("drift-0.02-7", QUIET)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     policy("float32").save_pretrained(tmp_path / "start")
-    for given, confidence in (({}, "possible"), ({"checkpoint": tmp_path / "drift-0.02-7"}, "likely")):
-        result = check_files(records, path, reference_checkpoint=tmp_path / "start", **given)
+    begun = {"reference_checkpoint": tmp_path / "start"}
+    for now, confidence in ((None, "possible"), (tmp_path / "drift-0.02-7", "likely")):
+        result = diagnose_files(records, path, checkpoint=now, reading=begun, brief=True)
         assert [(item.fault, item.confidence) for item in result.findings] == [("weights_not_updated", confidence)]
         assert any("weights that the run began with" in note for note in result.notes)
-    result = check_files(records, path, reference_checkpoint=tmp_path / "others-0.02-7")
+    begun = {"reference_checkpoint": tmp_path / "others-0.02-7"}
+    result = diagnose_files(records, path, reading=begun, brief=True)
     assert [item.fault for item in result.findings] == ["unexplained"]  # a gap of .23, and the start does not fit
 
 

@@ -23,7 +23,7 @@ def test_a_server_at_another_temperature_is_named(trained: Callable[[str], Train
     run = trained("temperature")
     assert run.finished.status == 0, run.text[-3000:]
     status, found = inspect(sources, dumps(run, range(3)))
-    assert status == 1 and found["findings"][0]["kind"] == "temperature", found
+    assert status == 1 and found["findings"][0]["fault"] == "temperature", found
     status, found = inspect(sources, run.folder / "report")  # metrics alone cannot tell a temperature
     assert status == 1 and found["verdict"] == "large", found
     shows("fault_named", "by inspect: another temperature, weights that do not arrive or in part")
@@ -35,12 +35,12 @@ def test_weights_that_do_not_arrive_are_named(trained: Callable[[str], Trained],
     run = trained("stale")
     assert run.finished.status == 0, run.text[-3000:]
     status, found = inspect(sources, dumps(run, range(3), "rollout"), dumps(run, range(3)))
-    assert status == 1 and found["findings"][0]["kind"] == "weights_not_updated", found
+    assert status == 1 and found["findings"][0]["fault"] == "weights_not_updated", found
     both = ["--checkpoint", run.folder / "now/6", "--reference-checkpoint", sources.inputs / "warm"]
     status, found = inspect(sources, dumps(run, [5], "rollout"), dumps(run, [5]), *both)
-    assert status == 1 and found["findings"][0]["kind"] == "weights_partly_updated", found
+    assert status == 1 and found["findings"][0]["fault"] == "weights_partly_updated", found
     status, found = inspect(sources, run.folder / "report")
-    grown = next(f["evidence"] for f in found["findings"] if f["kind"] == "growth")
+    grown = next(f["evidence"] for f in found["findings"] if f["fault"] == "growth")
     assert status == 1 and re.search(r"at step 4\b|since step 4\b", grown), found
     shows("fault_named", "by inspect: another temperature, weights that do not arrive or in part")
 
