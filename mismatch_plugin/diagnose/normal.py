@@ -61,7 +61,6 @@ LOOSE = 2.0
 """Most figures are of one run: up to so many times the largest of a kind is still its size."""
 ENOUGH_TOKENS = 100
 """Comparable tokens without which slopes, offsets and the size itself are not judged: then nothing is decided."""
-SizeClass = Literal["exact", "small", "moderate", "large", "far"]
 SMALL_K3, MODERATE_K3, FAR_K3 = 1e-3, 1e-2, 0.1
 SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN = 0.036, 0.11, 0.35
 """Upper ends of small, moderate and large, nats a token: of k3 (of |KL|, the same), and of the mean |Δ log p| that
