@@ -81,8 +81,8 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     "staleness": ("sampled by weights too many steps behind", "recorded versions"),
     "weights_not_updated": (
         "updates never reached the sampler, whatever its label says",
-        "the server's plugin; the sampler fits the start weights (`--reference-checkpoint`); the gap grows with the "
-        "version",
+        "the server's plugin; SGLang's label `default`; the sampler fits the start weights "
+        "(`--reference-checkpoint`); the gap grows with the version",
     ),
     "weights_partly_updated": (
         "only some layers arrived",
@@ -100,9 +100,9 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
     ),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
-    "quantised": ("sides in different precision", "even noise above that of bf16, of no other shape"),
+    "quantised": ("sides in different precision", "even noise above that of bf16, of a size that such pairs have"),
     "moe_routing": ("a router chose other experts", "few tokens far off, in any place, sample and id"),
-    "far_apart": ("nothing known explains so large a gap", "its size"),
+    "unexplained": ("nothing known explains so large a gap", "its size, and which samples or tokens hold it"),
     "bf16": ("log-probs were rounded to bf16", "their digits"),
     "fp16": ("log-probs were rounded to fp16", "their digits"),
     "rounded": ("log-probs were rounded to few decimals", "their digits"),

@@ -50,6 +50,8 @@ class LastUpdate(BaseModel):
     matrices: int = Field(ge=0)
     """Of the tensors, those with two dimensions or more: a step of RL moves them all, while a norm in bfloat16 often
     stays the same bit for bit. Where a rank kept all it has, none of these changed."""
+    unchanged: tuple[Text, ...] = ()
+    """The first few matrices that it left as they were."""
 
 
 class Served(BaseModel):

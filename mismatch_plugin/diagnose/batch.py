@@ -25,8 +25,6 @@ from mismatch_plugin.diagnose.findings import (
 )
 
 DEFAULT_MAX_STALENESS = 1
-
-
 FIELD: dict[LogProbSide, str] = {"rollout": "rollout_log_probs", "training": "train_log_probs"}
 
 
@@ -54,12 +52,12 @@ class Tokens:
     @cached_property
     def order(self) -> Ints:
         """The tokens from the least likely one on by the rollout side; of equal ones the first first."""
-        return stable_order(self.rollout, self.order_down[::-1].copy())
+        return np.argsort(self.rollout, kind="stable")
 
     @cached_property
     def order_down(self) -> Ints:
         """The same from the likeliest one on; of equal ones the first first."""
-        return stable_order(-self.rollout)
+        return np.argsort(-self.rollout, kind="stable")
 
     def sides(self, side: LogProbSide) -> tuple[Floats, Floats]:
         """(log-probs of this side, those of the other)."""
@@ -90,7 +88,7 @@ class Batch:
     eos_ids: ids known to end a response. max_staleness: steps that rollouts may be behind. logits: gives the [n, V]
     float32 logits of a sample before temperature, row t is what response token t was drawn from; None without a
     checkpoint. from_checkpoint: the training side's log-probs were themselves computed from these logits. between: with
-    both checkpoints.
+    both checkpoints. known_quantised: the user says that a side is.
     """
 
     samples: tuple[Sample, ...]
@@ -100,6 +98,7 @@ class Batch:
     logits: Callable[[Sample], Tensor] | None = None
     from_checkpoint: bool = False
     between: Between | None = None
+    known_quantised: bool = False
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -116,6 +115,13 @@ class Batch:
     def tokens(self) -> Tokens:
         """All usable tokens."""
         return flat(self.samples)
+
+    @property
+    def quantised(self) -> bool | None:
+        """Whether a side has weights or a KV cache below 16 bits, by its user or all servers; None where untold."""
+        caches = (None, "auto", "float32", "bfloat16", "float16")
+        told = [s.quantization is not None or s.kv_cache_dtype not in caches for one in self if (s := one.served)]
+        return True if self.known_quantised or any(told) else None if len(told) < len(self) else False
 
     def tokens_of(self, samples: Sequence[Sample]) -> Tokens:
         """The usable tokens of some of its samples; of all of them they are made once."""
@@ -163,27 +169,6 @@ class Batch:
         )
 
 
-def _first_of_equals(ranked: Floats | Ints) -> Bools:
-    """Of values in order, those that the one before does not equal."""
-    first = np.ones(len(ranked), dtype=bool)
-    first[1:] = ranked[1:] != ranked[:-1]
-    return first
-
-
-def stable_order(values: Floats | Ints, order: Ints | None = None) -> Ints:
-    """np.argsort(values, kind="stable") in a third of its time; no NaN. order: one that sorts them; it is changed."""
-    order = np.argsort(values) if order is None else order
-    ranked = values[order]
-    ties = np.flatnonzero(ranked[1:] == ranked[:-1])
-    if len(ties):
-        tied = np.zeros(len(values), dtype=bool)
-        tied[ties] = tied[ties + 1] = True
-        at = np.flatnonzero(tied)
-        run = np.cumsum(_first_of_equals(ranked[at])) * len(values)
-        order[at] = np.sort(run + order[at]) - run
-    return order
-
-
 def median(values: Floats) -> float:
     """np.median of at least one number, none of them NaN, without its overhead."""
     middle = len(values) // 2
@@ -212,9 +197,8 @@ def flat(samples: Sequence[Sample]) -> Tokens:
         at, here = np.flatnonzero(sample.usable), slice(start, end)
         rollout[here], training[here] = sample.rollout_log_probs[at], sample.train_log_probs[at]
         index[here], position[here] = sample.index, at
-        order = stable_order(sample.response_ids)
-        again = np.empty(len(sample), dtype=bool)
-        again[order] = ~_first_of_equals(sample.response_ids[order])
+        again = np.ones(len(sample), dtype=bool)
+        again[np.unique(sample.response_ids, return_index=True)[1]] = False
         occurred[here] = again[at]
     return Tokens(rollout, training, index, position, occurred)
 

@@ -193,6 +193,8 @@ def diagnose(
     batch = inputs.batch
     if own is not None and own.gate_kl is not None:  # the gate of training, judged once and here
         gate, gate_kl, own = True, own.gate_kl if gate_kl is None else gate_kl, own.replace(gate_kl=None)
+    if hints is not None and {hints.engine, hints.trainer} & {"fp8", "fp4", "int8", "int4"}:
+        batch = replace(batch, known_quantised=True)
     check = check_batch(batch, accept=accept, notes=inputs.notes, found=inputs.findings)
     level, faulty = check.mismatch, check.status == "faults"
     copied = inputs.both and inputs.format == "verl" and level is not None and level.abs_max == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -18,7 +19,7 @@ FaultName = Literal[
     "mixed_versions", "staleness",
     "weights_not_updated", "weights_partly_updated", "stale_server", "server_differs", "label_reused", "other_weights",
     "wrong_prompt", "retokenised",
-    "quantised", "moe_routing", "far_apart",
+    "quantised", "moe_routing", "unexplained",
     "bf16", "fp16", "rounded",
     "unrelated",
 ]  # fmt: skip
@@ -70,6 +71,14 @@ def first_place(sample: Sample, chosen: Bools) -> Place:
     """The first chosen token, or the sample as a whole where there is none."""
     found = np.flatnonzero(chosen)
     return place_of(sample, int(found[0])) if len(found) else place_of(sample)
+
+
+def called(worker: Hashable) -> str:
+    """A server, or a server and its data-parallel rank, in words."""
+    server, rank = worker if isinstance(worker, tuple) else (worker, None)
+    return " ".join(
+        [*([str(server)] if server is not None else []), *([f"dp_rank {rank}"] if rank is not None else [])]
+    )
 
 
 class Finding(_Model):

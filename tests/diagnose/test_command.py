@@ -198,14 +198,11 @@ def test_what_more_would_tell(tmp_path: Path) -> None:
     told = json.loads(_inspect(RECORDS, _training(tmp_path, first=1000), "--json", "--no-report").stdout)
     assert told["verdict"] == "normal" and told["next_step"] == ""
     drifted = tmp_path / "drifted.jsonl"
-    for form, preset in (("drift-0.02-3", "token_is"), ("drift-0.03-3", None)):  # from k3 0.1 on it has a cause
-        lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score(form, list(recorded(CLEAN)))]
-        drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
-        assert told["verdict"] in ("large", "fault") and told["next_step"].endswith(
-            f": mismatch-plugin inspect {RECORDS} {drifted} --checkpoint NOW --reference-checkpoint START"
-        )
-        assert (told["recommendation"] and told["recommendation"]["preset"]) == preset
+    lines = [{"train_log_probs": s.train_log_probs.tolist()} for s in score("drift-0.004-3", list(recorded(CLEAN)))]
+    drifted.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = json.loads(_inspect(RECORDS, drifted, "--json", "--no-report").stdout)
+    assert told["verdict"] == "large" and "--reference-checkpoint START" in told["next_step"]
+    assert told["recommendation"]["preset"] != "token_icepop"  # no router shows, whatever tail the drift has
 
 
 def test_a_rollout_side_alone_asks_for_the_other() -> None:

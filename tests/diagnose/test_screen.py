@@ -195,7 +195,7 @@ def test_without_a_training_side_that_is_said_once():
 def test_a_strong_mismatch_without_a_fault_has_no_setting_and_says_why():
     of = diagnosis("large", recommendation=None)
     assert "No setting is recommended: so strong a mismatch has a cause" in one_line(shown(of))
-    assert "--accept far_apart if meant" in one_line(shown(of)) and "--use-tis" not in one_line(shown(of))
+    assert "--accept unexplained if meant" in one_line(shown(of)) and "--use-tis" not in one_line(shown(of))
 
 
 def test_bounds_stay_whole_and_long_names_are_wrapped():

@@ -1,4 +1,4 @@
-"""How far apart two lists of log-probs are, robustly, and whether another list fits clearly better."""
+"""How far apart two lists of log-probs are, robustly, whether another fits better, and what is usual at a token."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.diagnose.batch import Batch, Tokens
 
 CLIP = 3.0
 """A single token counts for at most so much, in nats."""
@@ -97,3 +98,32 @@ def logit_gap(sample: Sample, ours: Floats, theirs: Floats) -> Floats:
         left = -np.expm1(np.minimum(ours, theirs))
         chosen = sample.usable & np.isfinite(ours) & np.isfinite(theirs) & (left > CERTAIN)
         return np.where(chosen, temperature * np.clip(ours - theirs, -CLIP, CLIP) / np.where(chosen, left, 1.0), np.nan)
+
+
+CERTAIN_NATS, BINS = 0.05, 10
+"""Tokens that both sides give a log-prob above −CERTAIN_NATS say nothing: any two policies agree on them."""
+
+
+class Scaled(NamedTuple):
+    """[T] usable tokens. size: |gap|, at most CLIP. ordinary: what is usual at this log-prob. informative: not near
+    certain on both sides."""
+
+    tokens: Tokens
+    size: Floats
+    ordinary: Floats
+    informative: Bools
+
+
+def scaled(batch: Batch, typical: float | None = None) -> Scaled:
+    """ordinary: the mean |gap| of the tokens in the same tenth by rollout log-prob; its quantile `typical` if given,
+    then new tokens and those that occurred before apart (a penalty moves one kind only)."""
+    tokens = batch.tokens
+    size = np.minimum(np.abs(tokens.gap), CLIP)
+    ordinary = np.zeros(len(size))
+    order = tokens.order_down
+    again = tokens.occurred[order]
+    for at in (order[again], order[~again]) if typical is not None else (order,):
+        for part in np.array_split(at, BINS):
+            if len(part):
+                ordinary[part] = size[part].mean() if typical is None else np.quantile(size[part], typical)
+    return Scaled(tokens, size, ordinary, np.maximum(-tokens.rollout, -tokens.training) > CERTAIN_NATS)

@@ -1,4 +1,4 @@
-"""Which layers did not arrive: models that mix two checkpoints, and the mix that the rollout log-probs fit best."""
+"""With a reference checkpoint: do the rollout log-probs fit the weights of the run's start, and which layers do?"""
 
 from __future__ import annotations
 
@@ -15,32 +15,158 @@ import torch
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.sample import Sample
+from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import Batch
 from mismatch_plugin.diagnose.detectors.distance import logit_gap
 from mismatch_plugin.diagnose.findings import Finding
+from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint
 
-BUDGET = 2000
+MIN_SAMPLES, FAR_Z_SCORE = 8, 4.0
+NEAR_START, BEYOND_LABELS, IN_BETWEEN = 0.75, 0.35, (0.15, 0.75)
+"""Share of the way back to the start that names it, how far beyond what labels tell, and shares of neither end."""
+FITS_BETTER = 0.9
+"""The start must fit better than by this. The mildest real update (mean |Δ log p| 0.012 under bf16) gave 0.6."""
+START_FURTHER = 1.3
+"""Without a checkpoint of the present weights: the training side must be further from the start than the rollout side
+is by this. Where it is not, the training side's own noise explains what is seen."""
+MIX_BUDGET = 2000
 """Response tokens that each mix scores."""
-STANDARD_ERRORS, FACTOR = 4.0, 0.85
-"""By which the mix must fit better than each rival, and below which share of the best one's distance. Layers of real
-servers gave 0.76 at mean |Δ log p| 0.02 under bf16; servers that are one step of four behind gave 1.02."""
-DECIDED = 2.0
-FIX = (
-    'These tensors did not arrive: compare POST /weights_checker {"action": "checksum"} tensor by tensor, look for '
-    "names that the server's loader skips (a `module.` prefix, fused qkv or gate_up, a pipeline stage's offset of the "
-    "layers), for buckets that were never sent, and read the return code of every update; where our plugin "
-    "serves, our client raises for what did not arrive."
+MIX_FITS_BETTER, PART_Z_SCORE = 0.85, 2.0
+"""Below which share of its best rival's distance a mix must fit. Layers of real servers gave 0.76 at mean |Δ log p|
+0.02 under bf16; servers that are one step of four behind gave 1.02."""
+OLD_FIX = (
+    "The servers still compute with old weights. Read what each update returned, on every rank, and compare POST "
+    '/weights_checker {"action": "checksum"} before and after one. Look for names that the server does not know (a '
+    "`module.` prefix) and for tensors that are empty or freed when they are sent; flush the cache after the update."
+)
+MIDDLE_FIX = (
+    "Give --checkpoint and --reference-checkpoint together: mixes of both show which layers did not arrive. Check that "
+    "the servers tell the right version."
+)
+PARTS_FIX = (
+    "These tensors did not arrive: look for names that the server's loader skips (a `module.` prefix, fused qkv or "
+    "gate_up, a pipeline stage's offset of the layers), for buckets that were never sent, and for failed updates."
 )
 _LAYER = re.compile(r"\.(?:layers|h|blocks|block)\.(\d+)\.(.+)$")
 
 
-class Fit(NamedTuple):
-    """mean: |logit gap| of the rollout side. deviations: standard errors (over samples) by which the mix fits
-    better."""
+class Way(NamedTuple):
+    """Where the rollout side lies between the present weights (0) and those of the start (1).
 
-    mean: float
-    deviations: float
+    share: Σ (rollout − now)(start − now) / Σ (start − now)², of logit gaps. error: its standard error over samples.
+    to_now, to_start, apart: mean |logit gap| rollout–now, rollout–start, start–now. nearer: to_now − to_start in
+    standard errors over samples.
+    """
+
+    share: float
+    error: float
+    to_now: float
+    to_start: float
+    apart: float
+    nearer: float
+
+
+def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
+    """now: [n] of each sample, log-probs under the present weights. None where there is too little to tell."""
+    rows = []
+    for sample, current in zip(samples, now, strict=True):
+        ours, start = sample.rollout_log_probs, sample.ref_log_probs
+        if start is None or not sample.comparable:
+            continue
+        gaps = np.stack([logit_gap(sample, *pair) for pair in ((ours, current), (start, current), (ours, start))])
+        a, b, c = gaps[:, np.isfinite(gaps).all(axis=0)]
+        if len(a):
+            rows.append((a @ b, b @ b, np.abs(a).sum(), np.abs(c).sum(), np.abs(b).sum(), len(a)))
+    table = np.array(rows)
+    if len(rows) < MIN_SAMPLES or table[:, 1].sum() <= 0:
+        return None
+    along, length, to_now, to_start, apart, tokens = table.sum(axis=0)
+    share = float(along / length)
+    error = float(np.sqrt(((table[:, 0] - share * table[:, 1]) ** 2).sum()) / length)
+    gains = table[:, 2] - table[:, 3]
+    return Way(share, error, float(to_now / tokens), float(to_start / tokens), float(apart / tokens), z_score(gains))
+
+
+def z_score(gains: Sequence[float] | Floats) -> float:
+    """Of their sum, in standard errors over samples; 0 of a single one."""
+    error = math.sqrt(len(gains)) * float(np.std(gains, ddof=1)) if len(gains) > 1 else math.inf
+    return float(np.sum(gains)) / max(error, 1e-12)
+
+
+def find_start(batch: Batch) -> list[Finding]:
+    """`weights_not_updated` or `weights_partly_updated`, by the log-probs under the weights that the run began with."""
+    mixes = batch.between
+    samples = list(batch.samples) if mixes is None else _newest(batch)
+    if mixes is None or batch.from_checkpoint:
+        now = [sample.train_log_probs for sample in samples]
+    else:
+        now = [mixes.log_probs(sample, ()) for sample in samples]
+    way = way_back(samples, now)
+    if way is None or way.error > NEAR_START / FAR_Z_SCORE:
+        return []
+    told_share, told = _told(samples)
+    precision = LOGIT_GAPS["16 bits"]
+    beyond = way.share - told_share
+    if mixes is not None and (way.to_now > precision or beyond > max(FAR_Z_SCORE * way.error, 0.03)):
+        parts = _find_parts(batch, samples, now, way.share)
+        if parts is not None:
+            return [parts]
+    sure = mixes is not None or batch.from_checkpoint
+    known = sure or way.apart > START_FURTHER * way.to_start
+    at = f"{way.share:.0%} ± {way.error:.0%} of the way back{told}"
+    numbers = (
+        f"mean logit gap {way.to_start:.3g} to the start and {way.to_now:.3g} to the present weights, which are "
+        f"{way.apart:.3g} apart"
+    )
+    statistics = {**way._asdict(), "told_share": told_share}
+    nearer = way.to_start < FITS_BETTER * way.to_now and way.nearer > FAR_Z_SCORE
+    if known and nearer and way.share >= max(NEAR_START, told_share + BEYOND_LABELS):
+        evidence = (
+            f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers} "
+            f"({way.nearer:.0f} standard errors). They are {at}."
+            + (" Some of the new ones may have arrived." if way.share + FAR_Z_SCORE * way.error < 0.95 else "")
+            + ("" if sure else " A training side that scores another text looks the same.")
+        )
+        fix = OLD_FIX + ("" if sure else " --checkpoint with the present weights decides it.")
+        about = {"statistics": statistics, "confidence": "likely" if sure else "possible"}
+        return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
+    inside = IN_BETWEEN[0] + told_share < way.share < IN_BETWEEN[1]
+    if mixes is None and not told_share and inside and min(way.to_now, way.to_start) > precision and way.error < 0.05:
+        evidence = (
+            f"The rollout log-probs lie between the weights that the run began with and the present ones, {at}: "
+            f"{numbers}. Some layers did not arrive, or the servers hold a version in between."
+        )
+        about = {"statistics": statistics, "confidence": "possible"}
+        return [batch.finding("weights_partly_updated", "rollout", evidence, MIDDLE_FIX, samples, **about)]
+    return []
+
+
+def versions_of(sample: Sample) -> tuple[int | None, int | None]:
+    """Versions that the sample and its training side claim, as numbers; the newest where a response has several."""
+    versions = [version_number(span.version) for span in sample.weight_versions]
+    known = [version for version in versions if version is not None]
+    return max(known, default=None), version_number(sample.trainer_version)
+
+
+def _newest(batch: Batch) -> list[Sample]:
+    """Those of the newest version, which the checkpoint is of; all where no version is told."""
+    of = [ours if theirs is None else theirs for ours, theirs in map(versions_of, batch)]
+    newest = max((number for number in of if number is not None), default=None)
+    return [sample for sample, number in zip(batch, of, strict=True) if number == newest]
+
+
+def _told(samples: Sequence[Sample]) -> tuple[float, str]:
+    """How far back to the start the labels say that the samples are (versions count from 0); and in words."""
+    pairs = [versions_of(sample) for sample in samples]
+    ours = [own for own, _ in pairs if own is not None]
+    newest = max((theirs for _, theirs in pairs if theirs is not None), default=max(ours, default=None))
+    if newest is None or not ours:
+        return 0.0, ", and no record names a version"
+    if newest <= 0:
+        return 1.0, ", as their version 0 says"
+    behind = [max((newest if theirs is None else theirs) - own, 0) for own, theirs in pairs if own is not None]
+    return min(float(np.mean(behind)) / newest, 1.0), f", although their labels go up to version {max(ours)}"
 
 
 class Mix:
@@ -54,16 +180,21 @@ class Mix:
     def __init__(self, now: Checkpoint, start: Checkpoint) -> None:
         self._now, self._own = now, dict(now.model.named_parameters())
         self._start = dict(start.model.named_parameters())
-        shapes = ({name: tuple(p.shape) for name, p in side.items()} for side in (self._own, self._start))
-        ours, theirs = shapes
+        ours, theirs = ({name: tuple(p.shape) for name, p in side.items()} for side in (self._own, self._start))
         other = next((name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)), None)
         if other is not None:
             raise InputError(
                 f"--reference-checkpoint has another shape of {other} than --checkpoint ({theirs.get(other)} and "
                 f"{ours.get(other)}): give two checkpoints of one model."
             )
-        changed = [name for name, value in self._own.items() if not torch.equal(value, self._start[name])]
-        self.parts = (_by_layer(changed), _by_kind(changed))
+        by_layer: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        by_kind: dict[str, tuple[str, ...]] = defaultdict(tuple)
+        for name, value in self._own.items():
+            if not torch.equal(value, self._start[name]):
+                layer, kind = _parts_of(name)
+                by_layer[layer] += (name,)
+                by_kind[kind] += (name,)
+        self.parts = (dict(by_layer), dict(by_kind))
 
     def log_probs(self, sample: Sample, from_start: Collection[str]) -> Floats:
         """[n]. from_start: names of parameters."""
@@ -82,39 +213,25 @@ class Mix:
                 self._own[name].data = value
 
 
-def _by_layer(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    parts: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        found = _LAYER.search(name)
-        parts[f"layer {found[1]}" if found else _outside(name)].append(name)
-    return {part: tuple(members) for part, members in parts.items()}
+def _parts_of(name: str) -> tuple[str, str]:
+    """Layer and kind of a parameter; one name for both where it belongs to no layer."""
+    if found := _LAYER.search(name):
+        return f"layer {found[1]}", re.sub(r"\.\d+\.", ".*.", found[2])
+    outside = "final norm" if "norm" in name or "ln_f" in name else "embeddings"
+    outside = "output head" if re.search(r"head|output", name) else outside
+    return outside, outside
 
 
-def _by_kind(names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    parts: dict[str, list[str]] = defaultdict(list)
-    for name in names:
-        found = _LAYER.search(name)
-        parts[re.sub(r"\.\d+\.", ".*.", found[2]) if found else _outside(name)].append(name)
-    return {part: tuple(members) for part, members in parts.items()}
-
-
-def _outside(name: str) -> str:
-    """The part of a parameter that belongs to no layer."""
-    if re.search(r"head|output", name):
-        return "output head"
-    return "final norm" if "norm" in name or "ln_f" in name else "embeddings"
-
-
-def find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], share: float) -> Finding | None:
+def _find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], share: float) -> Finding | None:
     """The mix that fits clearly better than either end, and than all weights moved by `share` towards the start.
 
     From the nearer end a first-order fit, rollout − end = Σ x (one part from the other end − end), tells which parts
-    come from the other end (x above one half by `DECIDED` standard errors); that mix is then scored itself. A part
+    come from the other end (x above one half by `PART_Z_SCORE` standard errors); that mix is then scored itself. A part
     that moves nothing stays with the nearer end. Passes: one a part, and one, for each way to divide the tensors.
     """
     mixes = batch.between
     assert mixes is not None
-    step = max(1, math.ceil(sum(len(sample) for sample in samples) / BUDGET))
+    step = max(1, math.ceil(sum(len(sample) for sample in samples) / MIX_BUDGET))
     chosen = range(0, len(samples), step)  # evenly over the batch, up to the budget of tokens; at least one
     few, own = [samples[at] for at in chosen], [now[at] for at in chosen]
     rollout = [sample.rollout_log_probs for sample in few]
@@ -123,61 +240,49 @@ def find_parts(batch: Batch, samples: Sequence[Sample], now: Sequence[Floats], s
     end = starts if from_start else own
     best: tuple[float, list[str], int, list[Floats]] | None = None
     for parts in mixes.parts:
-        every = {name for names in parts.values() for name in names}
 
-        def scored(
-            flipped: Collection[str], parts: dict[str, tuple[str, ...]] = parts, every: set[str] = every
-        ) -> list[Floats]:
-            names = {name for part in flipped for name in parts[part]}
-            return [mixes.log_probs(sample, every - names if from_start else names) for sample in few]
+        def scored(flipped: Collection[str], parts: dict[str, tuple[str, ...]] = parts) -> list[Floats]:
+            old = [name for part, names in parts.items() if (part in flipped) != from_start for name in names]
+            return [mixes.log_probs(sample, old) for sample in few]
 
-        effects = [_joined(few, scored([part]), end) for part in parts]
-        flipped = _flipped(list(parts), effects, _joined(few, rollout, end))
-        if not 0 < len(flipped) < len(parts):
-            continue
-        mixed = scored(flipped)
-        distance = float(np.nanmean(np.abs(_joined(few, rollout, mixed))))
-        if best is None or distance < best[0]:
-            best = distance, flipped, len(parts), mixed
+        effects = np.stack([np.concatenate(_gaps(few, scored([part]), end)) for part in parts], axis=1)
+        flipped = _flipped(list(parts), effects, np.concatenate(_gaps(few, rollout, end)))
+        if 0 < len(flipped) < len(parts):
+            mixed = scored(flipped)
+            distance = float(np.nanmean(np.abs(np.concatenate(_gaps(few, rollout, mixed)))))
+            if best is None or distance < best[0]:
+                best = distance, flipped, len(parts), mixed
     if best is None:
         return None
     distance, flipped, count, mixed = best
     between = [ours + share * (theirs - ours) for ours, theirs in zip(own, starts, strict=True)]
-    rivals = {"now": own, "start": starts, "between": between}
-    tests = {name: _better(few, mixed, values) for name, values in rivals.items()}
-    clear = min(test.deviations for test in tests.values())
-    if clear < STANDARD_ERRORS or distance > FACTOR * min(test.mean for test in tests.values()):
+    means, clear = {}, math.inf
+    ours = [np.abs(gap) for gap in _gaps(few, rollout, mixed)]
+    for name, rival in {"now": own, "start": starts, "between": between}.items():
+        theirs = [np.abs(gap) for gap in _gaps(few, rollout, rival)]
+        means[name] = float(np.nanmean(np.concatenate(theirs)))
+        clear = min(clear, z_score([float(np.nansum(other - mix)) for mix, other in zip(ours, theirs, strict=True)]))
+    if clear < FAR_Z_SCORE or distance > MIX_FITS_BETTER * min(means.values()):
         return None
-    what = "only this is new" if from_start else "only this is old"
     shown = ", ".join(flipped[:8]) + (f" and {len(flipped) - 8} more" if len(flipped) > 8 else "")
-    return batch.finding(
-        "weights_partly_updated",
-        "rollout",
-        f"The rollout log-probs fit a mix of both checkpoints, {what}: {shown} ({len(flipped)} of {count} parts). Mean "
-        f"logit gap {distance:.3g}, against {tests['now'].mean:.3g} to the present weights, {tests['start'].mean:.3g} "
-        f"to those of the start and {tests['between'].mean:.3g} to a point between them ({clear:.0f} standard errors "
-        f"or more over {len(few)} samples).",
-        FIX,
-        list(samples),
-        statistics={
-            "mix": distance,
-            **{name: test.mean for name, test in tests.items()},
-            "standard_errors": clear,
-            "parts_old": count - len(flipped) if from_start else len(flipped),
-            "parts": count,
-        },
-        confidence="likely",
+    evidence = (
+        f"The rollout log-probs fit a mix of both checkpoints, only this is {'new' if from_start else 'old'}: {shown} "
+        f"({len(flipped)} of {count} parts). Mean logit gap {distance:.3g}, against {means['now']:.3g} to the present "
+        f"weights, {means['start']:.3g} to those of the start and {means['between']:.3g} to a point between them "
+        f"({clear:.0f} standard errors or more over {len(few)} samples)."
     )
+    old = count - len(flipped) if from_start else len(flipped)
+    statistics = {"mix": distance, **means, "standard_errors": clear, "parts_old": old, "parts": count}
+    return batch.finding("weights_partly_updated", "rollout", evidence, PARTS_FIX, samples, statistics=statistics)
 
 
-def _joined(samples: Sequence[Sample], ours: Sequence[Floats], theirs: Sequence[Floats]) -> Floats:
-    """Logit gaps of all samples in one row."""
-    return np.concatenate([logit_gap(s, a, b) for s, a, b in zip(samples, ours, theirs, strict=True)])
+def _gaps(samples: Sequence[Sample], ours: Sequence[Floats], theirs: Sequence[Floats]) -> list[Floats]:
+    """Logit gaps of each sample."""
+    return [logit_gap(sample, a, b) for sample, a, b in zip(samples, ours, theirs, strict=True)]
 
 
-def _flipped(parts: list[str], effects: list[Floats], target: Floats) -> list[str]:
+def _flipped(parts: list[str], design: Floats, target: Floats) -> list[str]:
     """Parts whose share is clearly above one half; none where too few tokens are left to fit them."""
-    design = np.stack(effects, axis=1)
     valid = np.isfinite(design).all(axis=1) & np.isfinite(target)
     design, target = design[valid], target[valid]
     if len(target) < 10 * len(parts):
@@ -186,15 +291,4 @@ def _flipped(parts: list[str], effects: list[Floats], target: Floats) -> list[st
     shares = inverse @ (design.T @ target)
     variance = float(((target - design @ shares) ** 2).sum()) / (len(target) - len(parts))
     errors = np.sqrt(variance * np.diag(inverse))
-    return [part for part, x, error in zip(parts, shares, errors, strict=True) if x - 0.5 > DECIDED * error]
-
-
-def _better(samples: Sequence[Sample], mixed: Sequence[Floats], rival: Sequence[Floats]) -> Fit:
-    gains, total, tokens = [], 0.0, 0
-    for sample, mix, other in zip(samples, mixed, rival, strict=True):
-        ours, theirs = (np.abs(logit_gap(sample, sample.rollout_log_probs, values)) for values in (mix, other))
-        both = np.isfinite(ours) & np.isfinite(theirs)
-        gains.append(float((theirs - ours)[both].sum()))
-        total, tokens = total + float(theirs[both].sum()), tokens + int(both.sum())
-    error = math.sqrt(len(gains)) * float(np.std(gains, ddof=1)) if len(gains) > 1 else math.inf
-    return Fit(total / max(tokens, 1), float(np.sum(gains)) / max(error, 1e-12))
+    return [part for part, x, error in zip(parts, shares, errors, strict=True) if x - 0.5 > PART_Z_SCORE * error]

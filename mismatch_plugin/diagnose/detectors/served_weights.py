@@ -1,59 +1,88 @@
-"""The rules of `served.py` on weights: those that did not move, or in part, or are others than were sent."""
+"""What servers with our SGLang plugin told of their weights: those that did not move, or in part, or are others."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 from mismatch_plugin.data.served import LastUpdate
 from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
-from mismatch_plugin.diagnose.batch import Batch
-from mismatch_plugin.diagnose.detectors.populations import FIX as BEHIND_FIX
-from mismatch_plugin.diagnose.detectors.populations import called
-from mismatch_plugin.diagnose.detectors.served_pieces import MOST_NAMES, Key, Piece, counted, few, finding, names_of
-from mismatch_plugin.diagnose.findings import FaultName, Item, Severity, Undecided
-
-_OLD_FIX = (
-    "The servers still compute with old weights: read what the update returned on every rank and the server's log, "
-    "which has a line for each update, look for names that the server does not know (a `module.` prefix) and for "
-    "tensors that are empty or views of freed memory at the moment of sending; /server_info has the digest of each "
-    "tensor that serves."
+from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.diagnose.detectors.layers import OLD_FIX
+from mismatch_plugin.diagnose.detectors.served import MOST_NAMES, Key, Piece, few, minority, pieces_of
+from mismatch_plugin.diagnose.detectors.weights import BEHIND_FIX
+from mismatch_plugin.diagnose.findings import (
+    Confidence,
+    FaultName,
+    Finding,
+    Item,
+    Place,
+    Severity,
+    Undecided,
+    called,
 )
+
 NOT_UPDATED_FIX = (
-    f"{_OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
+    f"{OLD_FIX} A step that changes nothing (learning rate 0, as a warm-up may begin) is --accept weights_not_updated."
 )
 FIRST_SYNC_FIX = (
-    f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {_OLD_FIX}"
+    f"Nothing, where this is the first sync of a run, which sends the loaded weights again. Else: {OLD_FIX}"
 )
-AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {_OLD_FIX}"
+AGAIN_FIX = f"Nothing, where an update was sent a second time (a retry, a restart). Else: {OLD_FIX}"
 PARTLY_FIX = (
-    "Compare the names that the trainer sends with those that the server knows (it leaves out others without a word); "
-    "the server's log names the matrices that did not change. Where layers are frozen (a vision tower, a router), or "
-    "only adapters train (LoRA), it is meant: --accept weights_partly_updated."
+    "Compare the names that are sent with those that the server knows; its log names the matrices that did not change. "
+    "Where layers are frozen (a vision tower) or only adapters train, it is meant: --accept weights_partly_updated."
 )
-HALF_FIX = (
-    "Pause generation while weights are sent (pause_generation, mode retract), and resume it once every bucket of "
-    "every rank has arrived."
-)
-LABEL_FIX = (
-    "Send a weight_version of its own with every update: versions of tokens, staleness and a comparison of servers go "
-    "by it."
-)
+SESSIONS_FIX = f"Nothing, where one version is sent in several begin…end sessions. Else: {PARTLY_FIX}"
+HALF_FIX = "Pause generation while weights are sent (mode retract), until every bucket of every rank has arrived."
+LABEL_FIX = "Send a weight_version of its own with every update: staleness and a comparison of servers go by it."
 OTHER_FIX = (
-    "Compare what is sent with what serves tensor by tensor (fingerprints of each): names, dtype, the checkpoint or "
-    "step that is exported, updates that another job sends to the same servers."
+    "Compare what is sent with what serves, tensor by tensor: names, dtype, the step that is exported, updates that "
+    "another job sends to the same servers."
 )
+_BY_FINGERPRINT: tuple[FaultName, ...] = (
+    "weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights",
+)  # fmt: skip
 
 
-def find_weights(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
-    """Each worker's faults by the one that says most of it."""
+def find_served_weights(batch: Batch) -> Outcome:
+    """Of tokens that train; each worker's faults by the rule that says most of it."""
+    pieces = [piece for sample in batch for piece in pieces_of(sample)]
     found: list[Item] = []
     rest = pieces
     for rule in (_partly, _stale, _not_updated):
         items, explained = rule(batch, rest)
         found += items
         rest = [piece for piece in rest if piece.key not in explained]
-    return [*found, *_half_done(batch, pieces), *_reused(batch, pieces), *_others(batch, rest)]
+    return [*found, *_half_done(batch, pieces), *_reused(batch, pieces), *_others(batch, rest)], batch
+
+
+def _finding(
+    batch: Batch,
+    fault: FaultName,
+    evidence: str,
+    fix: str,
+    pieces: Sequence[Piece],
+    severity: Severity = "fault",
+    confidence: Confidence = "certain",
+) -> Finding:
+    """About these tokens."""
+    first = min(pieces, key=lambda piece: (piece.sample.index, piece.first))
+    version = None if first.label is None else f"version {first.label}"
+    place = Place(sample=first.sample.index, sample_id=first.sample.sample_id, position=first.first, rollout=version)
+    samples = [*{piece.sample.index: piece.sample for piece in pieces}.values()]
+    about = {"tokens": sum(piece.tokens for piece in pieces), "first": place, "confidence": confidence}
+    return batch.finding(fault, "rollout", evidence, fix, samples, **about).model_copy(update={"severity": severity})
+
+
+def _counted(pieces: Sequence[Piece]) -> str:
+    """How many tokens, and whose."""
+    return f"{sum(piece.tokens for piece in pieces)} tokens of {_names(pieces)}"
+
+
+def _names(pieces: Sequence[Piece]) -> str:
+    return few(piece.served.worker for piece in pieces)
 
 
 def _half_done(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
@@ -63,66 +92,91 @@ def _half_done(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
     found: list[Item] = []
     if half := [piece for piece in none if piece.served.worker in able]:
         evidence = (
-            f"{counted(half)} were sampled while a weight update was half done, or the server could not take a "
+            f"{_counted(half)} were sampled while a weight update was half done, or the server could not take a "
             f"fingerprint (then its log says so)."
         )
-        found.append(finding(batch, "weights_partly_updated", evidence, HALF_FIX, half))
+        found.append(_finding(batch, "weights_partly_updated", evidence, HALF_FIX, half))
     if unable := [piece for piece in none if piece.served.worker not in able]:
-        reason = f"{names_of(unable)} took no fingerprints of weights"
-        found.append(Undecided(faults=(*_BY_FINGERPRINT,), reason=reason))
+        found.append(Undecided(faults=_BY_FINGERPRINT, reason=f"{_names(unable)} took no fingerprints of weights"))
     return found
 
 
-_BY_FINGERPRINT: tuple[FaultName, ...] = (
-    "weights_not_updated", "weights_partly_updated", "stale_server", "label_reused", "other_weights",
-)  # fmt: skip
-
-
 def _partly(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
-    """The last update changed some matrices and not the others."""
-    updated = [(piece, piece.update) for piece in pieces if piece.update is not None]
-    wrong = [(p, update) for p, update in updated if update.changed > 0 and update.changed_matrices < update.matrices]
-    if not wrong:
-        return [], set()
-    of = dict.fromkeys((piece.served.worker, update) for piece, update in wrong)
-    shown = "; ".join(
-        f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
-        f"({update.changed} of {update.tensors} tensors)"
-        for worker, update in [*of][:MOST_NAMES]
-    )
-    evidence = f"Only a part of the weights changed in the last update of {few(worker for worker, _ in of)}. {shown}."
-    chosen, update = [piece for piece, _ in wrong], wrong[0][1]
-    statistics = {"changed_matrices": float(update.changed_matrices), "matrices": float(update.matrices)}
-    item = finding(batch, "weights_partly_updated", evidence, PARTLY_FIX, chosen, statistics=statistics)
-    return [item], {piece.key for piece in chosen}
+    """The last update changed some matrices and not the others.
+
+    Where a server counts more updates than versions, one is sent in several sessions, of which the last tells nothing.
+    """
+    wrong = [(p, u) for p in pieces if (u := p.update) is not None and u.changed and u.changed_matrices < u.matrices]
+    found: list[Item] = []
+    for several in (False, True):
+        chosen = [(piece, update) for piece, update in wrong if _sessions(piece, update, pieces) == several]
+        if not chosen:
+            continue
+        of = dict.fromkeys((piece.served.worker, update) for piece, update in chosen)
+        shown = "; ".join(
+            f"{called(worker)}: update {update.number} changed {update.changed_matrices} of {update.matrices} matrices "
+            f"({update.changed} of {update.tensors} tensors{_unchanged(update)})"
+            for worker, update in [*of][:MOST_NAMES]
+        )
+        workers = few(worker for worker, _ in of)
+        evidence = f"Only a part of the weights changed in the last update of {workers}. {shown}."
+        told, fix = [piece for piece, _ in chosen], PARTLY_FIX
+        if several:
+            evidence += " These servers count more updates than versions: others of them may have brought the rest."
+            fix = SESSIONS_FIX
+        severity: Severity = "note" if several else "fault"
+        confidence: Confidence = "possible" if several else "likely"
+        found.append(_finding(batch, "weights_partly_updated", evidence, fix, told, severity, confidence))
+    return found, {piece.key for piece, update in wrong if not _sessions(piece, update, pieces)}
+
+
+def _unchanged(update: LastUpdate) -> str:
+    if not update.unchanged:
+        return ""
+    more = update.matrices - update.changed_matrices - len(update.unchanged)
+    return f"; not {', '.join(update.unchanged)}" + (f" and {more} more" if more > 0 else "")
+
+
+def _sessions(piece: Piece, update: LastUpdate, pieces: Sequence[Piece]) -> bool:
+    """The worker had more updates than versions: between two labels of its, or since the run began at version 0."""
+    version = version_number(piece.label)
+    if version is None:
+        return False
+    told = {
+        (number, other.update.number)
+        for other in pieces
+        if other.served.worker == piece.served.worker and other.update is not None
+        if (number := version_number(other.label)) is not None and number < version
+    }
+    before, updates = max(told, default=(-1, 0))
+    return update.number - updates > version - before
 
 
 def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
     """One label, and other weights on other workers, of those that hold weights in the same form."""
-    of: dict[Hashable, dict[str, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    of: dict[Hashable, dict[str, dict[Hashable, list[Piece]]]] = defaultdict(lambda: defaultdict(dict))
     for piece in pieces:
         if piece.label is not None and piece.weights.fingerprint is not None:
             told = piece.served
             # Servers that shard otherwise may repeat or split tensors; a resumed run counts versions anew.
             form = told.dtype, told.quantization, told.sglang, told.tp_size, told.pp_size, told.ep_size
-            of[piece.label, piece.sample.step, form][piece.weights.fingerprint].append(piece)
+            by_worker = of[piece.label, piece.sample.step, form][piece.weights.fingerprint]
+            by_worker.setdefault(told.worker, []).append(piece)
     odd: list[Piece] = []
     explained: set[Key] = set()
     evidence = ""
     for by in of.values():
-        workers = {name: dict.fromkeys(piece.served.worker for piece in group) for name, group in by.items()}
-        if len(by) < 2 or max(Counter(name for names in workers.values() for name in names).values()) > 1:
+        workers = [worker for by_worker in by.values() for worker in by_worker]
+        if len(by) < 2 or len(workers) > len({*workers}):
             continue  # of a worker with several weights under this label nothing tells which are the label's
-        why = "Behind"
-        chosen = [fingerprint for fingerprint, group in by.items() if any(map(_behind, group))]
+        groups = {name: [*chain(*by_worker.values())] for name, by_worker in by.items()}
+        why, chosen = "Behind", [group for group in groups.values() if any(map(_behind, group))]
         if len(chosen) in (0, len(by)):
-            why, most = "In the minority", max(map(len, workers.values()))
-            fewer = [fingerprint for fingerprint, names in workers.items() if len(names) < most]
-            chosen = fewer if len(by) - len(fewer) == 1 else []
-        wrong = [piece for fingerprint in chosen or by for piece in by[fingerprint]]
+            why, chosen = "In the minority", [[*chain(*by_worker.values())] for by_worker in minority(by)]
+        wrong = [*chain(*(chosen or groups.values()))]
         if not odd:
-            shown = "; ".join(f"{fingerprint} on {few(names)}" for fingerprint, names in workers.items())
-            which = f"{why}: {names_of(wrong)}." if chosen else "Nothing here tells which of them are right."
+            shown = "; ".join(f"{fingerprint} on {few(by_worker)}" for fingerprint, by_worker in by.items())  # pyright: ignore[reportArgumentType]
+            which = f"{why}: {_names(wrong)}." if chosen else "Nothing here tells which of them are right."
             evidence = f"Under one label, {wrong[0].label!r}, servers hold other weights: {shown}. {which}"
         odd += wrong
         explained |= {piece.key for piece in wrong if chosen}
@@ -130,10 +184,9 @@ def _stale(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]
         return [], set()
     # A trainer that names no version: the servers may have been asked before and after an update.
     severity: Severity = "note" if all(piece.label == INITIAL_VERSION for piece in odd) else "fault"
-    fix = BEHIND_FIX.format(which=names_of(odd))
-    return [
-        finding(batch, "stale_server", evidence, fix, odd, severity=severity)
-    ], explained if severity == "fault" else set()
+    fix = BEHIND_FIX.format(which=_names(odd))
+    found = _finding(batch, "stale_server", evidence, fix, odd, severity)
+    return [found], explained if severity == "fault" else set()
 
 
 def _behind(piece: Piece) -> bool:
@@ -158,21 +211,16 @@ def _moved(piece: Piece, since: str | None = None) -> bool:
 
 
 def _not_as_sent(piece: Piece) -> bool:
-    """The trainer sent other weights as this version. What a server quantises is not what was sent."""
-    sent, fingerprint = piece.sample.trainer_fingerprint, piece.weights.fingerprint
-    if None in (sent, fingerprint):
+    """The trainer sent other weights as this version (its 5 is the servers' step-5; rollouts may be older than it).
+    What a server quantises is not what was sent."""
+    sent, trainer = piece.sample.trainer_fingerprint, piece.sample.trainer_version
+    if None in (sent, piece.weights.fingerprint, trainer, piece.label):
         return False
     if piece.served.quantization is not None or piece.served.kv_heads_repeated:
         return False
-    return _same_version(piece.sample.trainer_version, piece.label) and sent != fingerprint
-
-
-def _same_version(trainer: str | None, label: str | None) -> bool:
-    """False where one is not told (rollouts may be older than the trainer); a trainer's 5 is the servers' step-5."""
-    if trainer is None or label is None:
-        return False
     number = version_number(trainer)
-    return trainer == label or (number is not None and number == version_number(label))
+    same = trainer == piece.label or (number is not None and number == version_number(piece.label))
+    return same and sent != piece.weights.fingerprint
 
 
 def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set[Key]]:
@@ -185,12 +233,15 @@ def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set
     first_sync: list[tuple[Piece, str]] = []
     for group in of.values():
         labels = {piece.label for piece in group if piece.label is not None}
-        earliest = min(labels, key=_rank, default=None)
+        earliest = min(labels, key=lambda label: (-1 if (n := version_number(label)) is None else n, label), default="")
         # Weights that come back later are told anew, so that each token's own `since` counts.
         sinces = [(piece, piece.weights.since or earliest) for piece in group]
-        late = [(piece, since) for piece, since in sinces if since is not None and _moved(piece, since)]
+        late = [(piece, since) for piece, since in sinces if since and _moved(piece, since)]
         once = len(labels - {INITIAL_VERSION}) == 1 and all(since == INITIAL_VERSION for _, since in late)
-        loaded = not any(_not_loaded(update) for piece in group if (update := piece.update) is not None)
+        # Other weights than the loaded ones are those of a first update that changed something, or of a later one that
+        # changed nothing. A later one that did may have come after the tokens of a response that it ended.
+        updates = [update for piece in group if (update := piece.update) is not None]
+        loaded = not any((update.changed > 0) == (update.number == 1) for update in updates)
         (first_sync if once and loaded else moved).extend(late)
     later = [piece for piece in pieces if piece.idle is not None and piece.idle.number > 1]
     idle, again = [piece for piece in later if not _again(piece)], [piece for piece in later if _again(piece)]
@@ -206,7 +257,7 @@ def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set
         (sent_again, AGAIN_FIX, again, "note"),
     ]
     found: list[Item] = [
-        finding(batch, "weights_not_updated", evidence, fix, chosen, severity=severity)
+        _finding(batch, "weights_not_updated", evidence, fix, chosen, severity)
         for evidence, fix, chosen, severity in told
         if chosen
     ]
@@ -216,25 +267,15 @@ def _not_updated(batch: Batch, pieces: Sequence[Piece]) -> tuple[list[Item], set
 def _brought_nothing(pieces: Sequence[Piece]) -> str:
     update = pieces[0].idle
     assert update is not None
-    return f"Update {update.number} of {names_of(pieces)} changed none of {update.tensors} tensors"
-
-
-def _not_loaded(update: LastUpdate) -> bool:
-    """After it there are other weights than the loaded ones, or it brought none. Of a later one that changed something
-    nothing follows: it may have come after the tokens of a response that it ended."""
-    return (update.changed > 0) == (update.number == 1)
-
-
-def _rank(label: str) -> tuple[int, str]:
-    number = version_number(label)
-    return -1 if number is None else number, label
+    return f"Update {update.number} of {_names(pieces)} changed none of {update.tensors} tensors"
 
 
 def _said(moved: Sequence[tuple[Piece, str]]) -> str:
     piece, since = moved[0]
     return (
-        f"{counted([piece for piece, _ in moved])} came from the same weights (fingerprint {piece.weights.fingerprint})"
-        f" under {piece.label!r} as under {since!r}: the version moved, the weights did not."
+        f"{_counted([piece for piece, _ in moved])} came from the same weights (fingerprint "
+        f"{piece.weights.fingerprint}) under {piece.label!r} as under {since!r}: the version moved, the weights did "
+        f"not."
     )
 
 
@@ -254,9 +295,7 @@ def _reused(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
         f"({', '.join([*by][:MOST_NAMES])})" + (f", and so on for {len(wrong) - 1} more." if len(wrong) > 1 else ".")
     )
     unnamed = all(name == INITIAL_VERSION for _, name in wrong)  # a trainer that names no version
-    severity: Severity = "note" if unnamed else "fault"
-    told = {"weights": float(len(by))}
-    return [finding(batch, "label_reused", evidence, LABEL_FIX, later, severity=severity, statistics=told)]
+    return [_finding(batch, "label_reused", evidence, LABEL_FIX, later, "note" if unnamed else "fault")]
 
 
 def _others(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
@@ -265,10 +304,9 @@ def _others(batch: Batch, pieces: Sequence[Piece]) -> list[Item]:
     wrong = [piece for piece in last.values() if _not_as_sent(piece)]
     if not wrong:
         return []
-    sent = wrong[0].sample.trainer_fingerprint
     evidence = (
-        f"{names_of(wrong)} sampled from weights {wrong[0].weights.fingerprint}"
+        f"{_names(wrong)} sampled from weights {wrong[0].weights.fingerprint}"
         + ("" if wrong[0].label is None else f" under {wrong[0].label!r}")
-        + f", the trainer sent {sent}: other weights serve than those that train."
+        + f", the trainer sent {wrong[0].sample.trainer_fingerprint}: other weights serve than those that train."
     )
-    return [finding(batch, "other_weights", evidence, OTHER_FIX, wrong)]
+    return [_finding(batch, "other_weights", evidence, OTHER_FIX, wrong)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import warnings
 from collections.abc import Sequence
@@ -17,19 +16,17 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.diagnose.batch import Batch, make_batch
 from mismatch_plugin.diagnose.detectors.distance import logit_gap
-from mismatch_plugin.diagnose.detectors.level import mismatch
-from mismatch_plugin.diagnose.detectors.weights import SHARE, way_back
-from mismatch_plugin.diagnose.findings import Finding, Place, place_of
+from mismatch_plugin.diagnose.detectors.layers import FAR_Z_SCORE, NEAR_START, way_back, z_score
+from mismatch_plugin.diagnose.detectors.size import mismatch
+from mismatch_plugin.diagnose.findings import Finding, place_of
+from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 from mismatch_plugin.diagnose.scorers import Checkpoint, rescore, with_reference, with_training
 from mismatch_plugin.sglang.http import shown
 
-BARS = {"float32": 0.003, "quantised": 0.2, "16 bits": 0.07}
-"""Median logit gap to a float32 checkpoint that a server's precision explains. Measured with a tiny model: float32
-1e-6; bf16 0.013 to 0.038; int8 weights 0.06 to 0.1."""
-RATIO, STANDARD_ERRORS, FLOOR = 1.5, 4.0, 0.003
+RATIO, FLOOR = 1.5, LOGIT_GAPS["float32"]
 """Among servers: one that is so much further from the checkpoint than the nearest one is named; gaps below FLOOR count
 as FLOOR. Servers of one precision differed by less than 1.1."""
-TIMEOUT = 10.0
+ROUTER_TIMEOUT = 10.0
 """Seconds for a router to tell its workers."""
 FIX = (
     "Send the checkpoint's weights to {which} again: read the return code of the update, compare POST /weights_checker "
@@ -38,8 +35,8 @@ FIX = (
 )
 
 
-class Rescored(NamedTuple):
-    """What one server says of the responses at temperature 1. bar: what its precision explains, and its name."""
+class Server(NamedTuple):
+    """What one server says of the responses at temperature 1. precision: a name of LOGIT_GAPS."""
 
     url: str
     values: list[Floats]
@@ -49,14 +46,15 @@ class Rescored(NamedTuple):
 
 def workers_of(url: str) -> list[str]:
     """The workers behind a router (SGLang's `/workers`, slime's and older `/list_workers`); else the URL itself."""
-    from mismatch_plugin.sglang.http import RequestError, Retries, Server
+    from mismatch_plugin.sglang.http import RequestError, Retries
+    from mismatch_plugin.sglang.http import Server as Connection
 
     async def ask() -> list[str]:
-        server = Server(url, timeout=TIMEOUT, connect_timeout=TIMEOUT)
+        server = Connection(url, timeout=ROUTER_TIMEOUT, connect_timeout=ROUTER_TIMEOUT)
         try:
             for path in ("/workers", "/list_workers"):
                 try:
-                    told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=TIMEOUT)).json
+                    told = (await server.call("GET", path, retries=Retries(attempts=1), timeout=ROUTER_TIMEOUT)).json
                 except RequestError as error:
                     if error.kind == "connection":
                         return []
@@ -92,40 +90,44 @@ def compare_servers(
 
     Raises InputError where a server does not answer.
     """
-    servers = [_rescored(url, records, model.vocab if model else None) for url in urls]
+    servers = [Server(url, *rescore(url, records, model.vocab if model else None), _precision(url)) for url in urls]
     neutral = [one.with_fields(sampling=SamplingParameters(), behaviour_log_probs=None) for one in records]
-    sides = model.scored(neutral) if model else _consensus(servers)
+    median = [np.median(each, axis=0) for each in zip(*(server.values for server in servers), strict=True)]
+    sides = model.scored(neutral) if model else median if len(servers) > 2 else servers[0].values
     neutral = [with_training(*pair) for pair in zip(neutral, sides, strict=True)]
     if start is not None and model is not None:
         neutral = with_reference(neutral, start)
     against = "the checkpoint" if model else "the median of all servers" if len(servers) > 2 else shown(urls[0])
     notes: list[str] = []
-    batches: list[tuple[Rescored, Batch, list[Floats], bool]] = []
+    compared: list[tuple[Server, Batch, list[Floats], float]] = []
     for server in servers if model or len(servers) > 2 else servers[1:]:
         both = zip(neutral, server.values, strict=True)
         batch = make_batch([one.with_fields(rollout_log_probs=values) for one, values in both], has_training=True)
         level = mismatch(batch)
         what = f"the server at {shown(server.url)}, rescoring at temperature 1, against {against}: "
         notes += [*server.risks, what + ("no token can be compared" if level is None else str(level))]
-        if level is None:
-            continue
-        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
-        fits = way is not None and way.share > SHARE and way.to_start < way.to_now and way.nearer > STANDARD_ERRORS
-        batches.append((server, batch, _by_sample(batch.samples), fits))
-    if not batches:
+        if level is not None:
+            gaps = [np.abs(logit_gap(one, one.rollout_log_probs, one.train_log_probs)) for one in batch]
+            flat = np.concatenate(gaps)
+            told = flat[np.isfinite(flat)]
+            compared.append((server, batch, gaps, float(np.median(told)) if len(told) else 0.0))
+    if not compared:
         return notes, []
-    nearest = min((table for _, _, table, _ in batches), key=_level)
+    _, _, nearest, least = min(compared, key=lambda item: item[-1])
     findings = []
-    for server, batch, table, fits in batches:
-        bar, gap = BARS[server.precision], _level(table)
-        further = _further(table, nearest) if len(batches) > 1 else 0.0
-        ratio = max(gap, FLOOR) / max(_level(nearest), FLOOR)
-        odd = further > STANDARD_ERRORS and ratio > RATIO
+    for server, batch, gaps, gap in compared:
+        bar, ratio = LOGIT_GAPS[server.precision], max(gap, FLOOR) / max(least, FLOOR)
+        further = z_score([float(np.nansum(own - other)) for own, other in zip(gaps, nearest, strict=True)])
+        odd = further > FAR_Z_SCORE and ratio > RATIO
+        way = way_back(batch.samples, [sample.train_log_probs for sample in batch])
+        fits = way is not None and way.share > NEAR_START and way.nearer > FAR_Z_SCORE
         if not (gap > bar or odd or fits):
             continue
         why = [f"where its precision ({server.precision}) explains {bar:g}"] if gap > bar else []
         why += [f"{ratio:.2g} times the nearest server's, {further:.0f} standard errors"] if odd else []
         why += ["and they fit the weights that the run began with better"] if fits else []
+        tokens = batch.tokens
+        worst = int(np.abs(tokens.gap).argmax())
         findings.append(
             batch.finding(
                 "server_differs",
@@ -134,16 +136,12 @@ def compare_servers(
                 f"its log-probs have a median logit gap of {gap:.3g}, {'; '.join(why)}.",
                 FIX.format(which=shown(server.url)),
                 batch.samples,
-                first=_worst(batch.samples),
+                first=place_of(batch.samples[int(tokens.sample[worst])], int(tokens.position[worst])),
                 statistics={"gap": gap, "bar": bar, "ratio_to_nearest": ratio, "standard_errors": further},
                 confidence="likely" if gap > 2 * bar or fits or (odd and gap > bar) else "possible",
             )
         )
     return notes, findings
-
-
-def _rescored(url: str, records: Sequence[Sample], vocab: int | None) -> Rescored:
-    return Rescored(url, *rescore(url, records, vocab), _precision(url))
 
 
 def _precision(url: str) -> str:
@@ -165,37 +163,3 @@ def _precision(url: str) -> str:
     if info.quantization or cache:
         return "quantised"
     return "float32" if info.dtype in ("float32", "float") else "16 bits"
-
-
-def _consensus(servers: Sequence[Rescored]) -> list[Floats]:
-    """Token by token the median of three or more servers, or the first of two."""
-    if len(servers) < 3:
-        return servers[0].values
-    return [np.median(each, axis=0) for each in zip(*(server.values for server in servers), strict=True)]
-
-
-def _by_sample(samples: Sequence[Sample]) -> list[Floats]:
-    """|logit gap| of each sample's tokens, NaN where it tells nothing."""
-    return [np.abs(logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs)) for sample in samples]
-
-
-def _level(table: Sequence[Floats]) -> float:
-    values = np.concatenate(table)
-    return float(np.median(values[np.isfinite(values)])) if np.isfinite(values).any() else 0.0
-
-
-def _further(table: Sequence[Floats], nearest: Sequence[Floats]) -> float:
-    """By how many standard errors over samples a server is further off than the nearest one."""
-    gains = [float(np.nansum(a - b)) for a, b in zip(table, nearest, strict=True)]
-    error = math.sqrt(len(gains)) * float(np.std(gains, ddof=1)) if len(gains) > 1 else math.inf
-    return float(np.sum(gains)) / max(error, 1e-12)
-
-
-def _worst(samples: Sequence[Sample]) -> Place | None:
-    """The token with the largest gap."""
-    gaps = [
-        np.where(s.usable, np.abs(s.train_log_probs - s.rollout_log_probs), -1.0) if s.comparable else np.zeros(0)
-        for s in samples
-    ]
-    at = max(range(len(gaps)), key=lambda index: float(gaps[index].max(initial=-1.0)))
-    return place_of(samples[at], int(gaps[at].argmax())) if len(gaps[at]) else None

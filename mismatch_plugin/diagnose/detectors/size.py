@@ -1,8 +1,10 @@
-"""The size of a gap that no fault explains: few tokens far off (MoE routers), weights of low precision, or too much."""
+"""How far apart the two sides are, and what a gap that no fault explains looks like: routers, low precision, none."""
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -11,31 +13,41 @@ import numpy as np
 
 from mismatch_plugin.data.arrays import Bools, Floats, Ints
 from mismatch_plugin.diagnose.batch import Batch, Outcome
-from mismatch_plugin.diagnose.detectors.level import k3
-from mismatch_plugin.diagnose.detectors.profile import scaled
-from mismatch_plugin.diagnose.findings import FaultName, Finding, place_of
-from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN, FAR_K3, NOISE_FORMS, SMALL_K3
+from mismatch_plugin.diagnose.detectors.distance import scaled
+from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
+from mismatch_plugin.diagnose.findings import Confidence, FaultName, Finding, Mismatch, Severity, place_of
+from mismatch_plugin.diagnose.normal import (
+    ENOUGH_TOKENS,
+    FAR_ABS_MEAN,
+    FAR_K3,
+    LOOSE,
+    NOISE_FORMS,
+    SMALL_K3,
+    largest_published,
+    size_class,
+)
 
-SURE = 2.0
-"""Standard errors above its bar from which a size is called far."""
-APART, TIMES = 0.3, 20.0
+CLAMP = 20.0
+OUTLIER_NATS, OUTLIER_TIMES = 0.3, 20.0
 """Few tokens far off: by so many nats, and so many times the median |gap| at their log-prob."""
-FEW, MIN_FEW, MAJORITY = 0.05, 6, 0.5
+FEW_TOKENS, MIN_OUTLIERS, MAJORITY = 0.05, 6, 0.5
 """Share of such tokens at most, their number at least, and the share of k3 that they make."""
 UPWARDS, SPREAD_OF_COUNTS, POSITION_DEVIATIONS, ONE_ID = 0.85, 1.6, 4.0, 0.4
 """Routers flip anywhere. At most: share of tokens that are likelier on the training side (tokens were drawn from the
 rollout side, so most are less likely on any other), variance over mean of the counts by sample, standard errors of the
 mean place in the response, share of the commonest id."""
-HUGE, NEARLY_ALL = 1.0, 0.8
+LARGE_GAP_NATS, NEARLY_ALL = 1.0, 0.8
 """Few tokens that follow a pattern are named where they are so many nats apart and make nearly all of k3."""
+FEW_SAMPLES, UNRELATED = 0.25, 0.3
+"""Samples above a bar are named where they are at most this share of all. Below a rank correlation of UNRELATED their
+two sides do not speak of the same tokens (other weights with a k3 of 1 gave .55 to .8, of 3 to 6 .2 to .4)."""
 BETWEEN_SAMPLES = 3.0
 """90th over 10th percentile of the samples' mean relative gap: above it they are not of one kind (measured: int8 1.7,
 two servers of different weights 11 to 42)."""
-FLAT = 1.6
+EVEN = 1.6
 """Largest over smallest logit noise in five classes of log-prob (measured: int8 to int4 1.2 to 1.5; real optimizer
 steps from 1.9 on)."""
-CLASSES = (0.05, 0.5, 1.0, 2.0, 4.0, math.inf)
-MIN_CLASS = 20
+CLASSES, MIN_CLASS = (0.05, 0.5, 1.0, 2.0, 4.0, math.inf), 20
 
 ROUTING_FIX = (
     "Of a MoE model: replay the rollout's routing in the trainer (return_routed_experts, routing replay), or cut such "
@@ -43,12 +55,64 @@ ROUTING_FIX = (
 )
 QUANTISED_FIX = (
     "If a side is quantised: export the weights quantised as the trainer's are (fp8 scales: xtuner #2044, k3 8.7e-3 to "
-    "3.7e-4), with scales of the same blocks, and give the KV cache the same dtype; or correct for it by weights."
+    "3.7e-4), with scales of the same blocks, and give the KV cache the same dtype. If none is, look for another cause "
+    "of even noise: old weights, a matrix transposed or mapped to another, LoRA, dropout, the RoPE base."
 )
-FAR_FIX = (
-    "Find the cause before any correction: score the same ids by both engines with the same weights (learning rate 0); "
-    "check weight updates (checksums), prompt ids, chat template, position ids and attention mask of packed sequences."
+EVEN_CAUSES = (
+    "Even noise comes from old weights, a matrix transposed or mapped to another (K and V, gate and up), LoRA left out "
+    "or scaled otherwise, dropout, another RoPE base, or low precision."
 )
+NEXT = (
+    "Inspect again with {given} (present weights, and those that the run began with): it shows weights that did not "
+    "arrive, and filters and temperatures that no record tells."
+)
+BY_HAND = (
+    "Score the same ids by both engines with the same weights (learning rate 0); compare prompt ids, chat template, "
+    "position ids and the attention mask of packed sequences."
+)
+
+
+def k3(gap: Floats) -> Floats:
+    """e^d − 1 − d, d clamped to ±20."""
+    clamped = np.clip(gap, -CLAMP, CLAMP)
+    return np.expm1(clamped) - clamped
+
+
+def mismatch(batch: Batch) -> Mismatch | None:
+    """Over all tokens that train and have a number on both sides; None if there is none. Formulas: `Mismatch`."""
+    tokens = batch.tokens
+    if not len(tokens):
+        return None
+    gap = np.clip(tokens.gap, -CLAMP, CLAMP)
+    absolute, ratio = np.abs(tokens.gap), np.exp(gap)
+    p50, p90, p99 = (float(value) for value in np.quantile(absolute, [0.5, 0.9, 0.99]))
+    varies = np.ptp(tokens.rollout) > 0 and np.ptp(tokens.training) > 0
+    return Mismatch(
+        tokens=len(tokens),
+        samples=len(np.unique(tokens.sample)),
+        kl=-float(gap.mean()),
+        k3_kl=float(k3(gap).mean()),
+        abs_mean=float(absolute.mean()),
+        abs_p50=p50,
+        abs_p90=p90,
+        abs_p99=p99,
+        abs_max=float(absolute.max()),
+        correlation=float(np.corrcoef(tokens.rollout, tokens.training)[0, 1]) if varies else math.nan,
+        effective_sample_size=float(ratio.sum() ** 2 / (len(tokens) * (ratio**2).sum())),
+    )
+
+
+def equal_sides(batch: Batch) -> str | None:
+    """A remark where the two sides are equal to the last bit: what that is good for, and what else it may be."""
+    tokens = batch.tokens
+    told = tokens.rollout != 0.0
+    if not told.any() or (tokens.gap[told] != 0.0).any():
+        return None
+    return (
+        f"both sides are equal to the last bit on all {len(tokens)} tokens: either the kernels of the two engines are "
+        f"aligned, and work, or one list was given as both sides (rollout log-probs copied into the trainer's); where "
+        f"kernels are not meant to be aligned, it is the latter, and nothing was compared"
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,15 +132,8 @@ class Gaps:
         measured = scaled(batch, typical=0.5)
         told = measured.informative
         tokens, size, typical = measured.tokens.where(told), measured.size[told], measured.ordinary[told]
-        return cls(
-            batch,
-            tokens.gap,
-            -tokens.rollout,
-            typical,
-            size / np.maximum(typical, 1e-9),
-            tokens.sample,
-            tokens.position,
-        )
+        relative = size / np.maximum(typical, 1e-9)
+        return cls(batch, tokens.gap, -tokens.rollout, typical, relative, tokens.sample, tokens.position)
 
     @cached_property
     def k3(self) -> Floats:
@@ -91,61 +148,93 @@ class Gaps:
         low, high = np.quantile(means, [0.1, 0.9]) if len(means) else (1.0, 1.0)
         return bool(high <= BETWEEN_SAMPLES * low)
 
-    def far(self, nats: float) -> Bools:
+    @cached_property
+    def noise(self) -> list[float]:
+        """Median |d| / (1 − p) over .6745, by class of log-prob; empty with fewer than three classes.
+
+        Independent noise σ on every logit gives a token of probability p the gap σ · √((1 − p)² + Σ_{j≠i} p_j²), about
+        σ (1 − p) to σ √2 (1 − p): even noise, the same in all classes.
+        """
+        noise = np.abs(self.gap) / -np.expm1(-np.maximum(self.depth, 1e-6)) / 0.6745
+        parts = [noise[(self.depth >= low) & (self.depth < high)] for low, high in pairwise(CLASSES)]
+        found = [float(np.median(part)) for part in parts if len(part) >= MIN_CLASS]
+        return found if len(found) >= 3 else []
+
+    @property
+    def even(self) -> bool:
+        """The gap is noise of one size in all logits."""
+        return bool(self.noise) and max(self.noise) <= EVEN * min(self.noise)
+
+    @property
+    def form(self) -> str:
+        """The precision that makes noise of this size."""
+        return next(name for bar, name in NOISE_FORMS if float(np.median(self.noise)) <= bar)
+
+    def outliers(self, nats: float) -> Bools:
         """By so many nats and so many times what is typical; a third of the median at least is typical anywhere."""
         typical = np.maximum(self.typical, float(np.median(np.abs(self.gap))) / 3)
-        return np.abs(self.gap) > np.maximum(nats, TIMES * typical)
+        return np.abs(self.gap) > np.maximum(nats, OUTLIER_TIMES * typical)
+
+    def finding(
+        self,
+        name: FaultName,
+        chosen: Bools,
+        evidence: str,
+        fix: str,
+        statistics: dict[str, float],
+        severity: Severity = "fault",
+        confidence: Confidence = "possible",
+    ) -> Finding:
+        """About the chosen tokens."""
+        at = int(np.argmax(chosen))
+        samples = [self.batch.samples[index] for index in np.unique(self.sample[chosen])] or list(self.batch.samples)
+        first = place_of(self.batch.samples[int(self.sample[at])], int(self.position[at])) if chosen.any() else None
+        about = {"tokens": int(chosen.sum()), "first": first, "statistics": statistics, "confidence": confidence}
+        made = self.batch.finding(name, "both", evidence, fix, samples, **about)
+        return made.model_copy(update={"severity": severity})
 
 
 def find_size(batch: Batch) -> Outcome:
-    """At most one of `moe_routing`, `quantised` and `far_apart`: what the gap looks like, where no fault explains it.
+    """At most one of `moe_routing`, `quantised` and `unexplained`, where no fault explains the gap.
 
-    The first two are notes while the size is one that sound pairs have, and faults (`far_apart`, for low precision)
-    above. The batch stays as it is.
+    A mean |gap| or k3 above what any sound pair has is a fault, whoever holds it. Below, routers are a note, and even
+    noise is one up to the size that published pairs of such precision have. The batch stays as it is.
     """
-    if len(batch.tokens) < ENOUGH_TOKENS:
+    level = mismatch(batch)
+    if level is None or level.tokens < ENOUGH_TOKENS:
         return [], batch
-    far = is_far(batch)
-    gaps = Gaps.of(batch)
+    gaps, far = Gaps.of(batch), size_class(level) == "far"
     found = None
     if len(gaps.gap) >= ENOUGH_TOKENS:
-        found = _few(gaps, far) or (None if far else _quantised(gaps))
+        found = _few_tokens(gaps, far) or (None if far else _even_noise(gaps, level))
     if found is None and far:
-        found = _far(gaps)
+        found = _far(gaps, level)
     return [found] if found else [], batch
 
 
-def is_far(batch: Batch) -> bool:
-    """k3 or mean |gap| is above its bar by `SURE` standard errors, of samples where there are 8, else of tokens."""
-    tokens = batch.tokens
-    index = np.cumsum(np.diff(tokens.sample, prepend=-1) != 0) - 1  # sample after sample
-    if index[-1] < 7:
-        index = np.arange(len(tokens))
-    counts = np.bincount(index)
-    for values, bar in ((k3(tokens.gap), FAR_K3), (np.abs(tokens.gap), FAR_ABS_MEAN)):
-        mean = float(values.mean())
-        left = np.bincount(index, values - mean)  # of Σ values − mean · Σ counts, the ratio's linearisation
-        error = math.sqrt(float((left**2).sum()) * len(counts) / max(len(counts) - 1, 1)) / counts.sum()
-        if mean - SURE * error > bar:
-            return True
-    return False
-
-
-def _few(gaps: Gaps, far: bool) -> Finding | None:
+def _few_tokens(gaps: Gaps, far: bool) -> Finding | None:
     """Few tokens make most of the mismatch: anywhere (routers) or by a pattern."""
-    chosen = gaps.far(APART)
-    if not (chosen.sum() >= MIN_FEW and chosen.mean() <= FEW and gaps.homogeneous):
+    chosen, name = gaps.outliers(OUTLIER_NATS), "moe_routing"
+    if not (chosen.sum() >= MIN_OUTLIERS and chosen.mean() <= FEW_TOKENS and gaps.homogeneous):
         return None
+    if gaps.k3[chosen].sum() < MAJORITY * gaps.k3.sum():
+        return None
+    fix, where = ROUTING_FIX, "in any place, sample and id, as where routers of a MoE model choose other experts"
+    if pattern := _pattern(gaps, chosen):
+        chosen, name, fix = gaps.outliers(LARGE_GAP_NATS), "unexplained", _next_step(gaps.batch)
+        where = f"{pattern}: something acts on them alone (banned or biased ids, special tokens, a mask)"
+        if chosen.sum() < MIN_OUTLIERS or gaps.k3[chosen].sum() < NEARLY_ALL * gaps.k3.sum():
+            return None
+    sizes, rest = np.abs(gaps.gap[chosen]), float(np.median(np.abs(gaps.gap[~chosen])))
     share = float(gaps.k3[chosen].sum() / gaps.k3.sum())
-    pattern = _pattern(gaps, chosen)
-    if share < MAJORITY:
-        return None
-    if pattern is None:
-        return _few_finding(gaps, chosen, "moe_routing", "in any place, sample and id", far)
-    huge = gaps.far(HUGE)
-    if huge.sum() < MIN_FEW or gaps.k3[huge].sum() < NEARLY_ALL * gaps.k3.sum():
-        return None
-    return _few_finding(gaps, huge, "far_apart", pattern, True)
+    evidence = (
+        f"{len(sizes)} of {len(chosen)} tokens ({chosen.mean():.2%}; near certain ones aside) make {share:.0%} of k3. "
+        f"They are {sizes.min():.2g} to {sizes.max():.2g} nats apart, the others {rest:.2g} (median). They lie {where}."
+    )
+    told = {"tokens": len(sizes), "fraction": float(chosen.mean()), "share_of_k3": share, "median": rest}
+    routers = name == "moe_routing"
+    severity: Severity = "note" if routers and not far else "fault"
+    return gaps.finding(name, chosen, evidence, fix, told, severity, "likely" if routers else "possible")
 
 
 def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
@@ -162,133 +251,91 @@ def _pattern(gaps: Gaps, chosen: Bools) -> str | None:
     up = float((gaps.gap[chosen] > 0).mean())
     all_of = np.bincount(gaps.sample, minlength=samples)
     expected = all_of[all_of > 0] * chosen.mean()
-    spread = float(
-        ((np.bincount(gaps.sample[chosen], minlength=samples)[all_of > 0] - expected) ** 2 / expected).mean()
-    )
+    of_samples = np.bincount(gaps.sample[chosen], minlength=samples)[all_of > 0]
     if often.max() > ONE_ID * count:
-        return f"{often.max()} of them are id {names[np.argmax(often)]}"
+        return f"on certain ids ({often.max()} are id {names[np.argmax(often)]})"
     if up > UPWARDS:
-        return f"{up:.0%} of them likelier on the training side"
-    if spread > SPREAD_OF_COUNTS:
+        return f"on one side ({up:.0%} are likelier on the training side)"
+    if float(((of_samples - expected) ** 2 / expected).mean()) > SPREAD_OF_COUNTS:
         return "most of them in few samples"
     if abs(deviations) > POSITION_DEVIATIONS:
         return f"mostly {'late' if deviations > 0 else 'early'} in responses"
     return None
 
 
-def _few_finding(gaps: Gaps, chosen: Bools, name: FaultName, where: str, far: bool) -> Finding:
-    sizes, rest = np.abs(gaps.gap[chosen]), np.abs(gaps.gap[~chosen])
-    share = float(gaps.k3[chosen].sum() / gaps.k3.sum())
-    like = "as where the two engines route a token to different experts (MoE)"
-    acts = "something acts on these tokens alone (banned or biased ids, special tokens, a mask)"
-    return _finding(
-        gaps,
-        chosen,
-        name,
-        f"{len(sizes)} of {len(chosen)} tokens ({chosen.mean():.2%}; near certain ones aside) are {sizes.min():.2g} to "
-        f"{sizes.max():.2g} nats apart and make {share:.0%} of k3, the others {np.median(rest):.2g} (median): {where}, "
-        f"{like if name == 'moe_routing' else acts}.",
-        ROUTING_FIX if name == "moe_routing" else FAR_FIX,
-        {
-            "tokens": len(sizes),
-            "fraction": float(chosen.mean()),
-            "share_of_k3": share,
-            "median": float(np.median(rest)),
-        },
-        far,
-        sure=name == "moe_routing",
-    )
-
-
-def _quantised(gaps: Gaps) -> Finding | None:
-    """Noise of one size in all logits: |d| / (1 − p) is the same for likely and unlikely tokens.
-
-    Independent noise σ on every logit gives a token of probability p the gap σ · √((1 − p)² + Σ_{j≠i} p_j²), about
-    σ (1 − p) to σ √2 (1 − p).
-    """
-    noise = _logit_noise(gaps)
-    level = float(gaps.k3.sum()) / len(gaps.batch.tokens)
-    if noise is None or level <= SMALL_K3 or not gaps.homogeneous or _other_weights(gaps.batch):
+def _even_noise(gaps: Gaps, level: Mismatch) -> Finding | None:
+    """Noise of one size in all logits, larger than bf16 makes, that no label explains by older weights."""
+    of_step: dict[Hashable, set[str]] = defaultdict(set)
+    for sample in gaps.batch:
+        trainer = [] if sample.trainer_version is None else [sample.trainer_version]
+        seen = of_step[sample.step, sample.trainer_version]
+        seen.update(trainer, (span.version for span in sample.weight_versions))
+    told_old = any(len(versions) > 1 for versions in of_step.values())
+    if level.k3_kl <= SMALL_K3 or not gaps.homogeneous or not gaps.even or told_old:
         return None
-    typical = float(np.median(noise))
-    form = next(name for bar, name in NOISE_FORMS if typical <= bar)
-    if typical <= NOISE_FORMS[0][0] or max(noise) > FLAT * min(noise):
+    typical, quantised = float(np.median(gaps.noise)), gaps.batch.quantised
+    if typical <= NOISE_FORMS[0][0]:
         return None
-    return _finding(
-        gaps,
-        np.ones(len(gaps.gap), dtype=bool),
-        "quantised",
-        f"The gap is that of noise of one size in all logits, {typical:.2g} nats for likely and unlikely tokens alike "
-        f"({min(noise):.2g} to {max(noise):.2g}), in all samples and positions: more than bf16 makes, {form}. It fits "
-        f"weights or a KV cache of lower precision on one side, and weights that differ a little in all layers.",
-        QUANTISED_FIX,
-        {"logit_noise": typical, "k3": level},
-        False,
-        sure=False,
+    most_abs, most_k3 = largest_published(quantised is not False)
+    loose = 1.0 if quantised is None else LOOSE  # of an unknown pair the size alone must be one that was published
+    most_abs, most_k3 = loose * most_abs, loose * most_k3
+    inside = level.abs_mean <= most_abs and level.k3_kl <= most_k3
+    if inside and quantised is False:
+        return None
+    who = "pairs with a quantised side" if quantised is not False else "pairs in 16 bits"
+    evidence = (
+        f"The gap is even noise of {typical:.2g} nats in all logits, likely and unlikely tokens alike "
+        f"({min(gaps.noise):.2g} to {max(gaps.noise):.2g}), in all samples: more than bf16 makes, {gaps.form}. Mean "
+        f"|gap| {level.abs_mean:.3g} and k3 {level.k3_kl:.3g} are {'within' if inside else 'not both within'} what "
+        f"{who} have ({most_abs:.3g} and {most_k3:.3g})."
     )
+    everyone, told = np.ones(len(gaps.gap), dtype=bool), {"logit_noise": typical, "k3": level.k3_kl}
+    if inside:
+        return gaps.finding("quantised", everyone, evidence, QUANTISED_FIX, told, "note")
+    tell = "" if quantised else " If a side is quantised, say so: --engine fp8 (or its format)."
+    return gaps.finding("unexplained", everyone, f"{evidence} {EVEN_CAUSES}", _next_step(gaps.batch) + tell, told)
 
 
-def _logit_noise(gaps: Gaps) -> list[float] | None:
-    """Median |d| / (1 − p) over .6745, by class of log-prob; None with fewer than three classes."""
-    noise = np.abs(gaps.gap) / -np.expm1(-np.maximum(gaps.depth, 1e-6)) / 0.6745
-    parts = [noise[(gaps.depth >= low) & (gaps.depth < high)] for low, high in pairwise(CLASSES)]
-    found = [float(np.median(part)) for part in parts if len(part) >= MIN_CLASS]
-    return found if len(found) >= 3 else None
-
-
-def _other_weights(batch: Batch) -> bool:
-    """Some tokens were sampled by other weights than the trainer's, by what both sides tell: that explains noise."""
-    return any(
-        sample.trainer_version is not None and span.version != sample.trainer_version
-        for sample in batch
-        for span in sample.weight_versions
+def _far(gaps: Gaps, level: Mismatch) -> Finding:
+    """Above what any sound pair has: who holds it, and what that fits."""
+    tokens, of_token = gaps.batch.tokens, k3(gaps.batch.tokens.gap)
+    numbers, places, counts = np.unique(tokens.sample, return_inverse=True, return_counts=True)
+    of_sample = np.bincount(places, of_token) / counts
+    above = (of_sample > FAR_K3) | (np.bincount(places, np.abs(tokens.gap)) / counts > FAR_ABS_MEAN)
+    few, median = numbers[above], float(np.median(of_sample))
+    told = {"abs_mean": level.abs_mean, "k3": level.k3_kl, "median_sample_k3": median, "samples_above": len(few)}
+    sides = [("k3", level.k3_kl, FAR_K3), ("mean |gap|", level.abs_mean, FAR_ABS_MEAN)]
+    said = [f"{what} {value:.3g} is {'above' if value > bar else 'within'} {bar:g}" for what, value, bar in sides]
+    said = sorted(said, key=lambda part: " above " not in part)
+    evidence = f"In nats/token, {said[0]} and {said[1]}, the most that sound pairs of engines have."
+    if len(few) > FEW_SAMPLES * len(numbers):
+        evidence += f" The gap is in {len(few)} of {len(numbers)} samples: the median one has k3 {median:.2g}."
+        if gaps.even:
+            evidence += f" It is even noise of {np.median(gaps.noise):.2g} nats in all logits. {EVEN_CAUSES}"
+        return gaps.finding("unexplained", np.ones(len(gaps.gap), bool), evidence, _next_step(gaps.batch), told)
+    inside = above[places]
+    share = float(of_token[inside].sum() / of_token.sum())
+    evidence += (
+        f" {len(few)} of {len(numbers)} samples hold {share:.0%} of k3 (sample {', '.join(map(str, few[:8]))}"
+        f"{' and more' if len(few) > 8 else ''}); the median sample has k3 {median:.2g}."
     )
-
-
-def _far(gaps: Gaps) -> Finding:
-    size, noise = np.abs(gaps.batch.tokens.gap), _logit_noise(gaps)
-    k3_kl = float(gaps.k3.sum()) / len(size)
-    fits = ""
-    if noise and max(noise) <= FLAT * min(noise):
-        form = next(name for bar, name in NOISE_FORMS if float(np.median(noise)) <= bar)
-        fits = (
-            f" It looks like noise in all logits ({np.median(noise):.2g} nats, {form}): other weights, low precision."
+    order = np.argsort(-of_token)
+    count = 1 + int(np.searchsorted(np.cumsum(of_token[order]), NEARLY_ALL * of_token.sum()))
+    sizes, at = np.abs(tokens.gap), int(order[0])
+    alike = np.median(sizes[inside]) <= BETWEEN_SAMPLES * np.median(sizes[~inside])
+    if alike and count <= FEW_TOKENS * inside.sum():
+        evidence += (
+            f" {count} of their {inside.sum()} tokens make {NEARLY_ALL:.0%} of it, the first at position "
+            f"{tokens.position[at]} of sample {tokens.sample[at]} ({tokens.gap[at]:+.3g} nats)."
         )
-    return _finding(
-        gaps,
-        np.abs(gaps.gap) > FAR_ABS_MEAN,
-        "far_apart",
-        f"Mean |gap| {size.mean():.3g} nats, k3 {k3_kl:.3g} over {len(size)} tokens: more than any sound pair of "
-        f"engines is known to have (mean |gap| {FAR_ABS_MEAN}, k3 {FAR_K3}), and no known fault explains it.{fits}",
-        FAR_FIX,
-        {"abs_mean": float(size.mean()), "k3": k3_kl},
-        True,
-        sure=False,
-    )
+    else:
+        follow = rank_correlation(tokens.rollout[inside], tokens.training[inside])
+        fits = "another sample's values, another text or another prompt" if follow < UNRELATED else "other weights"
+        evidence += f" In them the two sides have a rank correlation of {follow:.2f}, which fits {fits}."
+    return gaps.finding("unexplained", np.isin(gaps.sample, few), evidence, _next_step(gaps.batch), told)
 
 
-def _finding(
-    gaps: Gaps,
-    chosen: Bools,
-    name: FaultName,
-    evidence: str,
-    fix: str,
-    numbers: dict[str, float],
-    far: bool,
-    *,
-    sure: bool,
-) -> Finding:
-    at = int(np.argmax(chosen))
-    samples = [gaps.batch.samples[index] for index in np.unique(gaps.sample[chosen])] or list(gaps.batch.samples)
-    found = gaps.batch.finding(
-        name,
-        "both",
-        evidence,
-        fix,
-        samples,
-        tokens=int(chosen.sum()),
-        first=place_of(gaps.batch.samples[int(gaps.sample[at])], int(gaps.position[at])) if chosen.any() else None,
-        statistics=numbers,
-        confidence="likely" if sure else "possible",
-    )
-    return found if far else found.model_copy(update={"severity": "note"})
+def _next_step(batch: Batch) -> str:
+    """The command that tells more, with what is not given yet."""
+    flags = [*(() if batch.logits else ("--checkpoint NOW",)), "--reference-checkpoint START"]
+    return BY_HAND if batch.between else f"{NEXT.format(given=' '.join(flags))} {BY_HAND}"

@@ -1,201 +1,233 @@
-"""Weights that never reached the servers, or only in part: do the rollout log-probs fit those of the run's start?"""
+"""Which weights sampled the tokens: by labels, by server, and by how the gap is spread over servers and versions."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from mismatch_plugin.data.arrays import Floats
+from mismatch_plugin.data.arrays import Bools, Floats
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.data.versions import version_number
-from mismatch_plugin.diagnose.batch import Batch, Outcome
+from mismatch_plugin.data.versions import INITIAL_VERSION, version_number
+from mismatch_plugin.diagnose.batch import Batch, Outcome, median
 from mismatch_plugin.diagnose.detectors.distance import logit_gap
 from mismatch_plugin.diagnose.detectors.distribution import rank_correlation
-from mismatch_plugin.diagnose.detectors.layers import find_parts
-from mismatch_plugin.diagnose.detectors.populations import PRECISION, sample_gap
-from mismatch_plugin.diagnose.findings import Confidence, Finding, Item
+from mismatch_plugin.diagnose.detectors.layers import OLD_FIX, find_start, versions_of
+from mismatch_plugin.diagnose.detectors.served import weights_agree
+from mismatch_plugin.diagnose.detectors.size import UNRELATED
+from mismatch_plugin.diagnose.findings import Confidence, Finding, Item, Undecided, called, place_of
+from mismatch_plugin.diagnose.normal import LOGIT_GAPS
 
+FLOOR, PRECISION = LOGIT_GAPS["float32"], LOGIT_GAPS["16 bits"]
+"""Logit gaps below FLOOR count as that: two servers in float32 do not differ by a ratio of rounding. PRECISION: above
+it bf16 does not explain them."""
+MIN_TOKENS, HALVED = 6, 16
+"""Of one sample, to judge it; and to judge both of its halves."""
 MIN_SAMPLES = 8
-STANDARD_ERRORS = 4.0
-SHARE, BEYOND = 0.75, 0.35
-"""Of the way back to the start that names it, and how far beyond what the labels tell."""
-FACTOR = 0.9
-"""The start must fit better than by this. The mildest real update (mean |Δ log p| 0.012 under bf16) gave 0.6."""
-APART = 1.3
-"""Without a checkpoint of the present weights: the training side must be further from the start than the rollout side
-is by this. Where it is not, the training side's own noise explains what is seen."""
-MIDDLE = (0.15, 0.75)
-"""Share of the way back that is neither end."""
-MIN_VERSIONS, GROWTH, CLEAR_GROWTH, RANKS = 3, 1.25, 3.0, 5.0
+"""Of one server or worker."""
+LARGEST_P, PAIRS_FURTHER, RATIO, CLEAR_RATIO = 1e-4, 0.75, 1.25, 2.0
+"""Of Mann-Whitney tests after Holm; their effect size (share of pairs in which the server's sample is further off); how
+far the medians must be apart (one small update on top of bf16 noise measured 1.35), and from where on it is likely."""
+SPLIT_RATIO, SEPARATION, SMALLEST_SHARE, SPLIT_GAP = 2.5, 4.5, 0.1, 0.05
+"""Where no worker is recorded: ratio of the two medians, their distance in standard deviations inside (a normal
+distribution cut in two has 2.7, a uniform one 3.5), the share of the smaller population, and its median logit gap (of
+servers in bf16 at most .038)."""
+MIN_VERSIONS, GROWTH, CLEAR_GROWTH, GROWTH_Z_SCORE = 3, 1.25, 3.0, 5.0
 """Without a reference: versions needed, ratio of the last ones' gap to the first one's, and standard errors of the rank
 correlation of a sample's gap with its version. The mildest of five real updates gave 1.6 and 7."""
-FIX = (
-    "The servers still compute with old weights: read what update_weights returns (success, message, of every rank), "
-    'compare POST /weights_checker {"action": "checksum"} before and after an update (our client compares where our '
-    "plugin serves), look for names that the server does not know (a `module.` prefix) and for tensors that are empty "
-    "or views of freed memory at the moment of sending, and flush the cache after the update."
+
+BEHIND_FIX = (
+    "Send the present weights to {which} again and read what each update returned. Compare POST /weights_checker "
+    '{{"action": "checksum"}} over all servers and workers, each asked directly; all should compute in one precision.'
 )
-MIDDLE_FIX = (
-    "Give --checkpoint and --reference-checkpoint together: mixes of both then show which layers did not arrive. Until "
-    'then compare POST /weights_checker {"action": "checksum"} tensor by tensor with the trainer\'s weights, and check '
-    "that the servers tell the right version."
+RECORD_FIX = (
+    "Record which server and worker sampled each response (`server`, `dp_rank`): then the one that is behind is named. "
+    'Until then compare POST /weights_checker {"action": "checksum"} over all of them.'
+)
+INSIDE_FIX = (
+    "Weights were updated while responses ran: pause with mode retract or wait for running requests, or correct token "
+    "by token and drop tokens of versions that are too old; accept it if it is meant."
+)
+BETWEEN_FIX = "Update all servers before sampling a batch, or accept it where an asynchronous trainer means it."
+LATE_FIX = "Update the servers before each rollout batch and tell them the version, or drop samples that are older."
+AHEAD_FIX = "The trainer's log-probs are of older weights than the server's: recompute them after the update."
+INITIAL_FIX = (
+    "Send the present weights to {which}: read what the update returned, and the server's log for a restart. Where "
+    "updates do arrive, send their weight_version with them."
 )
 
 
-class Way(NamedTuple):
-    """Where the rollout side lies between the present weights (0) and those of the start (1).
+class Scored(NamedTuple):
+    """A sample and its median |logit gap| (that of the nearer half), over the median of its like: those of one
+    temperature and one pair of weight versions."""
 
-    share: Σ (rollout − now)(start − now) / Σ (start − now)², of logit gaps. error: its standard error over samples.
-    to_now, to_start, apart: mean |logit gap| rollout–now, rollout–start, start–now. nearer: to_now − to_start in
-    standard errors over samples.
-    """
+    sample: Sample
+    relative: float
 
-    share: float
-    error: float
-    to_now: float
-    to_start: float
-    apart: float
-    nearer: float
+
+def find_stale_server(batch: Batch) -> Outcome:
+    """By server and worker where both are recorded, else by server."""
+    scored = score(batch)
+    keys: tuple[Callable[[Sample], Hashable], ...] = (lambda one: one.worker, lambda one: one.worker[0])
+    for key in keys:
+        groups: dict[Hashable, list[Scored]] = defaultdict(list)
+        for item in scored:
+            if (name := key(item.sample)) not in (None, (None, None)):
+                groups[name].append(item)
+        judged = {name: items for name, items in groups.items() if len(items) >= MIN_SAMPLES}
+        if finding := _furthest(batch, judged):
+            return [finding], batch
+    return [], batch
+
+
+def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | None:
+    """Each group against all that are nearer by RATIO."""
+    middle = {name: float(np.median([item.relative for item in items])) for name, items in groups.items()}
+
+    def nearer(bar: float) -> list[Hashable]:
+        return [name for name in groups if RATIO * middle[name] <= bar]
+
+    def relative(names: list[Hashable]) -> Floats:
+        return np.array([item.relative for name in names for item in groups[name]])
+
+    tests = {
+        name: mann_whitney(relative([name]), relative(others)) for name in groups if (others := nearer(middle[name]))
+    }
+    odd: list[Hashable] = []
+    pairs = len(groups) * (len(groups) - 1) // 2  # which are nearer was known after looking
+    for rank, name in enumerate(sorted(tests, key=lambda name: tests[name].p)):
+        if tests[name].p * (pairs - rank) > LARGEST_P:
+            break
+        if tests[name].area >= PAIRS_FURTHER:
+            odd.append(name)
+    if not odd:
+        return None
+    near_by = nearer(min(middle[name] for name in odd))
+    members = sorted((item for name in odd for item in groups[name]), key=lambda item: item.sample.index)
+    near, far = float(np.median(relative(near_by))), float(np.median(relative(odd)))
+    clear = far >= CLEAR_RATIO * near and far >= PRECISION
+    names, samples = ", ".join(map(called, odd)), [item.sample for item in members]
+    others = ", ".join(map(called, near_by[:4])) + (" and others" if len(near_by) > 4 else "")
+    area, p = min(tests[name].area for name in odd), max(tests[name].p for name in odd)
+    return batch.finding(
+        "stale_server",
+        "rollout",
+        f"Responses of {names} ({len(samples)} samples) lie {far / near:.2g} times as far from the training side as "
+        f"those of {others} (median logit gap {far:.3g} against {near:.3g}; in {area:.0%} of pairs, "
+        f"p = {p:.1g}), under the same versions and temperature: other weights there"
+        + ("." if clear else ", or another precision or kernel."),
+        BEHIND_FIX.format(which=names),
+        samples,
+        of_samples=sum(map(len, groups.values())),
+        statistics={"ratio": far / near, "far": far, "near": near, "area": area, "p": p, "groups": len(groups)},
+        confidence="likely" if clear else "possible",
+    )
+
+
+def find_split(batch: Batch) -> Outcome:
+    """Two clear populations where no record names a worker."""
+    scored = sorted(score(batch), key=lambda item: item.relative)
+    if len(scored) < 2 * MIN_SAMPLES or any(item.sample.worker[1] is not None for item in scored):
+        return [], batch
+    logs = np.log([item.relative for item in scored])
+    least = max(math.ceil(SMALLEST_SHARE * len(logs)), MIN_SAMPLES // 2)
+    cuts = range(least, len(logs) - least + 1)
+    cut = min(cuts, key=lambda cut: cut * logs[:cut].var() + (len(logs) - cut) * logs[cut:].var())
+    near, far = float(np.exp(np.median(logs[:cut]))), float(np.exp(np.median(logs[cut:])))
+    spread = math.sqrt((logs[:cut].var() + logs[cut:].var()) / 2)
+    apart = float(logs[cut:].mean() - logs[:cut].mean()) / max(spread, 0.05)
+    if far < SPLIT_GAP or far < SPLIT_RATIO * near or apart < SEPARATION:
+        return [], batch
+    samples = sorted((item.sample for item in scored[cut:]), key=lambda sample: sample.index)
+    tokens = batch.tokens.where(np.isin(batch.tokens.sample, [sample.index for sample in samples]))
+    if rank_correlation(tokens.rollout, tokens.training) < UNRELATED:
+        return [], batch  # values of other samples or texts, not of other weights: their size is a fault by itself
+    finding = batch.finding(
+        "stale_server",
+        "rollout",
+        f"The samples are of two kinds: {len(samples)} of {len(scored)} lie {far / near:.1f} times as far from the "
+        f"training side as the rest (median logit gap {far:.3g} against {near:.3g}), {apart:.1f} standard deviations "
+        f"apart, from their first tokens on: as if one of several servers or workers had other weights.",
+        RECORD_FIX,
+        samples,
+        of_samples=len(scored),
+        statistics={"ratio": far / near, "separation": apart, "far": far, "near": near},
+        confidence="possible",
+    )
+    return [finding], batch
+
+
+def score(batch: Batch) -> list[Scored]:
+    """The samples with enough tokens."""
+    like: dict[Hashable, list[tuple[Sample, float]]] = defaultdict(list)
+    for sample in batch:
+        if (gap := sample_gap(sample)) is not None:
+            versions = frozenset(span.version for span in sample.weight_versions)
+            like[sample.temperature, versions, sample.trainer_version].append((sample, gap))
+    level = np.median([gap for members in like.values() for _, gap in members]) if like else 1.0
+    scored: list[Scored] = []
+    for members in like.values():
+        middle = np.median([gap for _, gap in members])
+        scored += [Scored(sample, float(gap / middle * level)) for sample, gap in members]
+    return scored
+
+
+def sample_gap(sample: Sample) -> float | None:
+    """Median |logit gap|, of the half of the response where it is smaller: other weights show in both halves, other ids
+    or another prompt in one. None for too few tokens."""
+    if sample not in _GAPS:
+        gap = logit_gap(sample, sample.rollout_log_probs, sample.train_log_probs) if sample.comparable else np.zeros(0)
+        gap = np.abs(gap[np.isfinite(gap)])
+        halves: list[Floats] = np.array_split(gap, 2) if len(gap) >= HALVED else [gap]
+        _GAPS[sample] = max(min(map(median, halves)), FLOOR) if len(gap) >= MIN_TOKENS else None
+    return _GAPS[sample]
+
+
+_GAPS: WeakKeyDictionary[Sample, float | None] = WeakKeyDictionary()
+"""Several detectors ask for the same."""
+
+
+class Ranks(NamedTuple):
+    """area: share of pairs in which the first is larger. p: one-sided, by the normal approximation."""
+
+    area: float
+    p: float
+
+
+def mann_whitney(a: Floats, b: Floats) -> Ranks:
+    """Are the values of `a` larger than those of `b`? Ties count half (H. B. Mann, D. R. Whitney, 1947)."""
+    ordered = np.sort(b)
+    below, upto = (np.searchsorted(ordered, a, side=side) for side in ("left", "right"))
+    area = float((below + upto).sum()) / 2 / (len(a) * len(b))
+    _, ties = np.unique(np.concatenate([a, b]), return_counts=True)
+    n = len(a) + len(b)
+    variance = (n + 1 - float((ties**3 - ties).sum()) / (n * (n - 1))) / (12 * len(a) * len(b))
+    deviations = (area - 0.5) / math.sqrt(variance) if variance > 0 else 0.0
+    return Ranks(area, math.erfc(deviations / math.sqrt(2)) / 2)
 
 
 def find_not_updated(batch: Batch) -> Outcome:
-    """With the start's log-probs by them, else by how the gap grows with the version."""
-    if any(sample.ref_log_probs is not None for sample in batch):
-        found = _against_reference(batch)
-        grows = any(isinstance(item, Finding) and item.confidence == "likely" for item in _growing(batch))
-        sure = {"confidence": "likely"} if grows else {}
-        return [i.model_copy(update=sure) if i.fault == "weights_not_updated" else i for i in found], batch
-    return _growing(batch), batch
+    """With the start's log-probs by them, else by how the gap grows with the version. Nothing where the fingerprints of
+    both sides are equal."""
+    if weights_agree(batch):
+        return [], batch
+    growing = _growing(batch)
+    if all(sample.ref_log_probs is None for sample in batch):
+        return [*growing], batch
+    sure = {"confidence": "likely"} if any(item.confidence == "likely" for item in growing) else {}
+    return [i.model_copy(update=sure) if i.fault == "weights_not_updated" else i for i in find_start(batch)], batch
 
 
-def way_back(samples: Sequence[Sample], now: Sequence[Floats]) -> Way | None:
-    """now: [n] of each sample, log-probs under the present weights. None where there is too little to tell."""
-    rows = []
-    for sample, current in zip(samples, now, strict=True):
-        if sample.ref_log_probs is None or not sample.comparable:
-            continue
-        gaps = [
-            logit_gap(sample, one, other)
-            for one, other in (
-                (sample.rollout_log_probs, current),
-                (sample.ref_log_probs, current),
-                (sample.rollout_log_probs, sample.ref_log_probs),
-            )
-        ]
-        chosen = np.isfinite(np.stack(gaps)).all(axis=0)
-        if chosen.any():
-            a, b, c = (gap[chosen] for gap in gaps)
-            rows.append((a @ b, b @ b, np.abs(a).sum(), np.abs(c).sum(), np.abs(b).sum(), len(a)))
-    if len(rows) < MIN_SAMPLES:
-        return None
-    table = np.array(rows)
-    along, length, to_now, to_start, apart, tokens = table.sum(axis=0)
-    if length <= 0:
-        return None
-    share = float(along / length)
-    error = float(np.sqrt(((table[:, 0] - share * table[:, 1]) ** 2).sum()) / length)
-    gain = table[:, 2] - table[:, 3]
-    deviations = float(gain.sum() / max(math.sqrt(len(gain)) * gain.std(ddof=1), 1e-12))
-    return Way(share, error, float(to_now / tokens), float(to_start / tokens), float(apart / tokens), deviations)
-
-
-def _against_reference(batch: Batch) -> list[Finding]:
-    mixes = batch.between
-    samples = list(batch.samples) if mixes is None else _newest(batch)
-    if mixes is None or batch.from_checkpoint:
-        now = [sample.train_log_probs for sample in samples]
-    else:
-        now = [mixes.log_probs(sample, ()) for sample in samples]
-    way = way_back(samples, now)
-    if way is None or way.error > SHARE / STANDARD_ERRORS:
-        return []
-    told_share, told = _told(samples)
-    beyond = way.share - told_share
-    if mixes is not None and (way.to_now > PRECISION or beyond > max(STANDARD_ERRORS * way.error, 0.03)):
-        parts = find_parts(batch, samples, now, way.share)
-        if parts is not None:
-            return [parts]
-    sure = mixes is not None or batch.from_checkpoint
-    known = sure or way.apart > APART * way.to_start
-    numbers = (
-        f"mean logit gap {way.to_start:.3g} to the start and {way.to_now:.3g} to the present weights, which are "
-        f"{way.apart:.3g} apart"
-    )
-    statistics = {**way._asdict(), "told_share": told_share}
-    nearer = way.to_start < FACTOR * way.to_now and way.nearer > STANDARD_ERRORS
-    if known and nearer and way.share >= max(SHARE, told_share + BEYOND):
-        finding = batch.finding(
-            "weights_not_updated",
-            "rollout",
-            f"The rollout log-probs fit the weights that the run began with better than the present ones: {numbers} "
-            f"({way.nearer:.0f} standard errors). They are {way.share:.0%} ± {way.error:.0%} of the way back{told}."
-            + (" Some of the new ones may have arrived." if way.share + STANDARD_ERRORS * way.error < 0.95 else "")
-            + ("" if sure else " A training side that scores another text looks the same."),
-            FIX + ("" if sure else " --checkpoint with the present weights decides it."),
-            samples,
-            statistics=statistics,
-            confidence="likely" if sure else "possible",
-        )
-        return [finding]
-    both = min(way.to_now, way.to_start)
-    inside = MIDDLE[0] + told_share < way.share < MIDDLE[1]
-    if mixes is None and not told_share and inside and both > PRECISION and way.error < 0.05:
-        finding = batch.finding(
-            "weights_partly_updated",
-            "rollout",
-            f"The rollout log-probs lie between the weights that the run began with and the present ones, "
-            f"{way.share:.0%} ± {way.error:.0%} of the way back{told}: {numbers}. Some layers did not arrive, or the "
-            f"servers hold a version in between.",
-            MIDDLE_FIX,
-            samples,
-            statistics=statistics,
-            confidence="possible",
-        )
-        return [finding]
-    return []
-
-
-def _numbers(sample: Sample) -> tuple[int | None, int | None]:
-    """Versions that the sample and its training side claim, as numbers; the newest where a response has several."""
-    versions = [version_number(span.version) for span in sample.weight_versions]
-    told = sample.trainer_version
-    known = [version for version in versions if version is not None]
-    return max(known, default=None), None if told is None else version_number(told)
-
-
-def _newest(batch: Batch) -> list[Sample]:
-    """Those of the newest version, which the checkpoint is of; all where no version is told."""
-    of = {
-        sample.index: theirs if theirs is not None else ours for sample in batch for ours, theirs in [_numbers(sample)]
-    }
-    newest = max((number for number in of.values() if number is not None), default=None)
-    return [sample for sample in batch if of[sample.index] == newest]
-
-
-def _told(samples: Sequence[Sample]) -> tuple[float, str]:
-    """How far back to the start the labels say that the samples are (versions count from 0); and in words."""
-    pairs = [_numbers(sample) for sample in samples]
-    newest = max((theirs for _, theirs in pairs if theirs is not None), default=None)
-    newest = newest if newest is not None else max((ours for ours, _ in pairs if ours is not None), default=None)
-    if newest is None or all(ours is None for ours, _ in pairs):
-        return 0.0, ", and no record names a version"
-    if newest <= 0:
-        return 1.0, ", as their version 0 says"
-    behind = [max((theirs if theirs is not None else newest) - ours, 0) for ours, theirs in pairs if ours is not None]
-    share = min(float(np.mean(behind)) / newest, 1.0)
-    newest_label = max(ours for ours, _ in pairs if ours is not None)
-    return share, f", although their labels go up to version {newest_label}"
-
-
-def _growing(batch: Batch) -> list[Item]:
+def _growing(batch: Batch) -> list[Finding]:
     """The labels move, each training side is of its own version, and the gap grows from the first version on."""
     by_lag: dict[int, list[tuple[int, float, Sample]]] = defaultdict(list)
     for sample in batch:
-        ours, theirs = _numbers(sample)
+        ours, theirs = versions_of(sample)
         gap = sample_gap(sample)
         if ours is not None and gap is not None:
             by_lag[0 if theirs is None else theirs - ours].append((ours, gap, sample))
@@ -208,38 +240,145 @@ def _growing(batch: Batch) -> list[Item]:
     middle = [float(np.median([gap for version, gap, _ in rows if version == one])) for one in versions]
     ranks = rank_correlation(np.array([row[0] for row in rows], float), np.array([row[1] for row in rows]))
     deviations = ranks * math.sqrt((len(rows) - 2) / max(1 - ranks**2, 1e-9))
-    last = float(np.mean(middle[-max(len(middle) // 3, 1) :]))
+    third = max(len(middle) // 3, 1)
+    last, early = float(np.mean(middle[-third:])), float(np.mean(middle[1 : 1 + third]))
     growth = last / middle[0]
-    if not deviations > RANKS or growth < GROWTH:
+    if not deviations > GROWTH_Z_SCORE or growth < GROWTH:
         return []
-    early = float(np.mean(middle[1 : 1 + max(len(middle) // 3, 1)])) / middle[0]
-    clear = growth >= CLEAR_GROWTH and middle[0] < PRECISION and early >= GROWTH
+    clear = growth >= CLEAR_GROWTH and middle[0] < PRECISION and early >= GROWTH * middle[0]
     confidence: Confidence = "likely" if clear else "possible"
     samples = [sample for version, _, sample in rows if version != versions[0]]
-    shown = ", ".join(f"{version}: {gap:.3g}" for version, gap in _few(list(zip(versions, middle, strict=True))))
-    finding = batch.finding(
-        "weights_not_updated",
-        "rollout",
+    some = np.unique(np.linspace(0, len(versions) - 1, min(6, len(versions))).round().astype(int))
+    shown = ", ".join(f"{versions[at]}: {middle[at]:.3g}" for at in some)
+    evidence = (
         f"The labels move from version {versions[0]} to {versions[-1]}, and the gap to the trainer grows with the "
         f"distance from the first ({deviations:.0f} standard errors; median logit gap by version {shown}): the servers "
         f"take the new name, not the new weights"
-        + ("." if clear else ", or the two engines move apart for another reason."),
-        FIX + ("" if clear else " --reference-checkpoint decides it."),
-        samples,
-        of_samples=len(rows),
-        statistics={
-            "growth": growth,
-            "rank_correlation": ranks,
-            "standard_errors": deviations,
-            "first": middle[0],
-            "last": last,
-        },
-        confidence=confidence,
+        + ("." if clear else ", or the two engines move apart for another reason.")
     )
-    return [finding]
+    told = {"growth": growth, "rank_correlation": ranks, "standard_errors": deviations, "first": middle[0]}
+    about = {"of_samples": len(rows), "statistics": told | {"last": last}, "confidence": confidence}
+    fix = OLD_FIX + ("" if clear else " --reference-checkpoint decides it.")
+    return [batch.finding("weights_not_updated", "rollout", evidence, fix, samples, **about)]
 
 
-def _few(rows: list[tuple[int, float]], most: int = 6) -> list[tuple[int, float]]:
-    """Evenly chosen, with both ends."""
-    chosen = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))
-    return [rows[int(at)] for at in chosen]
+def find_versions(batch: Batch) -> Outcome:
+    """By the labels of tokens that train. Staleness is counted in steps of the number at the end of a version's name;
+    SGLang's own `default` is 0."""
+    return [*_initial(batch), *_mixed(batch), *_stale(batch)], batch
+
+
+def _by_version(sample: Sample) -> dict[str, Bools]:
+    """version → [n] which of its tokens train."""
+    found: dict[str, Bools] = {}
+    for span in sample.weight_versions:
+        inside = sample.mask.copy()
+        inside[: span.start] = inside[span.end :] = False
+        if inside.any():
+            found[span.version] = found[span.version] | inside if span.version in found else inside
+    return found
+
+
+def _initial(batch: Batch) -> list[Item]:
+    """Tokens of the weights that a server started with, while the trainer is further than is allowed."""
+    old: list[Sample] = []
+    unnamed: list[Sample] = []
+    for sample in batch:
+        ahead = version_number(sample.trainer_version)
+        if ahead is not None and ahead > batch.max_staleness and INITIAL_VERSION in _by_version(sample):
+            updated = sample.served is not None and sample.served.update is not None and sample.served.update.changed
+            (unnamed if updated else old).append(sample)
+    items: list[Item] = []
+    if unnamed:
+        reason = f"{len(unnamed)} samples are of updates that named no version: send weight_version with each"
+        items.append(Undecided(faults=("staleness",), reason=reason))
+    if old:
+        names = list(dict.fromkeys(called(sample.worker) for sample in old if sample.worker != (None, None)))
+        which = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "") or "the servers"
+        evidence = (
+            f"{len(old)} of {len(batch)} samples{f', of {which},' if names else ''} have the weight version "
+            f"{INITIAL_VERSION!r}, while the trainer is at {old[0].trainer_version!r}. {INITIAL_VERSION!r} is SGLang's "
+            f"name for the weights that it started with: the server was never updated, or restarted."
+        )
+        place = place_of(old[0], 0, rollout=INITIAL_VERSION, training=old[0].trainer_version)
+        fix = INITIAL_FIX.format(which=which)
+        items.append(batch.finding("weights_not_updated", "rollout", evidence, fix, old, first=place))
+    return items
+
+
+def _mixed(batch: Batch) -> list[Item]:
+    """Versions that differ inside a response or between responses of one training step (what the dump calls a step, and
+    the trainer's version, which is another one in each); steps may differ."""
+    of_samples = [(sample, versions) for sample in batch if (versions := _by_version(sample))]
+    seen: dict[Hashable, set[str]] = defaultdict(set)
+    for sample, versions in of_samples:
+        seen[sample.step, sample.trainer_version].update(versions)
+    of_samples = [
+        (sample, versions) for sample, versions in of_samples if len(seen[sample.step, sample.trainer_version]) > 1
+    ]
+    if not of_samples:
+        return []
+    counts: Counter[str] = Counter()
+    gaps: dict[str, list[Floats]] = defaultdict(list)
+    for sample, versions in of_samples:
+        for version, where in versions.items():
+            counts[version] += int(where.sum())
+            if (at := where & sample.usable).any():
+                gaps[version].append(np.abs(sample.train_log_probs[at] - sample.rollout_log_probs[at]))
+    most = counts.most_common(5)
+    inside = [sample for sample, versions in of_samples if len(versions) > 1]
+    if inside:
+        spans = inside[0].weight_versions
+        position = next(after.start for before, after in pairwise(spans) if before.version != after.version)
+        place = place_of(inside[0], position)
+        where = f"{len(inside)} of {len(batch)} responses change version inside, the first at position {position}"
+    else:
+        place = place_of(next(sample for sample, versions in of_samples if {*versions} - {most[0][0]}), 0)
+        where = "no response changes version inside, but samples differ"
+    shown = ", ".join(f"{version!r} {count}" for version, count in most)
+    sizes = ", ".join(f"{name!r} {np.concatenate(gaps[name]).mean():.3g}" for name, _ in most if name in gaps)
+    evidence = (
+        f"Tokens come from {len(counts)} weight versions ({shown} tokens{f'; mean |gap| {sizes} nats' if sizes else ''}"
+        f"): {where}."
+    )
+    samples = inside or [sample for sample, _ in of_samples]
+    statistics = {"versions": len(counts), "responses_mixed": len(inside)}
+    about = {"tokens": counts.total() - most[0][1], "first": place, "statistics": statistics}
+    return [
+        batch.finding("mixed_versions", "rollout", evidence, INSIDE_FIX if inside else BETWEEN_FIX, samples, **about)
+    ]
+
+
+def _stale(batch: Batch) -> list[Item]:
+    late: list[tuple[int, str, Sample, Bools]] = []  # steps behind, version, sample, which of its tokens
+    unreadable: dict[str, None] = {}
+    for sample in batch:
+        trainer = sample.trainer_version
+        if trainer is None:
+            continue
+        for version, where in _by_version(sample).items():
+            if version in (trainer, INITIAL_VERSION):  # the latter: `_initial`
+                continue
+            ahead, number = version_number(trainer), version_number(version)
+            if ahead is None or number is None:
+                unreadable |= dict.fromkeys(name for name in (version, trainer) if version_number(name) is None)
+            elif not 0 <= ahead - number <= batch.max_staleness:
+                late.append((ahead - number, version, sample, where))
+    if not late:
+        names = ", ".join(map(repr, [*unreadable][:3]))
+        reason = f"no number ends the name of weight version {names}, so that steps cannot be counted"
+        return [Undecided(faults=("staleness",), reason=reason)] if unreadable else []
+    steps, version, sample, where = max(late, key=lambda item: abs(item[0]))
+    count = sum(int(where.sum()) for *_, where in late)
+    samples = [batch.samples[index] for index in sorted({sample.index for _, _, sample, _ in late})]
+    trainer = sample.trainer_version
+    distance = f"up to {steps} steps behind" if steps > 0 else f"{-steps} steps ahead of"
+    evidence = (
+        f"{count} tokens of {len(samples)} of {len(batch)} samples were sampled by weights {distance} the "
+        f"trainer's version {trainer!r}; {batch.max_staleness} allowed."
+    )
+    mean = float(sum(behind * where.sum() for behind, *_, where in late) / count)
+    first = place_of(sample, int(np.argmax(where)), rollout=version, training=trainer)
+    statistics = {"largest": steps, "mean": mean, "allowed": batch.max_staleness}
+    about = {"tokens": count, "first": first, "statistics": statistics}
+    return [batch.finding("staleness", "rollout", evidence, LATE_FIX if steps > 0 else AHEAD_FIX, samples, **about)]

@@ -84,7 +84,7 @@ class LoadedWeights:
         self.tensors: dict[str, Digest] = {}
         self.fingerprint: str | None = None
         """None: an update is half done, or it could not be taken."""
-        self.update: dict[str, int] | None = None
+        self.update: dict[str, Any] | None = None
         self.unchanged: list[str] = []
         """Matrices that the last update left as they were."""
         self.seconds = 0.0
@@ -192,4 +192,5 @@ class LoadedWeights:
                 "tensors": len(self.tensors),
                 "changed_matrices": len(matrices - kept),
                 "matrices": len(matrices),
+                "unchanged": self.unchanged[:3],
             }

@@ -19,7 +19,7 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_zero_eos,
 )
 from mismatch_plugin.diagnose.detectors.run import check_batch
-from mismatch_plugin.diagnose.detectors.versions import find_versions
+from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.diagnose.dumps import batch_of as dump_of
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave

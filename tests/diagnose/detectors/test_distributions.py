@@ -21,10 +21,10 @@ from mismatch_plugin.diagnose.detectors.distribution import (
     find_truncation,
     find_unrelated,
 )
-from mismatch_plugin.diagnose.detectors.level import mismatch
 from mismatch_plugin.diagnose.detectors.numbers import find_precision, fits_bf16, fits_decimals, fits_fp16
-from mismatch_plugin.diagnose.detectors.versions import find_versions
+from mismatch_plugin.diagnose.detectors.size import mismatch
 from mismatch_plugin.diagnose.detectors.vocabulary import penalise
+from mismatch_plugin.diagnose.detectors.weights import find_versions
 from mismatch_plugin.diagnose.findings import Finding, Undecided
 from tests.fixtures.sglang_check.by_hand import batch_of, found, wave
 
@@ -259,12 +259,24 @@ def test_staleness_in_steps(trainer: str, largest: float | None):
     assert [item.statistics["largest"] for item in items] == ([] if largest is None else [largest])
 
 
+def _labelled(version: str, trainer: str) -> list[Any]:
+    spans = [WeightSpan(version=version, start=0, end=1)]
+    training = [{"trainer_version": trainer}]
+    return find_versions(batch_of([[-1.0]], [[-1.0]], records={"weight_versions": spans}, training=training))[0]
+
+
 def test_versions_without_numbers_cannot_be_counted():
-    spans = [WeightSpan(version="default", start=0, end=1)]
-    training = [{"trainer_version": "12"}]
-    items, _ = find_versions(batch_of([[-1.0]], [[-1.0]], records={"weight_versions": spans}, training=training))
-    assert [item.faults for item in items if isinstance(item, Undecided)] == [("staleness",)]
+    (item,) = _labelled("main-abc", "12")
+    assert isinstance(item, Undecided) and item.faults == ("staleness",)
+    assert "'main-abc'" in item.reason and "12" not in item.reason
     assert [version_number(name) for name in ("v12", 3, "a-1-20", "x")] == [12, 3, 20, None]
+
+
+def test_the_name_of_the_first_weights_is_a_server_that_was_never_updated_or_restarted():
+    (item,) = _labelled("default", "21")
+    assert item.fault == "weights_not_updated" and "never updated, or restarted" in item.evidence
+    for trainer in ("1", "0", "default"):  # one step is allowed
+        assert _labelled("default", trainer) == []
 
 
 def test_level_by_hand():

@@ -122,20 +122,54 @@ def test_a_label_that_moved_over_the_same_weights():
     assert faults(record("6", "f6", "6", last=update(5))) == []
 
 
-def test_one_fingerprint_under_two_labels():
-    one, other = record("5", "f5", None, last=update(4)), record("6", "f5", None, last=update(4))
-    result = checked(one, other)
-    assert result.findings[0].fault == "weights_not_updated" and result.findings[0].tokens == N
-    assert result.findings[0].first is not None and result.findings[0].first.sample == 1
-    assert faults(one, record("6", "f6", None, last=update(5))) == ["mixed_versions"]
-    assert faults(one, record("6", "f5", None, server="b:1", last=update(4))) == ["mixed_versions"]  # another server
+FIVE, SIX = record("5", "f5", None, last=update(4)), record("6", "f5", None, last=update(4))
 
 
-def test_an_update_that_changed_nothing():
-    result = checked(record(None, last=update(2, changed=0, matrices=0)))
-    assert [item.fault for item in result.findings] == ["weights_not_updated"]
-    assert "Update 2 of a:1 changed none of 20 tensors" in result.findings[0].evidence
-    assert checked(record(None, last=update(2))).findings == ()
+@pytest.mark.parametrize(
+    ("records", "expected", "said"),
+    [
+        ([FIVE, SIX], ["weights_not_updated", "mixed_versions"], ["under '6' as under '5'"]),
+        ([FIVE, record("6", "f6", None, last=update(5))], ["mixed_versions"], []),
+        ([FIVE, record("6", "f5", None, server="b:1", last=update(4))], ["mixed_versions"], []),  # another server
+        ([record(None, last=update(2, 0, 0))], ["weights_not_updated"], ["Update 2 of a:1 changed none of 20 tensors"]),
+        ([record(None, last=update(2))], [], []),
+        ([record("6", "f6", "6", last=update(5))], [], []),
+        ([record("5", "f5", "5", last=update(4)), record("5", "f6", "5", last=update(5))], ["label_reused"],
+         ["a:1", "f5, f6"]),
+        ([record("5", "f5", last=update(4)), record("6", "f6", "6", last=update(5))], ["mixed_versions"], []),
+        ([CLEAN[0], record(weights="x5", server="b:1", dtype="float16")], ["server_differs"], []),  # not compared
+        ([record(last=update(3, 10, 10))], [], []),
+        ([record(last=update(3, 9, 4))], ["weights_partly_updated"], ["a:1", "4 of 10 matrices"]),
+        ([record(last=update(3, 5, 0))], ["weights_partly_updated"], ["0 of 10 matrices (5 of 20 tensors)"]),
+        ([CLEAN[0], record(weights="x5", server="b:1", last=update(4, 2, 1))], ["weights_partly_updated"], ["b:1"]),
+        ([record(weights=[("f5", "5", 0, 4), (None, None, 4, N)])], ["weights_partly_updated"], ["half done", "4 tok"]),
+        ([record(weights=None, last=update(3))], ["weights_partly_updated"], []),
+        ([record("3", "fa", "3", last=update(3)), record("4", "fb", "4", last=update(4)),
+          record("5", "fa", "5", last=update(5))], ["mixed_versions"], []),  # weights that came back
+        ([record("3", "fa", "3", last=update(3)), record("4", "fb", "4", last=update(4)),
+          record("5", "fa", "3", last=update(5))], ["weights_not_updated", "mixed_versions"], []),
+    ],
+)  # fmt: skip
+def test_what_servers_told_of_weights(records: list[Sample], expected: list[str], said: list[str]):
+    result = checked(*records)
+    assert [item.fault for item in result.findings if item.counts] == expected
+    assert all(part in result.findings[0].evidence for part in said)
+    assert result.status == ("faults" if expected else "clean")
+
+
+def test_an_update_of_some_layers_names_them_and_one_of_several_sessions_is_a_note():
+    last = update(3, 9, 4)
+    named = last.model_copy(update={"unchanged": ("q.weight", "k.weight", "v.weight")})
+    (finding,) = checked(record(last=named)).findings
+    assert "; not q.weight, k.weight, v.weight and 3 more)" in finding.evidence
+    assert "--accept weights_partly_updated" in finding.fix and finding.confidence == "likely"
+    two_each = [record("5", "f5", "5", last=update(10, 9, 4)), record("6", "f6", "6", last=update(12, 11, 6))]
+    for records in (two_each, two_each[:1]):  # between two labels; since the start of the run
+        found = [item for item in checked(*records).findings if item.fault == "weights_partly_updated"]
+        assert [(item.severity, item.confidence) for item in found] == [("note", "possible")]
+        assert "more updates than versions" in found[0].evidence and "begin…end" in found[0].fix
+    late = [record("5", "f5", "5", last=update(10)), record("6", "f6", "6", last=update(11, 11, 6))]  # one each
+    assert "weights_partly_updated" in faults(*late)
 
 
 def test_an_update_sent_a_second_time_under_its_version_is_a_note():
@@ -221,44 +255,6 @@ def test_the_minority_is_named_and_a_tie_is_not_decided():
 def test_data_parallel_workers_of_one_server_are_told_apart():
     ranks = [record("6", "f6" if rank != 2 else "f5", "6", dp_rank=rank, last=update(5)) for rank in range(4)]
     assert "In the minority: a:1 dp_rank 2." in checked(*ranks).findings[0].evidence
-
-
-def test_servers_of_other_precision_are_not_compared_by_weights():
-    assert faults(CLEAN[0], record(weights="x5", server="b:1", dtype="float16")) == ["server_differs"]
-
-
-def test_weights_that_change_under_one_label():
-    result = checked(record("5", "f5", "5", last=update(4)), record("5", "f6", "5", last=update(5)))
-    (finding,) = result.findings
-    assert finding.fault == "label_reused" and "a:1" in finding.evidence and "f5, f6" in finding.evidence
-    assert finding.first is not None and finding.first.sample == 1
-    assert faults(record("5", "f5", last=update(4)), record("6", "f6", "6", last=update(5))) == ["mixed_versions"]
-
-
-@pytest.mark.parametrize(
-    ("last", "said"), [(update(3, 9, 4), "4 of 10 matrices"), (update(3, 5, 0), "0 of 10 matrices (5 of 20 tensors)")]
-)
-def test_an_update_of_some_layers(last: LastUpdate, said: str):
-    (finding,) = checked(record(last=last)).findings
-    assert finding.fault == "weights_partly_updated" and said in finding.evidence and "a:1" in finding.evidence
-    assert "--accept weights_partly_updated" in finding.fix and "the server's log names" in finding.fix
-
-
-def test_an_update_of_all_matrices_is_whole():
-    assert checked(record(last=update(3, 10, 10))).findings == ()
-
-
-def test_one_layer_on_one_of_two_servers():
-    result = checked(CLEAN[0], record(weights="x5", server="b:1", last=update(4, 2, 1)))
-    assert [item.fault for item in result.findings] == ["weights_partly_updated"]
-    assert "b:1" in result.findings[0].evidence and "a:1" not in result.findings[0].evidence
-
-
-def test_tokens_of_a_half_done_update():
-    mixed = record(weights=[("f5", "5", 0, 4), (None, None, 4, N)], last=None)
-    (finding,) = checked(mixed).findings
-    assert finding.fault == "weights_partly_updated" and "half done" in finding.evidence and finding.tokens == 4
-    assert faults(record(weights=None, last=update(3))) == ["weights_partly_updated"]
 
 
 def test_a_server_that_cannot_take_fingerprints_has_no_fault():
@@ -445,17 +441,6 @@ def test_only_loaded_weights_have_a_first_sync(since: str, label: str, severity:
     assert [(item.fault, item.severity) for item in found] == [("weights_not_updated", severity)]
 
 
-def test_weights_that_come_back_are_not_old():
-    """A rollback or an average: the server tells the version under which they came again."""
-    before, between, after = (
-        record("3", "fa", "3", last=update(3)),
-        record("4", "fb", "4", last=update(4)),
-        record("5", "fa", "5", last=update(5)),
-    )
-    assert faults(before, between, after) == ["mixed_versions"]
-    assert "weights_not_updated" in faults(before, between, record("5", "fa", "3", last=update(5)))
-
-
 def test_a_run_that_counts_anew_has_no_stale_server():
     old, new = record("1", "fa", "1", server="a:1/7"), record("1", "fb", "1", server="a:1/9")
     steps = [old.with_fields(step=1), new.with_fields(step=2)]
@@ -470,6 +455,16 @@ def test_a_trainer_that_names_no_version():
     assert [(item.fault, item.severity) for item in found] == [("label_reused", "note")]
     named = checked(record("1", "fa", "1"), record("1", "fb", "1", last=update(2))).findings
     assert [(item.fault, item.severity) for item in named] == [("label_reused", "fault")]
+
+
+def test_a_server_that_started_again_shows_by_its_label_unless_updates_named_none():
+    trainer = [{"trainer_version": "21"}]
+    restarted = checked(record("default", "f0", "default"), training=trainer)
+    (finding,) = [item for item in restarted.findings if item.counts]
+    assert finding.fault == "weights_not_updated" and "of a:1," in finding.evidence
+    assert "never updated, or restarted" in finding.evidence and "a:1" in finding.fix
+    unnamed = checked(record("default", "f9", "default", last=update(20)), training=trainer)
+    assert unnamed.findings == () and "send weight_version" in unnamed.undecided[-1].reason
 
 
 def test_what_was_told_is_noted():
