@@ -59,24 +59,6 @@ Pair = Literal[
 Format = Literal["fp32", "fp16", "bf16", "fp8", "fp4", "int8", "int4"]
 LOOSE = 2.0
 """Most figures are of one run: up to so many times the largest of a kind is still its size."""
-ENOUGH_TOKENS = 100
-"""Comparable tokens without which slopes, offsets and the size itself are not judged: then nothing is decided."""
-SMALL_K3, MODERATE_K3, FAR_K3 = 1e-3, 1e-2, 0.1
-SMALL_ABS_MEAN, MODERATE_ABS_MEAN, FAR_ABS_MEAN = 0.036, 0.11, 0.35
-"""Upper ends of small, moderate and large, nats a token: of k3 (of |KL|, the same), and of the mean |Δ log p| that
-Gaussian noise of such a k3 has, √(4 k3/π).
-
-small: dense bf16 pairs (a tiny model, SGLang bf16 against a float32 trainer: 8e-4). moderate: KL of the literature
-(.0004 to .01), fp8 whose export was quantised otherwise (xtuner #2044: 8.7e-3), int8. large: MoE without routing replay
-(effective sample size .94 to .95, so k3 of about .03; mean |Δ log p| .34, MoE 30B-A3B bf16), weights some optimizer
-steps apart (here: up to .085). Far is above what any sound pair that is published has; .2 to .4 was found broken
-elsewhere (OpenClaw #69)."""
-LOGIT_GAPS = {"float32": 0.003, "16 bits": 0.07, "quantised": 0.2}
-"""Median logit gap to float32 that a side's precision explains. Measured with a tiny model: float32 1e-6; bf16 .013 to
-.038, p90 .065; int8 weights .06 to .1."""
-NOISE_FORMS = ((0.06, "bf16-like"), (0.2, "fp8- or int8-like"), (float("inf"), "int6- to int4-like"))
-"""Logit noise in nats up to which a form is plausible. Measured on a tiny model: bf16 .015 to .055, int8 .04 to .1,
-int6 .14 to .4, int4 .8 to 2."""
 
 
 @dataclass(frozen=True)
