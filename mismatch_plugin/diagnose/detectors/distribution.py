@@ -15,7 +15,7 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, medians
 from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS
 
@@ -39,7 +39,11 @@ many nats over the other ids, so large a share outside, and below temperature 1 
 SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
 MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
-"""A token is far off by so many nats and medians of |gap| at its log-prob; nearly certain ones tell nothing."""
+"""A token is far off by so many nats and so many times what is typical of its log-prob and sample; nearly certain ones
+tell nothing."""
+OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
+"""An id is odd by so many times what 90 % of the others stay below: a step of the weights moves some ids of a small
+model five times as far."""
 MIN_OFFSET_SAMPLES, OFFSET_SHARE, MAX_ODD_IDS, MAX_ODD_TOKENS, CONSTANT_OFFSET = 6, 0.75, 0.1, 0.3, 0.25
 """Samples with the id, the share of them that is far off; the share of ids and of tokens at most; spread over mean of
 an offset that one number explains."""
@@ -466,15 +470,24 @@ def find_token_offset(batch: Batch) -> Outcome:
         return [], batch
     ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
     first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
-    gap, order = tokens.gap[first], np.argsort(tokens.rollout[first])
-    rest, bar = gap.copy(), np.zeros(len(gap))
+    rest, order = tokens.gap[first], np.argsort(tokens.rollout[first])
+    typical = np.zeros(len(rest))
     for part in filter(len, np.array_split(order, 10)):
-        rest[part] -= np.median(gap[part])
-        bar[part] = max(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * float(np.median(np.abs(rest[part]))))
+        rest[part] -= np.median(rest[part])
+        typical[part] = np.median(np.abs(rest[part]))
+    _, sample = np.unique(tokens.sample[first], return_inverse=True)
+    of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
+    far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)
     names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
-    above, below = (np.bincount(index[sign * rest > bar], minlength=len(names)) for sign in (1, -1))
-    judged = often >= MIN_OFFSET_SAMPLES
-    odd = names[judged & (np.maximum(above, below) >= OFFSET_SHARE * often)]
+    above, below = (np.bincount(index[far & (sign * rest > 0)], minlength=len(names)) for sign in (1, -1))
+    judged, size = often >= MIN_OFFSET_SAMPLES, np.abs(medians(rest, index))
+    known, of_known = np.unique(ids[~tokens.occurred], return_counts=True)
+    mostly_open = often >= of_known[np.searchsorted(known, names)] / 2  # an offset shows wherever an id is not certain
+    is_odd = judged & mostly_open & (np.maximum(above, below) >= OFFSET_SHARE * often)
+    others = size[judged & ~is_odd]
+    if len(others) < MIN_OTHER_IDS:
+        return [], batch
+    odd = names[is_odd & (size > OFFSET_TIMES_OTHER_IDS * np.quantile(others, 0.9))]
     chosen = np.isin(ids, odd)
     if not len(odd) or len(odd) > max(3, MAX_ODD_IDS * judged.sum()) or chosen.mean() > MAX_ODD_TOKENS:
         return [], batch
@@ -484,17 +497,17 @@ def find_token_offset(batch: Batch) -> Outcome:
     if any(change.std() < CONSTANT_OFFSET * abs(change.mean()) for change in (gap, logit)):
         fits = "One number fits: a logit bias, or a ban, on one side"
     samples = [batch.samples[at] for at in np.unique(tokens.sample[chosen])]
-    at, size, others = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
+    at, mean, rest_mean = int(np.argmax(chosen)), float(gap.mean()), float(tokens.gap[~chosen].mean())
     finding = batch.finding(
         "token_offset",
         "both",
         f"{chosen.sum()} of {len(tokens)} tokens are of id {', '.join(map(str, odd[:6]))}{', …' * (len(odd) > 6)} and "
-        f"have a mean gap of {size:+.3g} nats, the others {others:+.3g}. {fits}.",
+        f"have a mean gap of {mean:+.3g} nats, the others {rest_mean:+.3g}. {fits}.",
         OFFSET_FIX,
         samples,
         tokens=int(chosen.sum()),
         first=place_of(batch.samples[int(tokens.sample[at])], int(tokens.position[at])),
-        statistics={"ids": len(odd), "first_id": int(odd[0]), "mean_gap": size, "mean_gap_of_others": others},
+        statistics={"ids": len(odd), "first_id": int(odd[0]), "mean_gap": mean, "mean_gap_of_others": rest_mean},
     )
     masks = {s.index: {"loss_mask": s.loss_mask & ~np.isin(s.response_ids, odd)} for s in samples}
     return [finding], batch.with_values(masks)
