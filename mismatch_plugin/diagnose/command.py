@@ -138,7 +138,7 @@ def inspect(
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
-                host=host or "slime",
+                host=host,
                 gated=gate or gate_kl is not None,
                 bar=gate_kl,
                 show_all=show_all,

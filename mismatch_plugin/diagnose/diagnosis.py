@@ -206,7 +206,7 @@ def diagnose(
     copied = inputs.both and inputs.format == "verl" and level is not None and level.abs_max == 0.0
     answer = None
     if level is not None and not copied:
-        answer = normality(level, replace(hints or Hints(), stale=stale), name_others=not faulty)
+        answer = normality(level, replace(hints or Hints(), stale=stale))
     verdict: Verdict = "large" if answer and answer.normal is False else "normal"
     if faulty:
         verdict = "fault"

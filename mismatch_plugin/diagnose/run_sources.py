@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.diagnose.flags import HOSTS, Host
 from mismatch_plugin.files import read_lines, read_text, refuse_special
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
@@ -39,50 +40,52 @@ _ACCEPTED = (
 ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
-
-_SAME = (
+_OF_MIS = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
 )
-"""Of mis.py of slime and miles."""
-KNOWN = {
-    # slime and miles
-    "train_rollout_logprob_abs_diff": ABS_GAP,
-    "train_rollout_kl": "k3_kl",
-    "tis": "rollout_is_ratio_mean",
-    **{f"mis_{name}": name for name in _SAME},
-    "mis_tis_weight_before_bound": "rollout_is_mean",
-    "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
-    "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
-    # verl
-    "training/rollout_probs_diff_mean": "probability_difference_mean",
-    "training/rollout_probs_diff_max": "probability_difference_max",
-    "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
-    # NeMo-RL
-    "gen_kl_error": "k3_kl",
-    "token_mult_prob_error": "token_mult_prob_error",
-    "sampling_importance_ratio": "rollout_is_weight_after_mean",
-    # TRL
-    "sampling/sampling_logp_difference/mean": ABS_GAP,
-    "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
-    "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
-    "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
-    # prime-rl, now and before
-    "mismatch_kl/all/mean": "k3_kl",
-    "mismatch_kl/mean": "k3_kl",
+_NAMES: dict[Host | Literal["trl", "prime-rl"], dict[str, str]] = {
+    "slime": {  # and miles
+        "train_rollout_logprob_abs_diff": ABS_GAP,
+        "train_rollout_kl": "k3_kl",
+        "tis": "rollout_is_ratio_mean",
+        **{f"mis_{name}": name for name in _OF_MIS},
+        "mis_tis_weight_before_bound": "rollout_is_mean",
+        "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
+        "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
+    },
+    "verl": {
+        "training/rollout_probs_diff_mean": "probability_difference_mean",
+        "training/rollout_probs_diff_max": "probability_difference_max",
+        "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
+    },
+    "nemo-rl": {
+        "gen_kl_error": "k3_kl",
+        "token_mult_prob_error": "token_mult_prob_error",
+        "sampling_importance_ratio": "rollout_is_weight_after_mean",
+    },
+    "trl": {
+        "sampling/sampling_logp_difference/mean": ABS_GAP,
+        "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
+        "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
+        "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
+    },
+    "prime-rl": {"mismatch_kl/all/mean": "k3_kl", "mismatch_kl/mean": "k3_kl"},  # now and before
 }
-"""What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
+"""Trainer → what it records without the plugin → our name. docs/metric_names.md says where they differ."""
+KNOWN = {name: ours for names in _NAMES.values() for name, ours in names.items()}
 
 
 @dataclass(frozen=True)
 class Source:
     """rows: the metrics of each step under our names, which begin with `rollout_corr/`. numbers: the steps. path: what
-    was read. notes: what its reader must know."""
+    was read. notes: what its reader must know. host: the trainer whose names it has, where it has launch flags."""
 
     rows: tuple[dict[str, float], ...]
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
+    host: Host | None = None
 
 
 class _Column(NamedTuple):
@@ -165,12 +168,13 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
+    host = next((host for host in HOSTS for column in columns if column.metric in _NAMES.get(host, ())), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
     numbers = tuple(row[steps] if steps else float(index) for index, row in kept)
     ours = tuple({names[name]: value for name, value in row.items() if name in names} for _, row in kept)
-    return Source(ours, numbers, path, tuple(notes))
+    return Source(ours, numbers, path, tuple(notes), host)
 
 
 def _resolve(path: Path) -> Path:

@@ -175,6 +175,11 @@ def test_what_other_trainers_record_is_read_and_judged(tmp_path: Path, trainer: 
         expected = {GAP: 0.01 * times} if trainer in ("slime", "TRL") else {K3: 8e-4 * times}
         assert {name: source.rows[0][name] for name in (K3, GAP) if name in source.rows[0]} == pytest.approx(expected)
         assert "metrics of the trainer itself are read under our names" in source.notes[0]
+        if verdict == "normal" and K3 in source.rows[0]:  # its own launch line, where it has one
+            lines_of = {"NeMo-RL": "run_grpo.py", "verl": "main_ppo", "slime, mis.py": "train.py"}
+            said = inspected(path, "--no-pictures")[1]
+            assert "--mismatch-preset disabled" in said and lines_of.get(trainer, "--mismatch-preset") in said
+            assert ("mismatch_plugin.launch" in said) == (trainer in lines_of)
 
 
 def test_names_of_others_are_documented_and_ours_come_first(tmp_path: Path) -> None:
