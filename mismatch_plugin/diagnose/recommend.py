@@ -67,7 +67,8 @@ class Rule:
     def holds(self, figures: Figures) -> bool:
         """Whether this is the row of such a run."""
         inside = self.kl[0] <= figures.k3_kl < self.kl[1] and figures.max_length <= self.length
-        return inside and figures.kl_length <= self.kl_length and self.also(figures)
+        longer = figures.kl_length > self.kl_length  # not so where it is 0 times infinity
+        return inside and not longer and self.also(figures)
 
     @property
     def setting(self) -> str:

@@ -304,9 +304,9 @@ def inspect_run(
     """Judge a run by the metrics that it wrote, print and draw them. Returns the exit status.
 
     given: the user's settings and where they come from, in the place of those that the run wrote. run: as of
-    `read_source`. pictures: their folder, None for none. host: whose launch line; default: the trainer whose names the
-    metrics have, else our flags alone. gated: k3_kl of the judged steps is compared with the bar, too (None: the
-    default one; without tokens by k3_kl alone). show_all: the screen has every metric.
+    `read_source`. pictures: the folder of the picture, None for none. host: whose launch line; default: the trainer
+    whose names the metrics have, else our flags alone. gated: k3_kl of the judged steps is compared with the bar, too
+    (None: the default one; without tokens by k3_kl alone). show_all: the screen has every metric.
 
     Exit status: 0 sound; 1 where numbers are broken, all tokens share a shift (|KL| above 0.1 or a mean ratio outside
     [0.5, 2] in any judged step), the mismatch has grown 100 times, the correction does not hold, a large mismatch is
@@ -319,7 +319,7 @@ def inspect_run(
     verdict = gate(found.k3_kl, found.tokens or _MANY, bar) if gated else None
     passed = True if verdict is None else verdict.passed
     status = 1 if passed is False or not found.sound else 3 if passed is None or found.verdict == "undecided" else 0
-    drawn, not_drawn = ([], "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
+    drawn, not_drawn = (None, "") if pictures is None else _draw(source, config or MismatchConfig(), pictures)
     advice = None
     agrees = (found.k3_kl <= normal.SMALL_K3) == found.data.startswith(_WORDS[0])  # with the size by other figures
     if found.verdict == "normal" and agrees and not math.isnan(found.k3_kl):  # no advice next to "find the cause"
@@ -327,7 +327,7 @@ def inspect_run(
     if as_json:
         body = asdict(found) | {"headline": found.data, "source": str(source.path), "settings": where}
         body |= {"recommendation": advice and advice.model_dump(), "gate": verdict and verdict.model_dump()}
-        body |= {"predictions": [], "notes": source.notes, "pictures": [str(picture) for picture in drawn]}
+        body |= {"predictions": [], "notes": source.notes, "picture": drawn and str(drawn)}
         typer.echo(to_json(body, indent=2))
         return status
     console = terminal()
@@ -358,7 +358,7 @@ def inspect_run(
         if finding["fault"] != "growth":  # which the trend has told
             console.print(f"{finding['fault']} = {finding['evidence']}. {finding['fix']}")
     if drawn or not_drawn:  # a path stays whole
-        typer.echo(not_drawn or f"pictures: {drawn[0]}, and {len(drawn) - 1} panels next to it")
+        typer.echo(not_drawn or f"picture: {drawn}")
     return status
 
 
@@ -378,13 +378,13 @@ def _written(path: Path) -> tuple[MismatchConfig | None, str | None]:
     return (MismatchConfig.build(of_run), str(file)) if isinstance(of_run, dict) else (None, None)
 
 
-def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Path], str]:
-    """The pictures that were written, or why there are none. The verdict does not need them."""
+def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[Path | None, str]:
+    """The picture that was written, or why there is none. The verdict does not need it."""
     try:
         from mismatch_plugin.diagnose.panels import write_panels
 
         return write_panels(_rows(source), source.numbers, folder, units=units_of(config).ess), ""
     except ImportError as error:
-        return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
+        return None, f"no picture: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:
-        return [], f"no pictures: {folder} cannot be written ({error.strerror}); choose another with --pictures"
+        return None, f"no picture: {folder} cannot be written ({error.strerror}); choose another with --pictures"

@@ -76,8 +76,8 @@ def test_a_sound_run_and_one_whose_tokens_all_shift() -> None:
     assert not unsound.sound and (unsound.steps, unsound.judged, unsound.verdict) == (24, 10, "fault")
     assert unsound.data == (
         "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps, growth of k3_kl and |kl|, 2 "
-        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause with "
-        "mismatch-plugin inspect DUMP."
+        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause "
+        "with mismatch-plugin inspect DUMP."
     )
     assert unsound.trend.startswith(
         "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
@@ -326,7 +326,7 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -> None:
-    path = export(tmp_path / "export.jsonl", [metrics(0.005)] * 3)
+    path = export(tmp_path / "export.jsonl", [metrics(0.0)] * 3)
     unknown = "correction: not judged, since the run's settings are not known: give them with --config"
     status, output = inspect(path, columns=200)
     assert status == 0 and unknown in output and "launch" not in output  # nobody's names
