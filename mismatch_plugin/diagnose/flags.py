@@ -8,7 +8,7 @@ from typing import Any, Literal
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.report.presets import as_flags, quiet_preset
 
 Host = Literal["slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"]
@@ -88,7 +88,7 @@ def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
     """Of settings as a file for --mismatch-config has them, `preset: NAME` among them. Raises ValueError as `build`."""
     own = {name: value for name, value in settings.items() if name != "preset"}
     base = find_preset(str(settings["preset"])).settings() if "preset" in settings else {}
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(merge(base, own))
 
 
@@ -156,13 +156,13 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
         notes.append("needs the patch: mismatch-plugin patch apply --host slime --root DIR")
     if host == "megatron-lm" and _needs_mask(config):
         notes.append("needs the patch: mismatch-plugin patch apply --host megatron-lm --root DIR")
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(data), tuple(notes)
 
 
 def _not_on_driver(config: MismatchConfig) -> str:
     """What needs π_θ or advantages where verl's driver rejects, or rollout log-probs in its own loss."""
-    lost = ["rs.policy current"] if config.judges_current else []
+    lost = ["rs.policy current"] if config.rejects_on_current_policy else []
     lost += [f"criterion {name}" for name in config.conditional]
     return ", ".join(lost + (["terms.rollout_kl_coef"] if config.terms.rollout_kl_coef else []))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
@@ -225,7 +225,7 @@ class _Data:
         shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
         key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
         if key not in self.known:
-            with no_notes():  # without weights only the counts are read
+            with ignore_mismatch_warnings():  # without weights only the counts are read
                 applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
             data = self
             if applied.rs.group != "keep" and self.groups is not None:
@@ -250,12 +250,13 @@ class _Data:
             if of.units.multiplies or of.units.per_token:
                 advantages_U = of.total(self.advantages_T)
                 values = bounded_exp(of.log_ratio_U) * advantages_U
-                sums = (float(values.sum()), float(values.abs().sum()), _noise(advantages_U))
+                total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(advantages_U)
             else:
-                _, *sums = self.level("sequence")
+                _, total, absolute, noise = self.level("sequence")
             none = torch.empty(0)  # to sum over units needs no values: they would be kept for nothing
             tokens_U = none if of.index_T is None else of.tokens_U
-            self._levels[name] = (replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U), *sums)
+            kept = replace(of, log_ratio_U=none, count_U=none, tokens_U=tokens_U)
+            self._levels[name] = kept, total, absolute, noise
         return self._levels[name]
 
     def clip(self, config: MismatchConfig) -> Tensor:

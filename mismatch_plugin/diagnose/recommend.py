@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import at, dotted_fields_set, no_notes
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.flags import HOSTS, flags_for, preset_of
@@ -74,12 +74,12 @@ class Rule:
     def setting(self) -> str:
         """The preset, and the changes as one types them: `seq_is, tis.level turn`."""
         changed = sorted(dotted_fields_set(dict(self.changes)))
-        return ", ".join([self.preset, *(f"{path} {at(self.changes, path)}" for path in changed)])
+        return ", ".join([self.preset, *(f"{path} {get_path(self.changes, path)}" for path in changed)])
 
     @property
     def config(self) -> MismatchConfig:
         """The settings."""
-        with no_notes():
+        with ignore_mismatch_warnings():
             return quiet_preset(self.preset).replace(**self.changes)
 
 
@@ -266,7 +266,7 @@ def recommend(
             rs = {"criteria": [f"sequence_mean:ratio:{lower!r}:{upper!r}"]}
             tis = {"lower_bound": lower, "upper_bound": upper}
             own = f"; the preset's own would keep {found.kept:.0%}" if found is not None else ""
-            with no_notes():
+            with ignore_mismatch_warnings():
                 config = config.replace(**({"rs": rs} if rule.bounds == "geometric" else {"tis": tis}))
             found = predict(config) if predict is not None else None
             if found is not None and found.kept < LEAST_KEPT:
@@ -274,17 +274,18 @@ def recommend(
             name += ", bounds from your data"
             ratio = f"bounds {lower:g} and {upper:g} on the {rule.bounds} ratio"
             reasons.append(f"{ratio} keep {kept.replace('%', ' %')} of your data{own}")
-        for item in ADDITIONS if found is not None and predict is not None else ():
-            if changes := item.changes(figures, found):
-                try:
-                    with no_notes():
-                        changed = config.replace(**changes)
-                except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
-                    continue
-                if (more := predict(changed)).kept >= LEAST_KEPT:
-                    config, found = changed, more
-                    name += f", {item.name} {changes['rs'][item.name]}"
-                    reasons.append(f"{item.run}: {item.reason}")
+        for item in ADDITIONS:
+            if found is None or predict is None or not (changes := item.changes(figures, found)):
+                continue
+            try:
+                with ignore_mismatch_warnings():
+                    changed = config.replace(**changes)
+            except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
+                continue
+            if (more := predict(changed)).kept >= LEAST_KEPT:
+                config, found = changed, more
+                name += f", {item.name} {changes['rs'][item.name]}"
+                reasons.append(f"{item.run}: {item.reason}")
         return _recommendation(f"{rule.run}: ", name, figures, config, found, reasons)
     return None
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose.flags import HOSTS, Host
-from mismatch_plugin.files import read_lines, read_text, refuse_special
+from mismatch_plugin.files import read_lines, read_text, validate_regular_file
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
@@ -43,7 +43,7 @@ _OF_MIS = (
     *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
     *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
 )
-_NAMES: dict[Host | Literal["trl", "prime-rl"], dict[str, str]] = {
+_NAMES: dict[str, dict[str, str]] = {
     "slime": {  # and miles
         "train_rollout_logprob_abs_diff": ABS_GAP,
         "train_rollout_kl": "k3_kl",
@@ -167,7 +167,7 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
-    host = next((host for host in HOSTS for column in columns if column.metric in _NAMES.get(host, ())), None)
+    host: Host | None = next((h for h in HOSTS for column in columns if column.metric in _NAMES.get(h, ())), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
@@ -183,7 +183,7 @@ def _resolve(path: Path) -> Path:
     written = path / METRICS
     if not path.is_dir() or (written.exists() and not written.is_dir()):
         path = written if path.is_dir() else path
-        refuse_special(path)
+        validate_regular_file(path)
         return path
     folders = sorted({file.parent for file in path.rglob(f"*{EVENTS}*") if file.is_file()})
     if not folders and _exports(path):
@@ -309,7 +309,7 @@ def _events(path: Path) -> tuple[Rows, list[str]]:
     rows: dict[int, dict[str, float]] = {}
     notes: list[str] = []
     for file in sorted(found, key=lambda file: [int(part) for part in re.findall(r"\d+", file.name)]):
-        refuse_special(file)
+        validate_regular_file(file)
         events: Any = EventAccumulator(str(file), size_guidance={"scalars": 0, "tensors": 0}).Reload()
         new: dict[int, dict[str, float]] = {}
         for tag in events.Tags()["scalars"]:

@@ -158,7 +158,7 @@ def replace_function(module: str, name: str, new: Callable[..., Any]) -> Callabl
     return own
 
 
-def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfig:
+def validate_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfig:
     """The configuration, on a host that computes log-probs before our loss.
 
     Raises: ValueError for settings of how they are computed.
@@ -174,7 +174,7 @@ def refuse_log_prob_settings(config: MismatchConfig, host: str) -> MismatchConfi
     return config
 
 
-def refuse_group_advantages(config: MismatchConfig, host: str, why: str) -> MismatchConfig:
+def validate_group_advantages(config: MismatchConfig, host: str, why: str) -> MismatchConfig:
     """The configuration, on a host where rejection comes after the advantages. why: what the host does.
 
     Raises: ValueError for `rs.group` other than keep.

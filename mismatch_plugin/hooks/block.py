@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import at, dotted_fields_set, unknown
+from mismatch_plugin.config.values import dotted_fields_set, get_path, unknown
 
 BLOCK = "mismatch"
 
@@ -46,4 +46,4 @@ def settings_given(
         for prefix, instead in owned.items():
             if path.startswith(prefix):
                 raise ValueError(f"{BLOCK}.{path} is {host}'s to set, not the block's: leave it out here ({instead}).")
-        yield path, at(own, path)
+        yield path, get_path(own, path)

@@ -111,7 +111,7 @@ def find_root(host: str, folders: Sequence[Path] = ()) -> Path | None:
     return _holder(base.find_host(host).inside, folders)
 
 
-def refuse_old_megatron(folders: Sequence[Path] = ()) -> None:
+def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
     """Raises ValueError where the megatron-core that will be imported is older than the hooks work with."""
     found = megatron_core_version(folders)
     if found is not None and tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_MEGATRON:

@@ -34,8 +34,8 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
         if _action(parser, token) is not None:
             raise ValueError(f"{token} stands behind --, where it would not be read: put it before the --.")
     for token in (*theirs, *rest):
-        _refuse_misspelt(token.partition("=")[0], parser, host_flags)
-    _refuse_two_values(parser, ours)
+        _validate_spelling(token.partition("=")[0], parser, host_flags)
+    _validate_single_values(parser, ours)
     namespace = parser.parse_args(list(chain(*ours)))
     host, explain_only = namespace.mismatch_host, bool(namespace.mismatch_explain_only)
     namespace.mismatch_explain_only = None
@@ -105,7 +105,7 @@ def _divide(
     return ours, theirs, rest
 
 
-def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
+def _validate_spelling(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
     spelled = flag.translate(_DASHES)
     if not spelled.startswith("-") or flag in host_flags:
         return
@@ -124,7 +124,7 @@ def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[s
     raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
 
 
-def _refuse_two_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
+def _validate_single_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
     """Scripts that add flags up would run with the last one silently."""
     once: dict[str, tuple[str, Any]] = {}
     for tokens in ours:

@@ -11,7 +11,7 @@ from mismatch_plugin.config import MismatchWarning
 from mismatch_plugin.hooks.base import Given, Host, Plan
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.report.log import refuse_other_settings
+from mismatch_plugin.report.log import validate_same_settings
 
 
 def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Given, Plan]:
@@ -32,7 +32,7 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
             lines.append(f"! {warning.message}")
     if plan.config is not None:
         if plan.config.report_dir is not None:
-            refuse_other_settings(plan.config.report_dir, plan.config)
+            validate_same_settings(plan.config.report_dir, plan.config)
         lines.append(version_line(host.name, [script.parent] if script is not None else []))
     if plan.added:
         lines.append(f"added to the command line: {' '.join(plan.added)}")

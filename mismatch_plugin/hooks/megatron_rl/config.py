@@ -12,7 +12,7 @@ from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import refuse_group_advantages, refuse_log_prob_settings
+from mismatch_plugin.hooks.base import validate_group_advantages, validate_log_prob_settings
 
 IS_CORRECTION = "--rl-inference-logprobs-is-correction"
 LOG_PROBS_MODE = "inference_dynamic_batching_logprobs_mode"
@@ -51,8 +51,10 @@ def settings(args: Namespace) -> MismatchConfig:
     if corrects and handed is None and not given_flags(args):  # a preset may set nothing, and is a wish all the same
         given = {"use_tis": True}  # none of our flags: Megatron's own mean algorithm 2 with token weights
         config = MismatchConfig.build(given)
-    refuse_log_prob_settings(config, "Megatron-LM RL")
-    refuse_group_advantages(config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side")
+    validate_log_prob_settings(config, "Megatron-LM RL")
+    validate_group_advantages(
+        config, "Megatron-LM RL", "it computes advantages before any log-prob of the training side"
+    )
     if config.rs.max_staleness is not None:
         raise ValueError(
             f"--rs-max-staleness {config.rs.max_staleness} cannot be had in Megatron-LM RL, whose loss is not told "
@@ -177,7 +179,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     return config if metrics == "off" else config.model_copy(update={"metrics": "off"})
 
 
-def refuse_idle(config: MismatchConfig, metrics_asked: bool) -> None:
+def validate_effect(config: MismatchConfig, metrics_asked: bool) -> None:
     """Raises ValueError for settings of which an unpatched tree could do nothing, or not all."""
     without_mask(config, metrics_asked)
     idle = config.objective == "ppo" and not config.terms.rollout_kl_coef

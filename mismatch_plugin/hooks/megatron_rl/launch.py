@@ -10,8 +10,8 @@ from typing import Any
 
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek
 from mismatch_plugin.hooks.megatron_rl.adapter import calculate_grpo_loss, install
-from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, refuse_idle, settings
-from mismatch_plugin.hooks.version import refuse_old_megatron
+from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, settings, validate_effect
+from mismatch_plugin.hooks.version import validate_megatron_version
 
 _NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
@@ -58,19 +58,19 @@ def plan(given: Given, script: Path | None) -> Plan:
                 f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
     folders = [] if script is None else [script.parent]
-    refuse_old_megatron(folders)
-    _refuse_other_loss(folders)
+    validate_megatron_version(folders)
+    _validate_loss_signature(folders)
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)
     args.rl_inference_logprobs_is_correction, args.mismatch_settings = True, given.settings
     config = settings(args)
     if not patched:
-        refuse_idle(config, "--mismatch-metrics" in given.flags)
+        validate_effect(config, "--mismatch-metrics" in given.flags)
     lines = describe(config, args, masked=patched)
     return Plan((*given.host_argv, *added), added, tuple(lines), lambda: install(given.settings, patched), config)
 
 
-def _refuse_other_loss(folders: list[Path]) -> None:
+def _validate_loss_signature(folders: list[Path]) -> None:
     """Raises ValueError where the Megatron-LM that will run passes its loss other arguments than ours takes."""
     roots = [*folders, *(Path(entry) for entry in sys.path)]
     path = next((p for root in roots if (p := root / "megatron" / "rl" / "rl_utils.py").is_file()), None)

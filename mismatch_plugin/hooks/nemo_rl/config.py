@@ -8,7 +8,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, nemo_rl_settings
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 
@@ -55,7 +55,7 @@ def settings(host_config: Any) -> MismatchConfig:
             raise ValueError(f"loss_fn.{CORRECTION_TYPE} {kind} is next to {BLOCK}.{given}: leave one of them out.")
         theirs = {key: theirs[key] for key in ("objective", "ppo", "aggregation") if key in theirs}
     for path, value in settings_given(own, "loss_fn", "NeMo-RL", _OWNED_BY_NEMO_RL):
-        fixed = at(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
+        fixed = get_path(theirs, path) if kind is not None or path.startswith(("ppo.", "objective")) else None
         if fixed not in (None, value):
             raise ValueError(
                 f"{BLOCK}.{path} {value} contradicts NeMo-RL's loss_fn, which makes it {fixed}: set one only."
@@ -92,7 +92,7 @@ def settings(host_config: Any) -> MismatchConfig:
             f"{BLOCK}.tis.batch_normalize_scope {config.tis.batch_normalize_scope} is not what NeMo-RL gives: its "
             f"loss sees one micro-batch (one sequence when packing): choose micro_batch, or no batch_normalize."
         )
-    with no_notes():  # said by the first build
+    with ignore_mismatch_warnings():  # said by the first build
         return MismatchConfig.build({**data, "denominator": "original"}, dotted_fields_set(own))
 
 

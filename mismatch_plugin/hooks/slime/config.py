@@ -16,8 +16,8 @@ from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, with_opsm
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
-from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, switch, unknown
-from mismatch_plugin.hooks.base import refuse_log_prob_settings
+from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, parse_bool, unknown
+from mismatch_plugin.hooks.base import validate_log_prob_settings
 from mismatch_plugin.hooks.slime.groups import check_groups
 from mismatch_plugin.hooks.slime.sampling import FILTERS, filter_lines
 from mismatch_plugin.hooks.slime.switches import read_objective, switch_lines, why_our_loss
@@ -67,7 +67,7 @@ def value(args: Namespace, name: str) -> Any:
     kind, default = ARGUMENTS[name]
     found = getattr(args, name, default)
     if kind is bool:
-        return switch(found, name)
+        return parse_bool(found, name)
     return number(found, name) if kind is float and found is not default else found
 
 
@@ -112,10 +112,10 @@ def read_settings(args: Namespace, host: str) -> MismatchConfig:
             f"--mismatch-denominator accepted cannot be had in {host}: it divides by the tokens of the original masks "
             f"itself, so that what is rejected stays in the denominator. Leave it out, or choose original."
         )
-    return refuse_log_prob_settings(MismatchConfig.build(data), host)
+    return validate_log_prob_settings(MismatchConfig.build(data), host)
 
 
-def refuse_unknown_settings(names: Iterable[str]) -> None:
+def validate_setting_names(names: Iterable[str]) -> None:
     """Raise ValueError for a misspelt key of ours in the host's YAML, every key of which becomes an argument."""
     known = (*destinations(), "tis_clip", "tis_clip_low", "mismatch_settings")  # the host's own, and the launcher's
     for name in names:
@@ -131,7 +131,7 @@ def _given(args: Namespace) -> dict[str, Any]:
     if settings is not None:
         return dict(settings)
     names = {name: given for name, given in vars(args).items() if name != "mismatch_explain_only"}
-    refuse_unknown_settings(names)
+    validate_setting_names(names)
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
     registered = all(hasattr(args, name) for name in destinations())
     if not mis or (registered and not names.get("custom_config_path")):
@@ -155,7 +155,7 @@ def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any
     typed = given_flags(Namespace(**{name: given for name, given in names.items() if name not in MIS_KEYS}))
     typed = {name: given for name, given in typed.items() if name not in ("preset", "config")}
     switches = {
-        "use_tis": base.use_tis or switch(names.get("use_tis"), "use_tis"),
+        "use_tis": base.use_tis or parse_bool(names.get("use_tis"), "use_tis"),
         "use_rollout_logprobs": base.use_rollout_log_probs or typed.get("use_rollout_log_probs", False),
     }
     theirs = from_slime({**mis, **switches}).model_dump(exclude_unset=True, include={"use_tis", "tis", "rs"})

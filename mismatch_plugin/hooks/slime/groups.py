@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import switch
+from mismatch_plugin.config.values import parse_bool
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
 from mismatch_plugin.core.units import units_of
-from mismatch_plugin.hooks.base import refuse_group_advantages
+from mismatch_plugin.hooks.base import validate_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.versions import Versions
 from mismatch_plugin.parallel.groups import ParallelGroups
@@ -38,7 +38,7 @@ def check_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
             )
         return
     if host != "slime":
-        refuse_group_advantages(config, host, "it computes advantages itself and takes no function for them")
+        validate_group_advantages(config, host, "it computes advantages itself and takes no function for them")
     given = f"--rs-group {config.rs.group}"
     if path is not None and path != ours:
         raise ValueError(f"--{_flag(_PATH)} {path} forms other advantages than {given}: leave one of the two out.")
@@ -60,7 +60,7 @@ def check_groups(args: Namespace, config: MismatchConfig, host: str) -> None:
             f"{', '.join(_ESTIMATORS)}), and {flag} makes others: leave one of the two out."
         )
     reuses = getattr(args, "loss_type", "policy_loss") == "policy_loss"
-    if reuses and not switch(getattr(args, "get_mismatch_metrics", False), "get_mismatch_metrics"):
+    if reuses and not parse_bool(getattr(args, "get_mismatch_metrics", False), "get_mismatch_metrics"):
         raise ValueError(
             f"{given} needs old log-probs before advantages, and slime skips their pass where a rollout is one step: "
             f"add --get-mismatch-metrics."

@@ -22,7 +22,7 @@ from mismatch_plugin.hooks.slime.config import needs_steps
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
-from mismatch_plugin.report.log import refuse_other_settings, report_step
+from mismatch_plugin.report.log import report_step, validate_same_settings
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -90,7 +90,7 @@ class StepRun:
         """
         if config.report_dir is not None and not self._asked and groups.is_last_stage and groups.is_first_of_stage:
             if self.writes(args):
-                refuse_other_settings(config.report_dir, config, holds=True)
+                validate_same_settings(config.report_dir, config, holds=True)
             self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self._steps_per_rollout > 0
@@ -99,7 +99,7 @@ class StepRun:
         refusal = deferred_with(config.other_terms + extra_losses(model_config))
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
-            groups.refuse_with_last_stage(refusal if step.defers_factor else "", device)
+            groups.raise_with_last_stage(refusal if step.defers_factor else "", device)
         number = rollout_id * (self._steps_per_rollout or _steps_per_rollout(args)) + step_id
         self._begun, self._seen = (args, config, groups, number), []
         self.step = step if groups.is_last_stage else None

@@ -61,7 +61,7 @@ def _not_passed_on(config: MismatchConfig, host: str, theirs: str) -> Iterator[s
     loss = f"{host}'s policy_loss"
     if config.objective != theirs:
         yield f"--mismatch-objective {config.objective}: {loss} computes {theirs} (--advantage-estimator)"
-    if config.judges_current:
+    if config.rejects_on_current_policy:
         yield f"--rs-policy current: {loss} does not pass π_θ on"
     for criterion in config.rs.criteria:
         if criterion.conditional:

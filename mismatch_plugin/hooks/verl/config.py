@@ -15,7 +15,7 @@ from typing import Any, Literal
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig, bound_warnings
 from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.block import BLOCK, plain, settings_given, take_block
 from mismatch_plugin.hooks.verl.groups import check_estimator
@@ -199,12 +199,12 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _build(text: str) -> MismatchConfig:
     block, actor = json.loads(text)
     own, name = take_block(block, RC)
-    with no_notes():  # the merged configuration says what has no effect
+    with ignore_mismatch_warnings():  # the merged configuration says what has no effect
         theirs = from_verl({**block, **actor})
     base = theirs.model_dump(exclude_unset=True)
-    _refuse_contradictions(own, theirs, None if name is not None else block)
+    _validate_no_contradiction(own, theirs, None if name is not None else block)
     if name is not None:
-        _refuse_other_switches(name, block, theirs)
+        _validate_switches(name, block, theirs)
         base = {**find_preset(name).settings(), **{key: base[key] for key in ("objective",) if key in base}}
     base["ppo"] = verl_clip(actor, own.get("objective") or base.get("objective", "ppo"))
     criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
@@ -214,11 +214,11 @@ def _build(text: str) -> MismatchConfig:
         base.pop("ppo")  # REINFORCE has no clip
     data, by_hand = merge(base, own), dotted_fields_set(own)
     config = MismatchConfig.build(data, by_hand)
-    _refuse_on_driver(config)
+    _validate_driver_settings(config)
     return _scoped(config, data, by_hand)
 
 
-def _refuse_on_driver(config: MismatchConfig) -> None:
+def _validate_driver_settings(config: MismatchConfig) -> None:
     """Raises ValueError for what only the workers' loss in bypass mode has: π_θ, advantages, rollout log-probs."""
     if config.use_rollout_log_probs:
         if config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all" and config.changes_denominator:
@@ -228,7 +228,7 @@ def _refuse_on_driver(config: MismatchConfig) -> None:
             )
         return
     where = f"without {RC}.bypass_mode"
-    if config.judges_current:
+    if config.rejects_on_current_policy:
         raise ValueError(
             f"{BLOCK}.rs.policy current needs π_θ, which verl's driver, the judge {where}, lacks: choose auto."
         )
@@ -245,7 +245,7 @@ def _refuse_on_driver(config: MismatchConfig) -> None:
         )
 
 
-def _refuse_other_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
+def _validate_switches(name: str, block: Mapping[str, Any], theirs: MismatchConfig) -> None:
     """Raises ValueError where verl's own keys are next to a preset, or its switches choose another algorithm."""
     record = find_preset(name)
     for key, default in CORRECTION.items():
@@ -261,11 +261,11 @@ def _refuse_other_switches(name: str, block: Mapping[str, Any], theirs: Mismatch
         )
 
 
-def _refuse_contradictions(own: dict[str, Any], theirs: MismatchConfig, block: Mapping[str, Any] | None) -> None:
+def _validate_no_contradiction(own: dict[str, Any], theirs: MismatchConfig, block: Mapping[str, Any] | None) -> None:
     """Raises ValueError where ours set what verl decides, or (block; not with a preset) other values than it."""
     bypass, decided = theirs.use_rollout_log_probs, theirs.model_dump(exclude_unset=True)
     for path, value in settings_given(own, RC, "verl", _OWNED_BY_VERL):
-        set_by_verl = at(decided, path)
+        set_by_verl = get_path(decided, path)
         if path == "use_rollout_log_probs" and value != bypass:
             raise ValueError(f"{BLOCK}.{path} {value} contradicts bypass_mode {bypass}: set {RC}.bypass_mode={value}.")
         if path == "use_tis" and bypass and value != theirs.use_tis:
@@ -305,5 +305,5 @@ def _scoped(config: MismatchConfig, data: dict[str, Any], by_hand: set[str]) -> 
             f"{BLOCK}.tis.batch_normalize_scope {config.tis.batch_normalize_scope} is not what verl gives: algorithm "
             f"{config.algorithm} makes its weights in {where}, so choose {scope} or auto."
         )
-    with no_notes():  # said by the first build
+    with ignore_mismatch_warnings():  # said by the first build
         return MismatchConfig.build(merge(data, {"tis": {"batch_normalize_scope": scope}}), by_hand)
