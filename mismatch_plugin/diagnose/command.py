@@ -138,7 +138,7 @@ def inspect(
                 run=run,
                 pictures=None if no_report else out or plots,
                 as_json=as_json,
-                host=host or "slime",
+                host=host,
                 gated=gate or gate_kl is not None,
                 bar=gate_kl,
                 show_all=show_all,
@@ -221,11 +221,11 @@ def _write_report(diagnosis: Diagnosis, folder: Path, host: str | None) -> tuple
     """`report.html` in a folder; its path, and a sentence where it could not be written."""
     page = folder / "report.html"
     try:
-        from mismatch_plugin.diagnose.flags import host_of
         from mismatch_plugin.diagnose.page import write_page
+        from mismatch_plugin.diagnose.words import trainer_of
 
         folder.mkdir(parents=True, exist_ok=True)
-        write_page(diagnosis, page, host=host or host_of(diagnosis.format))
+        write_page(diagnosis, page, host=host or trainer_of(diagnosis.format))
     except ImportError as error:
         return None, f"no page: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:

@@ -152,7 +152,6 @@ class CheckResult(_Model):
     possible and changes anything. notes: what was read, and what does not count as a fault."""
 
     status: Status
-    verdict: str
     samples: int
     tokens: int
     findings: tuple[Finding, ...]

@@ -198,29 +198,27 @@ class Answer(NamedTuple):
     rows: tuple[Comparable, ...] = ()
 
 
-def normality(level: Mismatch, hints: Hints | None = None, *, name_others: bool = True) -> Answer:
+def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
     """Whether the gap is of a known size: at most LOOSE times the largest figure of its kind, for every figure known of
-    the kind; in one sentence. name_others: where it is not, name up to two other kinds of this size."""
+    the kind; in one sentence."""
     pairs = pairs_like(hints or Hints())
     if level.abs_max == 0.0:
         return Answer(True, "an exact zero: both sides have the same log-probs, as aligned kernels give.")
     for pair in pairs:
-        if (known := _known(pair)) and all(
-            _value(level, name) <= LOOSE * rows[-1].high for name, rows in known.items()
-        ):
-            beyond = any(_value(level, name) > rows[-1].high for name, rows in known.items())
+        known = _known(pair)
+        times = {name: _value(level, name) / rows[-1].high for name, rows in known.items()}
+        if known and max(times.values()) <= LOOSE:
             below = all(_value(level, name) < min(row.low for row in rows) for name, rows in known.items())
-            size = "within twice what is" if beyond else "below what is" if below else "as"
-            measured = "measured on our tiny models" if _all_ours(known) else "published"
+            size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
+            ours = all(row.ours for rows in known.values() for row in rows)
+            measured = "measured on our tiny models" if ours else "published"
             sentence = f"normal, {size} {measured} for {pair}: {_shown(level, known)}."
             return Answer(True, sentence, _rows(level, (pair, *(other for other in pairs if other != pair))))
     if not (known := _known(pairs[0])):
         return Answer(None, f"nothing sound is known of {pairs[0]}.", _rows(level, pairs))
     times = max(_value(level, name) / rows[-1].high for name, rows in known.items())
-    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest known: {_shown(level, known)}"
-    if name_others and (others := _others(level, pairs)):
-        sentence += "; of the size of " + " or ".join(f'"{pair}"' for pair in others[:2])
-    return Answer(False, f"{sentence}.", _rows(level, pairs))
+    sentence = f"not normal for {pairs[0]}, {figure(times, 2)} times the largest known: {_shown(level, known)}."
+    return Answer(False, sentence, _rows(level, pairs))
 
 
 def largest_published(quantised: bool) -> tuple[float, float]:
@@ -270,10 +268,6 @@ def _known(pair: Pair) -> dict[Figure, list[Known]]:
     return {name: sorted(rows, key=lambda row: row.high) for name, rows in found.items()}
 
 
-def _all_ours(known: dict[Figure, list[Known]]) -> bool:
-    return all(row.ours for rows in known.values() for row in rows)
-
-
 def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
     """The sound gaps of these kinds, each with this one's figure: inside is at most LOOSE times below or above it."""
     found: list[Comparable] = []
@@ -285,23 +279,6 @@ def _rows(level: Mismatch, pairs: Sequence[Pair]) -> tuple[Comparable, ...]:
                        high=row.high, value=value, where=where)
         )  # fmt: skip
     return tuple(found)
-
-
-def _others(level: Mismatch, pairs: Sequence[Pair]) -> list[Pair]:
-    """Other kinds that fit by every figure of theirs; none where the mean, or k3, is of no other kind's size."""
-    fits = {
-        (pair, of): rows[0].low / LOOSE <= _value(level, of) <= LOOSE * rows[-1].high
-        for pair in get_args(Pair)
-        if pair not in pairs
-        for of, rows in _known(pair).items()
-    }
-    if {of for (_, of), fit in fits.items() if fit} != {_ABS, "k3"}:
-        return []
-    return [
-        pair
-        for pair in dict.fromkeys(pair for pair, _ in fits)
-        if all(fit for (p, _), fit in fits.items() if p == pair)
-    ]
 
 
 def _shown(level: Mismatch, known: dict[Figure, list[Known]]) -> str:

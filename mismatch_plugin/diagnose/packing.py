@@ -19,7 +19,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import version_number, version_of_tokens
 from mismatch_plugin.diagnose.batch import Batch, Tokens
 
-MAX_TOKENS = 1_500_000
+MAX_TOKENS = 500_000
 """Tokens on which settings are predicted; of more, a random part is taken."""
 _PIECE = 1 << 20
 

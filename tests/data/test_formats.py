@@ -234,6 +234,8 @@ def _without_text() -> list[dict[str, Any]]:
         ("a.pt", dumps.loop(advantages=[[1.0], [1.0, 1.0]]), "sample 0: advantages has 1 entries"),
         ("a.pt", dumps.loop(rollout_log_probs=[[-1.0] * 3]), "rollout_log_probs has 1 rows, response_ids 2"),
         ("a.pt", dumps.loop(response_length=[4, 2]), "has 3 tokens, its response_length is 4"),
+        ("a.pt", {"input_ids": WHOLE, "response_length": [9, 2], "rollout_log_probs": ROLLOUT},
+         "response_length 9 does not fit a sequence of 5 tokens"),
         ("a.pt", dumps.loop(response_length=[-1, 2]), "is -1: a length is a whole number"),
         ("a.pt", {"response_ids": torch.ones(2, 3, dtype=torch.long), "rollout_log_probs": torch.ones(2, 5)},
          "cannot be matched"),

@@ -53,12 +53,12 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
-    assert clean["verdict"] == "normal" and clean["findings"] == []
+    assert (clean["verdict"], clean["format"], clean["findings"]) == ("normal", "records", [])
     assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
     assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["mismatch"]["k3_kl"], rel=1e-9)
     own = clean["predictions"][0]
     assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
-    assert {"setting", "kept", "ess", "bias", "variance", "second_pass"} <= own.keys()
+    assert {"setting", "kept", "ess", "bias", "noise", "second_pass"} <= own.keys()
     assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
     advice = clean["recommendation"]
     assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]

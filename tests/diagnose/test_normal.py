@@ -64,26 +64,6 @@ def test_is_this_normal(abs_mean: float, k3_kl: float, hints: Hints, normal: boo
     assert normality(level(0.0, 0.0), hints).sentence.startswith("an exact zero")
 
 
-def test_what_was_measured_here_is_not_called_published() -> None:
-    own = normality(level(0.036, 1.3e-3), Hints(engine="bf16", trainer="fp32")).sentence
-    said = "mean |Δ log p| 0.036 (ours 0.03), k3 0.0013 (ours 0.0008)"
-    assert own == f"normal, within twice what is measured on our tiny models for bf16 engine, fp32 trainer: {said}."
-    both = normality(level(0.1, 0.03), Hints(stale=4)).sentence
-    assert both == "normal, as published for stale rollouts: k3 0.03 (published 0.0017 to 0.0054, ours 0.03 to 0.23)."
-    assert "ours" not in normality(level(0.012, 4e-4)).sentence
-    assert {row.ours for row in normality(level(0.1, 0.03), Hints(stale=4)).rows} == {True, False}
-
-
-def test_a_gap_of_another_kind_s_size_names_that_kind() -> None:
-    hints = Hints(engine="bf16", trainer="bf16")
-    found = normality(level(0.03, 0.018), hints).sentence
-    assert found.startswith("not normal for dense bf16, 22 times the largest known")
-    assert '; of the size of "fp8 or fp4 engine, bf16 trainer" or "int4 engine".' in found and found.count('"') <= 4
-    assert "of the size of" not in normality(level(0.03, 0.018), hints, name_others=False).sentence
-    tail = normality(level(0.012, 40.0), hints).sentence  # the mean is of a size, k3 of none
-    assert "of the size of" not in tail and "48,000 times" in tail
-
-
 def test_each_row_says_where_the_value_is() -> None:
     hints = Hints(engine="bf16")
     found = {row.figure: row for row in normality(level(0.012, 1e-2), hints).rows}

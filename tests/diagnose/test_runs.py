@@ -69,17 +69,19 @@ def test_a_sound_run_and_one_whose_tokens_all_shift() -> None:
     sound = judge([metrics(0.0)] * 12)
     assert sound.sound and sound.verdict == "normal"
     assert sound.data == (
-        "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nat a token over the last 10 steps."
+        "small mismatch, as of two engines in one precision: k3_kl 0, |kl| 0 nats per token over the last 10 steps."
     )
     assert sound.correction == "holds (mean weight 1, effective sample size 1, tokens kept 1)."
     unsound = judge([metrics(0.0)] * 12 + [metrics(-0.9)] * 12)
     assert not unsound.sound and (unsound.steps, unsound.judged, unsound.verdict) == (24, 10, "fault")
     assert unsound.data == (
-        "large mismatch: k3_kl 0.31, |kl| 0.9 nat a token over the last 10 steps, growth of k3_kl and |kl|, 2 warnings "
-        "(kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause with "
-        "mismatch-plugin inspect DUMP."
+        "large mismatch: k3_kl 0.31, |kl| 0.9 nats per token over the last 10 steps, growth of k3_kl and |kl|, 2 "
+        "warnings (kl, rollout_is_ratio_mean). No correction repairs a shift that all tokens share: find the cause "
+        "with mismatch-plugin inspect DUMP."
     )
-    assert unsound.trend.startswith("k3_kl has grown since about step 13, from 0 to 0.31 nat a token; |kl| has grown")
+    assert unsound.trend.startswith(
+        "k3_kl has grown since about step 13, from 0 to 0.31 nats per token; |kl| has grown"
+    )
     assert unsound.correction == (
         "does not hold: 1 warning (rollout_is_weight_after_mean); mean weight 0.41, effective sample size 1, tokens "
         "kept 1."
@@ -111,7 +113,7 @@ def test_each_of_three_metrics_tells_the_size(metric: str) -> None:
 
 def test_noise_of_both_signs_is_no_mismatch_and_the_table_tells_the_figure_of_the_verdict() -> None:
     found = judge([{KL: kl} for kl in (*[9.0] * 3, *[0.06, -0.02] * 5)])
-    assert "|kl| 0.02 nat a token over the last 10 steps" in found.data and found.verdict == "normal"
+    assert "|kl| 0.02 nats per token over the last 10 steps" in found.data and found.verdict == "normal"
     assert found.metrics[0]["mean of the last 10"] == pytest.approx(0.02)
 
 
@@ -123,6 +125,9 @@ def test_what_was_not_recorded_is_no_figure(tmp_path: Path) -> None:
     assert "not judged: mean weight not recorded, effective" in judge([{KL: 0.0}] * 3).correction
     path = export(tmp_path / "weights.jsonl", [{WEIGHT: 0.9}] * 3)
     assert inspect(path)[0] == 3
+    for gap, advised in ((0.01, True), (0.2, False)):  # nothing says "disabled" below "noticeable"
+        said = inspect(export(path, [{K3: 4e-4, GAP: gap}] * 30))[1]
+        assert ("setting: disabled" in said) == advised == ("small mismatch" in said)
     status, said = inspect(export(path, [{K3: 0.05}] * 30))  # advice from k3 alone
     assert status == 0 and "setting: " in said and "%" not in said and "sample size" not in said
 
@@ -167,7 +172,7 @@ def test_a_step_that_rejected_everything_has_no_weight() -> None:
 
 def test_steps_without_tokens_say_nothing() -> None:
     steps = [{TOKENS: 10.0, KL: 0.0}] * 30 + [{TOKENS: 0.0, KL: 0.0}] * 9 + [{TOKENS: 10.0, KL: 0.02}]
-    assert "|kl| 0.02 nat a token over the last 1 step." in judge(steps).data
+    assert "|kl| 0.02 nats per token over the last 1 step." in judge(steps).data
     with pytest.raises(ValueError, match="no response token"):
         judge([{TOKENS: 0.0, KL: 0.0}] * 12)
 
@@ -221,7 +226,7 @@ def test_a_kl_that_grows_under_a_k3_that_stays_is_told() -> None:
     found = judge([{KL: value, K3: 4e-4} for value in kl], None)
     (trend,) = found.trends
     assert trend.metric == "kl" and trend.broke and found.verdict == "large" and not found.sound
-    assert found.trend.startswith("|kl| has grown ") and found.trend.endswith("nat a token.")
+    assert found.trend.startswith("|kl| has grown ") and found.trend.endswith("nats per token.")
     assert found.data.startswith("large mismatch: k3_kl 0.0004, |kl| ") and "growth of |kl|, 1 warning" in found.data
     assert judge([{KL: 7e-4, K3: 4e-4}] * 200, None).trend == "none in 200 steps (k3_kl, |kl|)."
     assert judge([{KL: 7e-4}] * 19, None).trend == "none in 19 steps: it takes 20 to tell."
@@ -261,7 +266,7 @@ def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
         lines = output.splitlines()
         assert status == 0 and len(lines) <= 24, output
         starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in
-                  ("data: ", "correction: ", "setting: ", "ray job", "trend: ", "30 steps")]  # fmt: skip
+                  ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")]  # fmt: skip
         assert starts == sorted(starts) and starts[0] == 0
         assert "rollout_is_std" not in output and "more metrics: --all or --json" in lines[-1]
         every = inspect(path, "--all")[1]
@@ -302,8 +307,8 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", [9e-4, *[6e-4] * 10])  # of which the last ten are judged
     for arguments, status, said in (
         ((), 0, ""),
-        (("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nat a token"),
-        (("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nat a token"),
+        (("--gate",), 0, "gate: passed: k3_kl 0.0006, bar 0.001 nats per token"),
+        (("--gate-kl", "1e-4"), 1, "gate: FAILED: k3_kl 0.0006, bar 0.0001 nats per token"),
     ):
         found, output = inspect(run, *arguments)
         assert found == status and said in output and ("gate:" in output) == bool(arguments)
@@ -321,12 +326,12 @@ def test_a_run_is_gated(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 def test_settings_are_those_of_the_run_or_those_that_are_given(tmp_path: Path) -> None:
-    path = export(tmp_path / "export.jsonl", [metrics(0.005)] * 3)
+    path = export(tmp_path / "export.jsonl", [metrics(0.0)] * 3)
     unknown = "correction: not judged, since the run's settings are not known: give them with --config"
     status, output = inspect(path, columns=200)
-    assert status == 0 and unknown in output and "launch train.py" in output
-    verl = inspect(path, "--host", "verl")[1]
-    assert "launch train.py" not in verl and "setting: " in verl
+    assert status == 0 and unknown in output and "launch" not in output  # nobody's names
+    for host, line in (("verl", "verl.trainer.main_ppo"), ("slime", "launch train.py")):
+        assert line in inspect(path, "--host", host, columns=200)[1]
     (tmp_path / "settings.yaml").write_text("preset: token_is\n")
     for given in (("--preset", "token_is"), ("--flags", "--use-tis --tis-upper-bound 3"),
                   ("--config", tmp_path / "settings.yaml")):  # fmt: skip
