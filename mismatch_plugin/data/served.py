@@ -42,7 +42,8 @@ class LastUpdate(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     number: int = Field(ge=1)
-    """How many updates there were since the model was loaded, this one included."""
+    """How many updates there were since the model was loaded, this one included. Sessions of which nothing was sampled
+    in between, and of which only one moved the version, are one."""
     changed: int = Field(ge=0)
     """On one rank at least."""
     tensors: int = Field(ge=0)
@@ -61,6 +62,8 @@ class Served(BaseModel):
 
     server: Text
     """host:port and the id of the server's process, or MISMATCH_SERVER_ID of its environment."""
+    started: float | None = None
+    """When its process was, in Unix time: another one says that the server was started again."""
     dp_rank: int | None = None
     tp_rank: int = 0
     tp_size: int = 1
@@ -97,6 +100,11 @@ class Served(BaseModel):
     @classmethod
     def _of_reply(cls, told: Any) -> Any:
         return last_told(told)
+
+    @property
+    def identity(self) -> tuple[str, float | None, int | None]:
+        """The process that sampled it, among all that ever ran."""
+        return self.server, self.started, self.dp_rank
 
     @property
     def worker(self) -> tuple[str, int | None]:

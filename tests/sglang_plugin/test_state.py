@@ -164,6 +164,37 @@ def test_a_part_of_an_update_is_neither_the_old_weights_nor_the_new(server: Serv
     assert server.state.weights.fingerprint is not None
 
 
+def test_sessions_without_a_batch_in_between_are_one_update(server: Server) -> None:
+    """A trainer that sends one part of its tensors a session, with the version in the first, the last, or each."""
+
+    def part(name: str, value: float, label: str | None) -> None:
+        server.state.begin()
+        with torch.no_grad():
+            dict(server.model.named_parameters())[name].fill_(value)
+        server.label = label or server.label
+        server.state.end(0)
+
+    def counts() -> tuple[int, int, int]:
+        update = server.state.weights.update
+        assert update is not None
+        return update["number"], update["changed"], update["changed_matrices"]
+
+    names = ("a.weight", "b.weight", "norm")
+    for step, labels in enumerate(((None, None, "v1"), ("v2", None, None), ("v3", "v3", "v3")), start=1):
+        for name, label in zip(names, labels, strict=True):
+            part(name, step + 1, label)
+        assert counts() == (step, 3, 2) and server.since() == f"v{step}"
+    server.update(8, "v4")
+    server.update(8, "v5")  # two updates, of which the second one brought nothing
+    assert counts() == (5, 0, 0) and server.since() == "v4"
+    part("a.weight", 9, "v6")
+    server.batch()  # tokens of a half
+    part("b.weight", 9, "v6")
+    assert counts() == (7, 1, 1)
+    part("norm", 9, "v6")  # goes on
+    assert counts() == (7, 2, 1)
+
+
 def test_an_exception_in_the_end_leaves_no_rank_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.state.begin()
     monkeypatch.setattr(server.state.weights, "end", lambda *_: 1 / 0)

@@ -77,6 +77,8 @@ class LoadedWeights:
         self._taken = 0
         self._ranks: list[dict[str, Digest]] | None = None
         """Of this pipeline stage; None: of one of them they could not be taken."""
+        self._base = self._ranks
+        """As they were before the last update."""
         self._stage = Stage({})
         self._updated = self._awaits_stages = False
         self.number = 0
@@ -105,8 +107,8 @@ class LoadedWeights:
         if len(told) > 1:
             dist.all_gather_object(told, (own, success), group=group)
         whole = [rank for rank, _ in told if rank is not None]
-        before, self._ranks = self._ranks, whole if len(whole) == len(told) else None
-        self._stage = Stage({}) if self._ranks is None else _stage(before, whole)
+        self._ranks = whole if len(whole) == len(told) else None
+        self._stage = Stage({}) if self._ranks is None else _stage(self._base, whole)
         self.tensors, self.fingerprint = {}, None
         self._updated = success is not None
         self._taken += 1
@@ -133,20 +135,22 @@ class LoadedWeights:
         """A part of an update is loaded: until its end the weights are neither the old nor the new ones."""
         self.fingerprint, self._awaits_stages = None, False
 
-    def end(self, required: int, success: bool = True) -> str:
+    def end(self, required: int, success: bool = True, goes_on: bool = False) -> str:
         """A whole update is loaded. Returns why it fails, "" if it does not.
 
         required: how many tensors must change; of a pipeline, of the first stage's. The first update may
         change none: a run begins with one that sends the loaded weights. success: SGLang calls it one on this rank;
-        what is none on all of them counts as an update if it changed something.
+        what is none on all of them counts as an update if it changed something. goes_on: it is a further part of the
+        last update.
         """
-        self.number += 1
+        if not goes_on:
+            self.number, self._base = self.number + 1, self._ranks
         update, self.update = self.update, None
         before = self._stage.tensors
         done = self.take(success)
         tensors, _, kept = self._stage
         if not any(done) and tensors and tensors == before:
-            self.number, self.update, self._updated = self.number - 1, update, False
+            self.number, self.update, self._updated = self.number - (not goes_on), update, False
         if not required:
             return ""
         if any(done) and not all(done):
