@@ -36,6 +36,16 @@ class ServedWeights(BaseModel):
     end: int = Field(ge=0, lt=2**31)
 
 
+class ServedKV(BaseModel):
+    """Tokens whose keys and values were computed with other weights than those that made the response's last token."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    fingerprint: Text | None
+    """None: of an update that was half done."""
+    tokens: int = Field(ge=1, lt=2**31)
+
+
 class LastUpdate(BaseModel):
     """The server's last weight update. Counts are of whole tensors, over all ranks."""
 
@@ -93,6 +103,9 @@ class Served(BaseModel):
     """What else moved the logits: penalties, biases, grammars, logit processors."""
     weights: list[ServedWeights] = Field(default_factory=list)
     """In order, without overlap, over the whole response."""
+    kv: list[ServedKV] | None = None
+    """Of prompt and response; [] where all are of the weights of now. None: not known (a host cache, speculative
+    decoding, or prefill and decoding on separate servers)."""
     update: LastUpdate | None = None
     """None: none since the model was loaded, or what it changed is not known."""
 

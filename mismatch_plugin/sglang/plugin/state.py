@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 from mismatch_plugin.sglang.fingerprints import some, written
+from mismatch_plugin.sglang.plugin.cache import KVEpochs
 from mismatch_plugin.sglang.plugin.weights import LoadedWeights
 
 logger = logging.getLogger("mismatch_plugin")
@@ -30,6 +31,7 @@ class ServerState:
         self._scheduler = scheduler
         self._facts = facts(scheduler)
         self.weights = LoadedWeights(scheduler, *(self._facts[name] for name in ("pp_rank", "pp_size", "tp_rank")))
+        self.cache = KVEpochs(scheduler, self._facts["speculative"])
         self._since: dict[str, str] = {}  # fingerprint → the label under which it was first sampled from
         self._last: str | None = None  # the fingerprint that serves; None: an update changed the weights since
         self._ended = False  # an update ended, and what serves since is not known yet
@@ -120,7 +122,9 @@ class ServerState:
         try:
             self.weights.complete()
             scheduler, told = self._scheduler, self.weights.fingerprint
-            for req in {*scheduler.collect_inflight_reqs(), *scheduler.waiting_queue, scheduler.chunked_req} - {None}:
+            running = scheduler.collect_inflight_reqs()
+            self.cache.end(told, running - {*scheduler.waiting_queue})
+            for req in {*running, *scheduler.waiting_queue, scheduler.chunked_req} - {None}:
                 if req.output_ids:
                     event = (told, self._since.get(told or ""), len(req.output_ids))
                     setattr(req, _EVENTS, [*getattr(req, _EVENTS, ()), event])
@@ -137,6 +141,7 @@ class ServerState:
     def before_batch(self, batch: Any) -> None:
         """What is to be known of a batch before it is computed. Costs some comparisons, but for greedy requests."""
         self._label_before = None
+        self.cache.before_batch(batch)
         if self._fresh:
             self._settle()
         if not (self._fresh or self.under_way) and (name := label()) != self._label:
@@ -181,6 +186,7 @@ class ServerState:
             "filters": [name for name, on in filters.items() if on],
             "shifts": shifts,
             "weights": self._spans(req),
+            "kv": self.cache.of(req, self.weights.fingerprint),
             "update": self.weights.update,
         }
 
