@@ -19,7 +19,7 @@ from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
-from tests.sglang.test_plugin_on_sglang import State, post, run, send
+from tests.sglang.test_plugin_on_sglang import State, post, run, send, served
 
 PREFIX = [5 + 3 * position % 200 for position in range(48)]
 PROMPTS = [[*PREFIX, 210 + number] for number in range(8)]
@@ -101,7 +101,7 @@ def test_requests_under_way_keep_theirs_in_place_and_lose_them_when_retracted(se
         return await running
 
     for record in run(servers[0], lambda client: job(client, "in_place")):
-        first, second = record.served.weights if record.served else ()
+        first, second = served(record).weights
         assert abs(sum(kv(record)) - (len(PROMPTS[0]) + first.end)) <= 1 and second.end == 300
     assert not any(kv(record) for record in run(servers[0], lambda client: job(client, "retract")))
 
