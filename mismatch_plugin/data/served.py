@@ -63,6 +63,8 @@ class LastUpdate(BaseModel):
     stays the same bit for bit. Where a rank kept all it has, none of these changed."""
     unchanged: tuple[Text, ...] = ()
     """The first few matrices that it left as they were."""
+    changed_elements: float | None = Field(None, ge=0, le=1)
+    """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 
 class Served(BaseModel):

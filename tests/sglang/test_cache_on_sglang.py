@@ -38,13 +38,15 @@ def servers(tmp_path_factory: pytest.TempPathFactory, tp_size: str) -> Iterator[
     folder = tmp_path_factory.mktemp("cache")
     write_tiny_model(folder, "llama", seed=0)
     arguments = tuple(name for name in server_module._ARGUMENTS if name != "--disable-radix-cache")
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_module, "_ARGUMENTS", (*arguments, "--tp-size", tp_size))
-        if tp_size == "2":
-            patch.setitem(server_module._ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND", "0|1")
-        found = [stack.enter_context(start_cpu_server(folder, log=folder / "plugin.log"))]
-        patch.setenv("MISMATCH_PLUGIN_SGLANG", "off")
-        yield [*found, stack.enter_context(start_cpu_server(folder, log=folder / "bare.log"))]
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server_module, "_ARGUMENTS", (*arguments, "--tp-size", tp_size))
+            if tp_size == "2":
+                patch.setitem(server_module._ENVIRONMENT, "SGLANG_CPU_OMP_THREADS_BIND", "0|1")
+            found = [stack.enter_context(start_cpu_server(folder, log=folder / "plugin.log"))]
+            patch.setenv("MISMATCH_PLUGIN_SGLANG", "off")
+            found.append(stack.enter_context(start_cpu_server(folder, log=folder / "bare.log")))
+        yield found
 
 
 def weights(step: int) -> State:

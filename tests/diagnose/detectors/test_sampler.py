@@ -1,4 +1,4 @@
-"""Old keys and values, weights of the launch, and cloned groups: each named from what one sample or group shows."""
+"""Old keys and values, and cloned groups: each named from what one sample or group shows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
@@ -33,24 +34,29 @@ def test_keys_and_values_that_are_the_responses_own_are_no_fault():
     assert faults(record(last=update(4), kv=None)) == []
 
 
-@pytest.mark.parametrize(
-    ("label", "since", "last", "trainer", "named"),
-    [
-        ("default", "default", None, {"trainer_version": "21"}, True),
-        ("default", "default", None, {"trainer_version": "21", "trainer_fingerprint": "f9"}, True),
-        ("default", "default", None, {"trainer_version": "21", "trainer_fingerprint": "f5"}, False),  # resumed from 21
-        ("default", "default", None, {"trainer_version": "1"}, False),  # one step ahead, or the first sync's number
-        ("default", "default", None, {}, False),
-        ("default", "default", update(21), {"trainer_version": "21"}, False),  # a trainer that names no version
-        ("21", "21", update(21), {"trainer_version": "21"}, False),
-    ],
-)
-def test_a_server_that_started_again_is_named_from_one_reply(
-    label: str, since: str, last: Any, trainer: dict[str, Any], named: bool
-):
-    found = checked(record(label, "f5", since, last=last), training=[trainer]).findings
-    launched = [item for item in found if "launched with (fingerprint f5)" in item.evidence]
-    assert [(item.fault, item.confidence) for item in launched] == [("weights_not_updated", "certain")] * named
+def test_an_update_of_which_most_rounds_away_is_noted():
+    def noted(share: float | None, matrices: int = 10, **told: Any) -> list[str]:
+        last = update(4, matrices=matrices).model_copy(update={"changed_elements": share})
+        found = checked(record(last=last, **told)).findings
+        return [item.severity for item in found if item.fault == "update_lost_in_precision"]
+
+    assert noted(0.039) == ["note"] and noted(0.0001) == ["note"]
+    assert noted(0.06) == noted(0.9) == noted(None) == []
+    assert noted(0.039, dtype="float32") == noted(0.039, quantization="fp8") == []
+    assert noted(0.039, matrices=3) == []  # a part that came is another fault
+    (finding, *_) = checked(record(last=update(4).model_copy(update={"changed_elements": 0.039}))).findings
+    assert "a:1 changed 3.90% of the elements" in finding.evidence and "cosine of about .12" in finding.evidence
+
+
+@pytest.mark.parametrize(("step", "share", "cosine"), [(1e-6, 0.05, 0.12), (1e-5, 0.29, 0.37)])
+def test_what_the_note_says_of_shares_and_cosines(step: float, share: float, cosine: float):
+    """Of a million Gaussian weights, median .011, in bfloat16."""
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randn(1_000_000, generator=draw) * 0.011 / 0.6745
+    intended = torch.randn(len(weights), generator=draw).sign() * step
+    delivered = (weights + intended).bfloat16().float() - weights.bfloat16().float()
+    assert float((delivered != 0).float().mean()) == pytest.approx(share, abs=0.005)
+    assert float(torch.cosine_similarity(delivered, intended, dim=0)) == pytest.approx(cosine, abs=0.006)
 
 
 def group(ids: list[list[int]], log_prob: float = -1.0, **asked: Any) -> list[Sample]:
