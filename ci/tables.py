@@ -98,6 +98,15 @@ DETECTIONS: dict[FaultName, tuple[str, str]] = {
         "a server serves other weights than the trainer sent",
         "the server's plugin, next to the trainer's `weight_fingerprint`",
     ),
+    "stale_cache": (
+        "keys and values of older weights were reused under a new version: the cache was not flushed",
+        "the server's plugin",
+    ),
+    "update_lost_in_precision": (
+        "an update changed few elements, since bfloat16 rounds small steps away",
+        "the server's plugin",
+    ),
+    "cloned_group": ("responses of one group that are the same, at a temperature above 0", "ids, and how unlikely"),
     "wrong_prompt": ("another prompt, template or BOS", "the gap decays along responses, or with prompts' lengths"),
     "retokenised": ("text decoded and encoded again", "sides agree up to a position, and not behind it"),
     "quantised": ("sides in different precision", "even noise above that of bf16, of a size that such pairs have"),

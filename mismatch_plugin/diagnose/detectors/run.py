@@ -23,6 +23,7 @@ from mismatch_plugin.diagnose.detectors.numbers import (
     find_scale,
     find_zero_eos,
 )
+from mismatch_plugin.diagnose.detectors.sampler import find_cloned_groups, find_rounded_updates, find_stale_cache
 from mismatch_plugin.diagnose.detectors.served import find_settings, note
 from mismatch_plugin.diagnose.detectors.served_weights import find_served_weights
 from mismatch_plugin.diagnose.detectors.size import equal_sides, find_size, mismatch
@@ -60,11 +61,12 @@ _LEFT_OUT: tuple[FaultName, ...] = (
 )  # fmt: skip
 """Once undone, tokens are missing by what they are: those that are left were not drawn as the log-probs tell."""
 
-TOLD = (find_served_weights, find_settings)
+TOLD = (find_served_weights, find_stale_cache, find_rounded_updates, find_settings)
 """What servers tell of themselves is no statistics: it is named before all else."""
 STAGES: tuple[tuple[Detector, ...], ...] = (
     (  # Broken pairs and numbers: found first, and undone, so that what follows sees sound pairs.
         Detector(find_ids, ("token_ids", "prompt_ids", "swapped_samples", "shift_by_one", "boundary")),
+        Detector(find_cloned_groups, alone=True),
         Detector(find_null_eos, alone=True),
         Detector(find_scale, ("log_base",), alone=True),
         Detector(find_numbers, alone=True),
