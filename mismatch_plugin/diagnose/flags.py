@@ -9,7 +9,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.hooks.base import METHODS
 from mismatch_plugin.hooks.hosts import HOSTS as TRAINERS
 from mismatch_plugin.report.presets import as_flags, quiet_preset
@@ -28,7 +28,7 @@ def config_of(settings: Mapping[str, Any]) -> MismatchConfig:
     """Of settings as a file for --mismatch-config has them, `preset: NAME` among them. Raises ValueError as `build`."""
     own = {name: value for name, value in settings.items() if name != "preset"}
     base = find_preset(str(settings["preset"])).settings() if "preset" in settings else {}
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(merge(base, own))
 
 
@@ -97,7 +97,7 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
         _drop(data, "terms.kl_importance_weighted")
     if host.needs_patch(config):
         notes.append(f"needs the patch: mismatch-plugin patch apply --host {name} --root DIR")
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(data), tuple(notes)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.fields import flag_names
-from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes, unknown
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
 
@@ -49,7 +49,7 @@ METHODS: dict[str, Method] = {
     ),
     "bypass": Method("algorithms 1 and 3", (), lambda c: f"algorithm {c.algorithm}" if c.use_rollout_log_probs else ""),
     "current_policy": Method(
-        "`--rs-policy current`", ("rs.policy",), lambda c: "<rs.policy> current" if c.judges_current else ""
+        "`--rs-policy current`", ("rs.policy",), lambda c: "<rs.policy> current" if c.rejects_on_current_policy else ""
     ),
     "conditions": Method(
         "criteria with a condition",
@@ -217,7 +217,7 @@ def resolve(
         )
     if given == "step":
         return config
-    with no_notes():  # said by the first build
+    with ignore_mismatch_warnings():  # said by the first build
         return MismatchConfig.build(merge(data, {"tis": {"batch_normalize_scope": given}}), by_hand)
 
 
@@ -227,7 +227,7 @@ def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any
     for path in sorted(dotted_fields_set(dict(ours))):
         if path not in known:
             raise unknown("setting" + f" of {host.block}" * bool(host.block), path, sorted(known))
-        mine, owned = at(ours, path), at(theirs, path)
+        mine, owned = get_path(ours, path), get_path(theirs, path)
         start = next((start for start in (*host.owns, *host.shares) if path.startswith(start)), None)
         if start is None or mine in (None, owned) or (start in host.shares and owned is None):
             continue

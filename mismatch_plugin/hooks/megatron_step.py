@@ -25,7 +25,7 @@ from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses
 from mismatch_plugin.parallel.agreement import StepKind, settings_of
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, deferred_with, end_step
-from mismatch_plugin.report.log import refuse_other_settings, report_step
+from mismatch_plugin.report.log import report_step, validate_same_settings
 
 logger = logging.getLogger("mismatch_plugin")
 
@@ -105,7 +105,7 @@ class MegatronStep:
         """
         if config.report_dir is not None and not self._asked and groups.is_last_stage and self.is_first(groups):
             if self.writes(args):
-                refuse_other_settings(config.report_dir, config, holds=True)
+                validate_same_settings(config.report_dir, config, holds=True)
             self._asked = True
         step = self._prepared[step_id] if self._prepared else Step(config, groups)
         step.agreed = self.steps_per_rollout > 0
@@ -115,7 +115,7 @@ class MegatronStep:
         if config.normalizes_step and refusal:
             # Whether the factor is known depends on the data, which the last stage has: all ranks raise, or none.
             if compare:
-                groups.refuse_with_last_stage(refusal if step.defers_factor else "", device)
+                groups.raise_with_last_stage(refusal if step.defers_factor else "", device)
             else:
                 raise ValueError(refusal)
         self._begun, self._seen, self.config = (args, groups, number), [], config

@@ -106,7 +106,7 @@ def read_version(host: Host, root: Path) -> HostVersion:
     return HostVersion(_declared(root / host.version_file) or version, commit, tuple(odd))
 
 
-def validate_megatron(folders: Sequence[Path] = ()) -> None:
+def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
     """Raise ValueError where the megatron-core that will be imported is older than the hooks work with."""
     root = _holder(_MEGATRON, folders)
     found = None if root is None else _declared(root / _MEGATRON / "package_info.py")

@@ -15,7 +15,7 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.flags import add_arguments, underscored_spellings
 from mismatch_plugin.hooks.base import Given, Host, Parser, Plan
 from mismatch_plugin.hooks.version import version_line
-from mismatch_plugin.report.log import refuse_other_settings
+from mismatch_plugin.report.log import validate_same_settings
 
 HOST_FLAG = "--mismatch-host"
 # Nothing else begins like this in any host but the flags that the host itself declares.
@@ -46,7 +46,7 @@ def make_plan(host: Host, argv: Sequence[str], script: Path | None) -> tuple[Giv
             lines.append(f"! {warning.message}")
     if plan.config is not None:
         if plan.config.report_dir is not None:
-            refuse_other_settings(plan.config.report_dir, plan.config)
+            validate_same_settings(plan.config.report_dir, plan.config)
         lines.append(version_line(host, [script.parent] if script is not None else []))
     if plan.added:
         lines.append(f"added to the command line: {' '.join(plan.added)}")
@@ -66,8 +66,8 @@ def read_command_line(argv: Sequence[str], host_flags: Collection[str] = ()) -> 
         if _action(parser, token) is not None:
             raise ValueError(f"{token} stands behind --, where it would not be read: put it before the --.")
     for token in (*theirs, *rest):
-        _refuse_misspelt(token.partition("=")[0], parser, host_flags)
-    _refuse_two_values(parser, ours)
+        _validate_spelling(token.partition("=")[0], parser, host_flags)
+    _validate_single_values(parser, ours)
     namespace = parser.parse_args(list(chain(*ours)))
     host, explain_only = namespace.mismatch_host, bool(namespace.mismatch_explain_only)
     namespace.mismatch_explain_only = None
@@ -137,7 +137,7 @@ def _divide(
     return ours, theirs, rest
 
 
-def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
+def _validate_spelling(flag: str, parser: ArgumentParser, host_flags: Collection[str]) -> None:
     spelled = flag.translate(_DASHES)
     if not spelled.startswith("-") or flag in host_flags:
         return
@@ -156,7 +156,7 @@ def _refuse_misspelt(flag: str, parser: ArgumentParser, host_flags: Collection[s
     raise ValueError(f"{flag} is unknown: {fix} (The host would ignore it, or stop.)")
 
 
-def _refuse_two_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
+def _validate_single_values(parser: ArgumentParser, ours: list[list[str]]) -> None:
     """Scripts that add flags up would run with the last one silently."""
     once: dict[str, tuple[str, Any]] = {}
     for tokens in ours:

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import given_flags
-from mismatch_plugin.config.values import lower_epsilon, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
@@ -46,7 +46,7 @@ def settings(args: Namespace) -> MismatchConfig:
             f"{COEFFICIENT} {coefficient:g} bounds no weight in algorithm {config.algorithm}: add --use-tis, or leave "
             f"it out."
         )
-    with no_notes():  # said when the flags were read
+    with ignore_mismatch_warnings():  # said when the flags were read
         config = resolve(
             MEGATRON_LM,
             config.model_dump(exclude_unset=True),

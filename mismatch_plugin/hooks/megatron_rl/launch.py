@@ -11,7 +11,7 @@ from typing import Any
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek
 from mismatch_plugin.hooks.megatron_rl.adapter import calculate_grpo_loss, install
 from mismatch_plugin.hooks.megatron_rl.config import COEFFICIENT, IS_CORRECTION, describe, settings, without_mask
-from mismatch_plugin.hooks.version import validate_megatron
+from mismatch_plugin.hooks.version import validate_megatron_version
 
 _NO_CORRECTION = "--no-rl-inference-logprobs-is-correction"
 _SWITCH: dict[str, Any] = {"action": "store_true", "default": False}
@@ -59,7 +59,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
                 f"{given.config.algorithm}: add --use-tis, or leave {flag} out (the launcher adds what it needs)."
             )
     folders = [] if script is None else [script.parent]
-    validate_megatron(folders)
+    validate_megatron_version(folders)
     _validate_loss(folders)
     patched = script is not None and b"mismatch_plugin" in script.read_bytes()
     added = () if corrects else (IS_CORRECTION,)

@@ -34,7 +34,7 @@ from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
 from mismatch_plugin.hooks.nemo_rl.metrics import normalizers, summable_metrics
 from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.version import version_line
-from mismatch_plugin.report.log import refuse_other_settings, report_logged
+from mismatch_plugin.report.log import report_logged, validate_same_settings
 
 logger = logging.getLogger("mismatch_plugin")
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
@@ -178,7 +178,7 @@ def setup_with_loss(
     lines = describe(config, master_config)  # a mistake shows before the cluster starts
     check_actors()
     if config.report_dir is not None:
-        refuse_other_settings(config.report_dir, config, holds=True)
+        validate_same_settings(config.report_dir, config, holds=True)
     if config.rs.group != "keep":
         GroupAdvantages(config, master_config).install()
     lines = [line for line in lines if line not in said] if said else [*lines, version_line(NEMO_RL)]

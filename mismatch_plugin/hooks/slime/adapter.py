@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.loss import TokenLoss, token_loss
 from mismatch_plugin.core.objectives import LOW_VARIANCE_BOUND, score_function_kl
@@ -127,7 +127,7 @@ class RayAdapter(ABC):
         if args is not self._args:
             self._args, self._configs = args, {}
         if whole not in self._configs:
-            with no_notes():
+            with ignore_mismatch_warnings():
                 config = self.settings(args)
             if whole is not None:
                 validate_loss(args, config, self.host, whole=whole)

@@ -22,7 +22,7 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning
 from mismatch_plugin.config.compat.slime import MIS_KEYS, from_slime, host_objective, with_opsm
 from mismatch_plugin.config.flags import destinations, given_flags
 from mismatch_plugin.config.model import warn_of_another_algorithm
-from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, switch, unknown
+from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge, number, parse_bool, unknown
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import Host, block_lines, resolve
 
@@ -70,7 +70,7 @@ def value(args: Namespace, name: str) -> Any:
     kind, default = ARGUMENTS[name]
     found = getattr(args, name, default)
     if kind is bool:
-        return switch(found, name)
+        return parse_bool(found, name)
     return number(found, name) if kind is float and found is not default else found
 
 
@@ -158,7 +158,7 @@ def _tis_bounds(args: Namespace, tis: Mapping[str, Any], host: Host) -> dict[str
     return ({"mode": "clip"} if "lower_bound" in asked else {}) | asked
 
 
-def validate_names(names: Iterable[str]) -> None:
+def validate_setting_names(names: Iterable[str]) -> None:
     """Raise ValueError for a misspelt key of ours in the host's YAML, every key of which becomes an argument."""
     known = (*destinations(), "tis_clip", "tis_clip_low", "mismatch_settings")  # the host's own, and the launcher's
     for name in names:
@@ -174,7 +174,7 @@ def _given(args: Namespace) -> dict[str, Any]:
     if settings is not None:
         return dict(settings)
     names = {name: given for name, given in vars(args).items() if name != "mismatch_explain_only"}
-    validate_names(names)
+    validate_setting_names(names)
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
     registered = all(hasattr(args, name) for name in destinations())
     if not mis or (registered and not names.get("custom_config_path")):
@@ -198,7 +198,7 @@ def _with_mis(names: Mapping[str, Any], mis: Mapping[str, Any]) -> dict[str, Any
     typed = given_flags(Namespace(**{name: given for name, given in names.items() if name not in MIS_KEYS}))
     typed = {name: given for name, given in typed.items() if name not in ("preset", "config")}
     switches = {
-        "use_tis": base.use_tis or switch(names.get("use_tis"), "use_tis"),
+        "use_tis": base.use_tis or parse_bool(names.get("use_tis"), "use_tis"),
         "use_rollout_logprobs": base.use_rollout_log_probs or typed.get("use_rollout_log_probs", False),
     }
     theirs = from_slime({**mis, **switches}).model_dump(exclude_unset=True, include={"use_tis", "tis", "rs"})
@@ -234,7 +234,7 @@ def why_our_loss(args: Namespace, config: MismatchConfig, host: Host, *, hooked:
     reasons = {
         f"--mismatch-objective {config.objective}: {loss} computes {theirs} (--advantage-estimator)": config.objective
         != theirs,
-        f"--rs-policy current: {loss} does not pass π_θ on": config.judges_current,
+        f"--rs-policy current: {loss} does not pass π_θ on": config.rejects_on_current_policy,
         f"--rs-criterion {', '.join(config.conditional)}: {loss} does not pass advantages on": config.needs_advantages,
         f"--mismatch-rollout-kl-coef: {loss} adds no such term": config.terms.rollout_kl_coef,
         f"--mismatch-kl-importance-weighted: {loss} weighs its KL by nothing of ours": (

@@ -12,7 +12,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import parse_yaml
 from mismatch_plugin.config.flags import destinations
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.hooks.base import Given, Host, Plan, peek, settled, wrap_once
 from mismatch_plugin.hooks.ray_actors import check_actors
 from mismatch_plugin.hooks.slime.config import (
@@ -24,12 +24,12 @@ from mismatch_plugin.hooks.slime.config import (
     hook_path,
     read_settings,
     runs,
-    validate_names,
+    validate_setting_names,
     why_our_loss,
 )
 from mismatch_plugin.hooks.slime.samples import wrap_data_source
-from mismatch_plugin.hooks.slime.versions import validate_versions
-from mismatch_plugin.hooks.version import validate_megatron
+from mismatch_plugin.hooks.slime.versions import validate_versions_kept
+from mismatch_plugin.hooks.version import validate_megatron_version
 
 TABLE: dict[str, dict[str, Any]] = {
     flag(name): {"default": default} | ({"action": "store_true"} if kind is bool else {"type": kind})
@@ -53,16 +53,16 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     """
     args, typed = peek(given.host_argv, TABLE)
     file = _read_config(args)
-    validate_names(file)
+    validate_setting_names(file)
     vars(args).update(file)
     flags = set(destinations()) - ARGUMENTS.keys()
     ours = [name for name in sorted(file) if name in flags or name.startswith("mismatch_")]
     if not (given.flags or ours or args.use_tis or args.use_rollout_logprobs):
         return Plan.untouched(host, given)
-    validate_megatron([] if script is None else [script.parent])
+    validate_megatron_version([] if script is None else [script.parent])
     config = _settings(host, given, args, ours)
     if config.rs.max_staleness is not None:
-        validate_versions(host.name, script)
+        validate_versions_kept(host.name, script)
     added = _arguments(host, config, args, typed | file.keys())
     settings = args.mismatch_settings
     config = check_arguments(args, host) or config
@@ -75,7 +75,7 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
         namespace.mismatch_settings = settings
         namespace.use_rollout_logprobs = config.use_rollout_log_probs
         namespace.use_tis = config.algorithm == 2  # 3 is ours alone; a file may have set both after the host's check
-        with no_notes():  # the block has said them
+        with ignore_mismatch_warnings():  # the block has said them
             check_arguments(namespace, host)
         wrap_data_source(host.name, namespace)
         check_actors()

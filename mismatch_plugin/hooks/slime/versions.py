@@ -139,7 +139,7 @@ def _number(version: Any) -> int:
     return int(version)
 
 
-def validate_versions(host: str, script: Path | None) -> None:
+def validate_versions_kept(host: str, script: Path | None) -> None:
     """Raise ValueError where slime's tree, that of the script or one on sys.path, drops the versions of its samples."""
     roots = [*([] if script is None else [script.parent]), *map(Path, sys.path)]
     path = next((path for root in roots if (path := root / "slime" / "ray" / "rollout.py").is_file()), None)

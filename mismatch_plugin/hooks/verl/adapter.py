@@ -30,7 +30,7 @@ from mismatch_plugin.hooks.verl.groups import use_group_advantages
 from mismatch_plugin.hooks.verl.loss import verl_token_loss
 from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
 from mismatch_plugin.hooks.version import version_line
-from mismatch_plugin.report.log import refuse_other_settings
+from mismatch_plugin.report.log import validate_same_settings
 
 _CORE = "verl.trainer.ppo.core_algos"
 
@@ -115,6 +115,6 @@ def _validate_config(own: Callable[..., Any], config: Any, *args: Any, **kwargs:
     chosen = check_tree(config)
     if chosen is not None:
         if chosen.report_dir is not None:
-            refuse_other_settings(chosen.report_dir, chosen)
+            validate_same_settings(chosen.report_dir, chosen)
         print(start_block("verl", [*describe(chosen, config), version_line(VERL)]), flush=True)
     return own(config, *args, **kwargs)

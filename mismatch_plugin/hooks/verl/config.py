@@ -15,7 +15,7 @@ from typing import Any
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import at, dotted_fields_set, merge, no_notes
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import VERL
@@ -185,7 +185,7 @@ def _parts(host_config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 def _build(text: str) -> MismatchConfig:
     block, actor, late = json.loads(text)
     own, name = take_block(block, RC)
-    with no_notes():  # the merged configuration says what has no effect
+    with ignore_mismatch_warnings():  # the merged configuration says what has no effect
         read = from_verl({**block, **actor})
     base, bypass = read.model_dump(exclude_unset=True), read.use_rollout_log_probs
     theirs: dict[str, Any] = {"use_rollout_log_probs": bypass}
@@ -202,8 +202,8 @@ def _build(text: str) -> MismatchConfig:
         base.pop("ppo", None)
     else:  # rollout_is null names no level, and asks for no weights
         said = {path for path, key in SPELLED.items() if key != "rollout_is" or block.get(key) is not None}
-        for path in sorted(path for path in said if at(base, path) is not None):
-            put(theirs, path, at(base, path))
+        for path in sorted(path for path in said if get_path(base, path) is not None):
+            put(theirs, path, get_path(base, path))
         criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
         if all(criteria):
             own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})

@@ -84,10 +84,10 @@ def plan(host: Host, given: Given, script: Path | None) -> Plan:
     policy_loss["rollout_correction"] = tree["algorithm"]["rollout_correction"]
     config = check_tree(tree)
     assert config is not None  # the tree has our block or our loss
-    return Plan((*host_argv, *added), tuple(added), tuple(describe(config, tree)), refuse_unregistered, config)
+    return Plan((*host_argv, *added), tuple(added), tuple(describe(config, tree)), validate_registration, config)
 
 
-def refuse_unregistered() -> None:
+def validate_registration() -> None:
     """Raises ValueError where verl's processes would not load the loss, or it is written for another verl."""
     policy = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip().lower()
     if policy != "auto" and "mismatch_plugin" not in policy.split(","):
