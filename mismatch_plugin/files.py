@@ -30,7 +30,7 @@ def encodable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def refuse_special(path: Path) -> None:
+def validate_regular_file(path: Path) -> None:
     """Raise ValueError for a device, pipe or socket: reading one may never end. What is absent is left to `open`."""
     try:
         mode = path.stat().st_mode
@@ -42,7 +42,7 @@ def refuse_special(path: Path) -> None:
 
 def read_text(path: Path, limit: int = MAX_FILE, encoding: str = "utf-8") -> str:
     """A file's text. Raises ValueError where it is not a regular file, too large, or not text; OSError as `open`."""
-    refuse_special(path)
+    validate_regular_file(path)
     with path.open("rb") as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
@@ -56,7 +56,7 @@ def read_lines(path: Path, limit: int = MAX_LINE, errors: str = "strict") -> Ite
     errors: "replace" goes on behind bytes that are not UTF-8.
     Raises ValueError as `read_text`, with the number of a line that is too long; OSError as `open`.
     """
-    refuse_special(path)
+    validate_regular_file(path)
     with path.open("rb", buffering=_BUFFER) as stream:
         number = 0
         while line := stream.readline(limit + 1):

@@ -9,12 +9,10 @@ is run.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -22,9 +20,9 @@ from typing import Annotated, Any
 
 import typer
 
-from mismatch_plugin.config.values import host_name
 from mismatch_plugin.files import replacing
 from mismatch_plugin.hooks import version
+from mismatch_plugin.hooks.hosts import HOSTS, find_host
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -70,12 +68,14 @@ def patches_of(host: str, files: Collection[str] = (), optional: bool = False) -
 
     Raises: PatchError for a host or file without a patch.
     """
-    every, host = [Patch(**entry) for entry in version.manifest()["patches"]], host_name(host)
+    every, given = [Patch(**entry) for entry in version.manifest()], host
+    with suppress(ValueError):
+        host = find_host(given).name
     mine = [patch for patch in every if patch.host == host]
     if not mine:
         hosts = ", ".join(dict.fromkeys(patch.host for patch in every))
-        more = " verl needs none: it finds the installed package by its entry point." if host == "verl" else ""
-        raise PatchError(f"there is no patch for host {host!r}: there are those of {hosts}.{more}")
+        more = f" {HOSTS[host].title} needs none: {HOSTS[host].door}." if host in HOSTS else ""
+        raise PatchError(f"there is no patch for host {given!r}: there are those of {hosts}.{more}")
     unknown = sorted(set(files) - {patch.file for patch in mine})
     if unknown:
         raise PatchError(
@@ -149,26 +149,9 @@ def _refusal(patch: Patch, state: State, root: Path) -> str:
             f"revert them first, or check {where} out."
         )
     return (
-        f"{patch.file} is that of {patch.host} {version.read_version(patch.host, root)}, not the file that the patch "
-        f"was made for, and it does not apply: use {where}, or launch through `python -m mismatch_plugin.launch`, "
-        f"which needs no patch."
+        f"{patch.file} is not the file that the patch was made for, and it does not apply: use {where}, or launch "
+        f"through `python -m mismatch_plugin.launch`, which needs no patch."
     )
-
-
-def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """git in `folder`, not in a repository that merely contains it; it runs no program but itself.
-
-    What a checkout's configuration can make git run is off (file system monitor, hooks) or not used here (filters and
-    drivers, which act on files that git itself reads or writes); objects that are missing are not fetched.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent), "GIT_NO_LAZY_FETCH": "1"}
-    switches = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never")
-    command = ["git", *(word for switch in switches for word in ("-c", switch)), *arguments]
-    try:
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise PatchError("git is not installed, and patches are applied by `git apply`: install it.") from error
 
 
 def _patched(patch: Patch, content: bytes, *how: str) -> bytes | None:
@@ -178,20 +161,23 @@ def _patched(patch: Patch, content: bytes, *how: str) -> bytes | None:
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(content)
         path = (version.folder() / patch.patch).resolve()
-        done = _git(Path(name), "apply", "--whitespace=nowarn", *how, str(path))
+        done = version.git(Path(name), "apply", "--whitespace=nowarn", *how, str(path))
+        if done is None:
+            raise PatchError("git is not installed, and patches are applied by `git apply`: install it.")
         return copy.read_bytes() if done.returncode == 0 else None
 
 
 def _is_committed(root: Path, file: str, content: bytes) -> bool:
     """Whether the last commit holds the file as it is. Compared here: git's own status would run filters."""
-    found = _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}").stdout.strip()
+    done = version.git(root, "rev-parse", "--verify", "--quiet", f"HEAD:./{file}")
+    found = "" if done is None else done.stdout.strip()
     blob = b"blob %d\0" % len(content) + content
     return found in (hashlib.sha1(blob, usedforsecurity=False).hexdigest(), hashlib.sha256(blob).hexdigest())
 
 
 # The command ----------------------------------------------------------------------------------------------------------
 
-Host = Annotated[str, typer.Option(help="slime, miles, megatron-lm or nemo-rl.")]
+Host = Annotated[str, typer.Option(help=f"{', '.join(HOSTS)}.")]
 Root = Annotated[Path, typer.Option(help="Root of the host's checkout.")]
 Files = Annotated[list[str] | None, typer.Option("--file", help="Only this file of the host. May be repeated.")]
 Optional = Annotated[bool, typer.Option("--optional", help="The optional patches too (precision, speed).")]

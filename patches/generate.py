@@ -2,9 +2,8 @@
 
     python patches/generate.py HOSTS      # HOSTS/slime, HOSTS/miles, HOSTS/Megatron-LM, HOSTS/NeMo-RL
 
-For another commit of a host: check it out, change `commit` in the manifest, in its patches and in `tested` (the version
-that the tests were run with, to which the start-up block compares), and run this. An edit whose text is not there
-exactly once stops it, and that is where the host has moved.
+For another commit of a host: check it out, change it in `mismatch_plugin/hooks/hosts.py`, and run this. An edit whose
+text is not there exactly once stops it, and that is where the host has moved.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from mismatch_plugin.hooks.hosts import HOSTS
+
 HERE = Path(__file__).parent
-FOLDERS = {"slime": "slime", "miles": "miles", "megatron-lm": "Megatron-LM", "nemo-rl": "NeMo-RL"}
 
 
 def edited(text: str, edits: list[dict[str, str]], name: str) -> str:
@@ -55,7 +55,9 @@ def main(hosts: Path) -> None:
     path = HERE / "manifest.json"
     manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     for entry in manifest["patches"]:
-        before = (hosts / FOLDERS[entry["host"]] / entry["file"]).read_text(encoding="utf-8")
+        host = HOSTS[entry["host"]]
+        entry["repository"], entry["commit"] = host.repository, host.commit
+        before = (hosts / host.title / entry["file"]).read_text(encoding="utf-8")
         after = edited(before, entry["edits"], entry["file"])
         patch = HERE / entry["patch"]
         patch.parent.mkdir(exist_ok=True)

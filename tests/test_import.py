@@ -38,6 +38,7 @@ FOLDERS = (
     *(
         "config",
         "core",
+        "log_probs",
         "parallel",
         "data",
         "sglang",

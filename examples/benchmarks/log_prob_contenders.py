@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from examples.benchmarks.measuring import Contender, checkout, file_of, megatron_groups
-from mismatch_plugin.parallel.log_probs import vocab_parallel_linear_log_probs, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import vocab_parallel_linear_log_probs, vocab_parallel_log_probs
 
 OURS = "mismatch_plugin"
 IN_PLACE = f"{OURS}, gradient over the logits"

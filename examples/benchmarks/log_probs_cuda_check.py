@@ -24,7 +24,7 @@ from examples.benchmarks.bench import table
 from examples.benchmarks.log_prob_contenders import from_logits
 from examples.benchmarks.measuring import copy_bandwidth, measure
 from examples.benchmarks.triton_cases import CASES, SHARDED, check, check_shards, compare, results
-from mismatch_plugin.parallel.log_probs import Backend, vocab_parallel_linear_log_probs, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import Backend, vocab_parallel_linear_log_probs, vocab_parallel_log_probs
 
 CUDA = torch.device("cuda")
 
@@ -137,7 +137,7 @@ def check_captured(run: Callable[[], tuple[Tensor, ...]], changed: Tensor) -> No
 def check_rows_are_asserted() -> None:
     """A row that is there twice ends the process, which says why."""
     code = (
-        "import torch; from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs as f; x = torch.zeros("
+        "import torch; from mismatch_plugin.log_probs import vocab_parallel_log_probs as f; x = torch.zeros("
         "4, 9, device='cuda'); i = torch.tensor([1, 1], device='cuda'); f(x, i, rows=i); torch.cuda.synchronize()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

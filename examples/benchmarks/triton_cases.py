@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.parallel import log_prob_triton
-from mismatch_plugin.parallel.log_prob_arguments import Layout
-from mismatch_plugin.parallel.log_probs import Backend, RaggedSamplingMask, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import Backend, RaggedSamplingMask, triton_arithmetic, vocab_parallel_log_probs
+from mismatch_plugin.log_probs.arguments import Layout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS = 6
@@ -177,14 +176,14 @@ def check_shards(what: str, dtype: str, device: str, bounds: tuple[int, ...] = (
         mask = mask[:, begin:end] if isinstance(mask, Tensor) else mask
         own = replace(layout, vocab_start=begin, columns=min(max(size - begin, 0), end - begin))
         shards.append(
-            log_prob_triton.prepare(
+            triton_arithmetic.prepare(
                 logits[:, begin:end], targets, options.get("rows"), options.get("temperature", 1.0), mask, own
             )
         )
-    statistics = torch.stack([log_prob_triton.local_statistics(shard) for shard in shards])
-    log_probs, entropy, shift, total = log_prob_triton.finish(statistics, targets, True)
+    statistics = torch.stack([triton_arithmetic.local_statistics(shard) for shard in shards])
+    log_probs, entropy, shift, total = triton_arithmetic.finish(statistics, targets, True)
     assert entropy is not None
-    gradients = [log_prob_triton.gradient(shard, shift, total, entropy, *upstream) for shard in shards]
+    gradients = [triton_arithmetic.gradient(shard, shift, total, entropy, *upstream) for shard in shards]
     whole = run(case, device, "triton")
     compare([log_probs, entropy, torch.cat(gradients, 1)], whole, _rounding(dtype))
 

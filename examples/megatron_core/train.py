@@ -42,8 +42,8 @@ from examples.sglang_server import start_cpu_server
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.hooks.megatron_core import MegatronBatch, MegatronLoss, make_batch
+from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.sglang.client import SGLangClient
 
 cpu_shim.install()  # before megatron-core asks for a GPU

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 import mismatch_plugin
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.presets import COMPLETE, find_preset, preset_names
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 
 BOS, SEP, EOS, PAD, FILL = 10, 11, 12, 13, 14  # 0 to 9 are the digits
 Split = Literal["train", "held_out"]
@@ -243,7 +243,7 @@ def variant_config(label: str) -> MismatchConfig:
             f"algorithm {label!r} is unknown: write {', '.join(_NAMED)}, a preset (mismatch-plugin presets), 0 to 3 or "
             f"ALGORITHM:LEVEL:MODE, as 2:sequence:mask."
         )
-    with no_notes():  # bounds far from 1 are meant: so are the policies
+    with ignore_mismatch_warnings():  # bounds far from 1 are meant: so are the policies
         return MismatchConfig.build({**data, "metrics": "full"})
 
 

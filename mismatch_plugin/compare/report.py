@@ -34,7 +34,7 @@ from mismatch_plugin.compare.statistics import (
     summarise,
 )
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.files import encodable, write_whole
 from mismatch_plugin.report.log import to_json
 from mismatch_plugin.report.presets import as_flags
@@ -211,7 +211,7 @@ def flags_of(folder: Folder, name: str) -> str:
     """A variant's settings as launch flags; empty where its configuration was not kept or cannot be read."""
     settings = next((mapping(run.config.get("mismatch")) for key, run in folder.runs.items() if key[1] == name), {})
     try:
-        with no_notes():
+        with ignore_mismatch_warnings():
             config = MismatchConfig.build({**settings, "metrics": "basic", "report_dir": None})
     except (ValueError, TypeError):
         return ""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
 from mismatch_plugin.config.fields import Frozen, described
-from mismatch_plugin.config.values import number, unknown, whole
+from mismatch_plugin.config.values import number, parse_int, unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
 Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
@@ -202,7 +202,7 @@ class Rejection(Frozen):
     @field_validator("min_group", "max_staleness", mode="before")
     @classmethod
     def _whole(cls, value: Any, info: ValidationInfo) -> Any:
-        return None if value is None else whole(value, f"rs.{info.field_name}")
+        return None if value is None else parse_int(value, f"rs.{info.field_name}")
 
 
 LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}

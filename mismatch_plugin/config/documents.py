@@ -82,14 +82,14 @@ def parse_json(text: str) -> Any:
     """JSON whose keys are unique. Raises ValueError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _refuse_twice(pairs)
+        _validate_unique_keys(pairs)
         return dict(pairs)
 
     try:
         data = json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
-    _refuse_large(data)
+    _validate_size(data)
     return data
 
 
@@ -104,7 +104,7 @@ def parse_yaml(text: str) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _refuse_large(node)
+        _validate_size(node)
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
@@ -112,7 +112,7 @@ def parse_yaml(text: str) -> Any:
         raise ValueError("it is nested too deeply.") from None
 
 
-def _refuse_large(root: Any) -> None:
+def _validate_size(root: Any) -> None:
     """Walk a document, or the nodes of one, as often as each is used. Raises ValueError beyond the two bounds."""
     seen, waiting = 0, [(root, 0)]
     while waiting:
@@ -130,12 +130,14 @@ def _children(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [*value, *value.values()]
     if isinstance(value, yaml.MappingNode):
-        _refuse_twice(((key.tag, key.value), item) for key, item in value.value if isinstance(key, yaml.ScalarNode))
+        _validate_unique_keys(
+            ((key.tag, key.value), item) for key, item in value.value if isinstance(key, yaml.ScalarNode)
+        )
         return [part for pair in value.value for part in pair]
     return value.value if isinstance(value, yaml.SequenceNode) else value if isinstance(value, list) else []
 
 
-def _refuse_twice(pairs: Iterable[tuple[Any, Any]]) -> None:
+def _validate_unique_keys(pairs: Iterable[tuple[Any, Any]]) -> None:
     """The last of two equal keys would win in silence. A YAML key is (tag, text)."""
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:

@@ -9,7 +9,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from mismatch_plugin.config.values import MAX_SHOWN, number, shown, unknown
+from mismatch_plugin.config.values import MAX_SHOWN, number, short_repr, unknown
 
 MAX_FAULTS = 10
 """Sentences of one error: a file that is no configuration has thousands of faults."""
@@ -117,7 +117,7 @@ def plain_error(error: ValidationError, model: type[BaseModel], typed: Collectio
             leaf = re.sub(r"\.\d.*", "", path)  # the list that holds it, for an element of a list
             spelled = f"{flags[leaf]}'s {name}" if leaf in flags and leaf != path else flags.get(path, path)
             fix = re.sub("^Input ", "it ", fault["msg"].rstrip("."))
-            sentences.append(f"{spelled} is {shown(fault['input'])}: {fix}.")
+            sentences.append(f"{spelled} is {short_repr(fault['input'])}: {fix}.")
         elif path in known:  # one key with a dot in it
             value = str(fault["input"])[:MAX_SHOWN]
             sentences.append(f"setting {path} is one key: nest it, {parent}: {{{name}: {value}}}.")

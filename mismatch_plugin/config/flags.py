@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
 from mismatch_plugin.config.settings import Settings
-from mismatch_plugin.config.values import number, whole
+from mismatch_plugin.config.values import number, parse_int
 
 _CRITERIA = "rs.criteria"
 _USE_RS = "--use-rs"
@@ -164,7 +164,7 @@ def _options(leaf: FieldInfo) -> dict[str, Any]:
     if leaf.annotation is bool:
         return options | {"action": "store_true"}
     if int in (leaf.annotation, *get_args(leaf.annotation)):
-        return options | {"type": whole, "metavar": unit.upper()}
+        return options | {"type": parse_int, "metavar": unit.upper()}
     if float in (leaf.annotation, *get_args(leaf.annotation)):
         return options | {"type": number, "metavar": unit.upper() if unit.isalpha() else "NUMBER"}
     if get_origin(leaf.annotation) is Literal:

@@ -16,7 +16,7 @@ from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.rules import contradictions, notes_on
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
-from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, shown
+from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, short_repr
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -51,7 +51,9 @@ class MismatchConfig(Settings):
             section, _, rest = str(name).partition("_")
             model = cls.model_fields[section].annotation if section in cls.model_fields and rest else None
             if isinstance(model, type) and issubclass(model, BaseModel) and rest in model.model_fields:
-                raise ValueError(f'setting {name} is one of a section: write {section}={{"{rest}": {shown(value)}}}.')
+                raise ValueError(
+                    f'setting {name} is one of a section: write {section}={{"{rest}": {short_repr(value)}}}.'
+                )
         return data
 
     @model_validator(mode="after")
@@ -118,7 +120,7 @@ class MismatchConfig(Settings):
         rejections = [f"{c.name} in [{c.lower_bound or 0:g}, {c.upper_bound:g}]" for c in self.criteria]
         if self.rs.veto_threshold is not None:
             rejections.append(f"veto below {self.rs.veto_threshold:g}")
-        if self.judges_current:
+        if self.rejects_on_current_policy:
             rejections.append("judged by π_θ")
         if self.rs.max_staleness is not None:
             rejections.append(f"tokens of more than {self.rs.max_staleness} weight versions before")
@@ -138,7 +140,7 @@ class MismatchConfig(Settings):
             kind, on = self.terms.rollout_kl_type, self.terms.rollout_kl_on
             lines.append(f"penalty: {self.terms.rollout_kl_coef:g} · {kind} to π_rollout, on {on} tokens")
         invalid = self.rollout_log_prob_policy
-        if self.leaves_out_invalid:
+        if self.excludes_invalid:
             invalid = "counted and left out of the metrics (nothing else reads them)"
         if self.log_prob_backend != "auto":
             lines.append(f"log-probs from logits: {self.log_prob_backend}")

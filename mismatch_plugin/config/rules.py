@@ -116,7 +116,7 @@ def contradictions(config: Settings) -> Iterable[tuple[str, str]]:
         first = f"<rs.group> {config.rs.group} needs to know what is accepted before advantages are computed"
         if config.use_rollout_log_probs:
             yield "rs.group", f"{first}, and algorithm {config.algorithm} judges π_θ: choose keep, or algorithm 0 or 2."
-        if config.judges_current:
+        if config.rejects_on_current_policy:
             yield "rs.group", f"{first}, and <rs.policy> current judges π_θ: choose keep, or <rs.policy> auto."
         if config.needs_advantages:
             names = ", ".join(config.conditional)

@@ -186,19 +186,19 @@ class Settings(Section):
         return self.rejects_by_log_probs or self.rs.max_staleness is not None
 
     @property
-    def judges_current(self) -> bool:
+    def rejects_on_current_policy(self) -> bool:
         """True where criteria and veto judge π_θ while weights and metrics are those of π_old."""
         return self.judges and self.rs.policy == "current" and not self.use_rollout_log_probs
 
     @property
     def three_policies(self) -> bool:
         """True where π_old is compared with π_rollout for rejection, though no weight multiplies the loss."""
-        return self.algorithm == 0 and self.rejects_by_log_probs and not self.judges_current
+        return self.algorithm == 0 and self.rejects_by_log_probs and not self.rejects_on_current_policy
 
     @property
     def keep_known_before_step(self) -> bool:
         """True where it is known before the forward pass which tokens are accepted, if log-probs of π_old are there."""
-        return not self.rejects_by_log_probs or not (self.use_rollout_log_probs or self.judges_current)
+        return not self.rejects_by_log_probs or not (self.use_rollout_log_probs or self.rejects_on_current_policy)
 
     @property
     def needs_advantages(self) -> bool:
@@ -260,7 +260,7 @@ class Settings(Section):
         return self.algorithm == 1 or self.corrects or self.terms.rollout_kl_coef > 0
 
     @property
-    def leaves_out_invalid(self) -> bool:
+    def excludes_invalid(self) -> bool:
         """True where invalid log-probs are left out of the metrics; else the policy says what becomes of them.
 
         A dry run under neutral, drop-token or drop-sequence shows what that policy would do.

@@ -17,14 +17,14 @@ class MismatchWarning(UserWarning):
 
 
 @contextmanager
-def no_notes() -> Iterator[None]:
+def ignore_mismatch_warnings() -> Iterator[None]:
     """No MismatchWarning inside: for a configuration of which another build says what has no effect."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", MismatchWarning)
         yield
 
 
-def at(nested: Mapping[str, Any], path: str) -> Any:
+def get_path(nested: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path, None where there is none."""
     value: Any = nested
     for name in path.split("."):
@@ -61,7 +61,7 @@ def number(value: Any, name: str = "the value") -> float:
             return float(value)
         except (ValueError, OverflowError):  # an integer of 400 digits
             pass
-    raise ValueError(f"{name} is {shown(value)}, which is not a number: write one, for example 2.0.")
+    raise ValueError(f"{name} is {short_repr(value)}, which is not a number: write one, for example 2.0.")
 
 
 def lower_epsilon(value: Any, name: str) -> float:
@@ -69,12 +69,15 @@ def lower_epsilon(value: Any, name: str) -> float:
     return min(number(value, name), 1.0)
 
 
-def whole(value: Any, name: str = "the value") -> int:
+def parse_int(value: Any, name: str = "the value") -> int:
     """A whole number, or a string that spells one. Raises ValueError naming `name` and the value."""
     plain = isinstance(value, int) and not isinstance(value, bool)
     if plain or (isinstance(value, str) and value.strip().lstrip("-").isdecimal()):
         return int(value)
-    raise ValueError(f"{name} is {shown(value)}, which is not a whole number: write one, for example 2.")
+    raise ValueError(f"{name} is {short_repr(value)}, which is not a whole number: write one, for example 2.")
+
+
+parse_int.__name__ = "int"  # argparse shows it: "invalid int value"
 
 
 def bounds(value: Any, name: str) -> tuple[float | None, float]:
@@ -85,7 +88,7 @@ def bounds(value: Any, name: str) -> tuple[float | None, float]:
     return None, number(value, name)
 
 
-def switch(value: Any, name: str) -> bool:
+def parse_bool(value: Any, name: str) -> bool:
     """True or false, also as 1 and 0 or as a string; None is false. Raises ValueError naming `name` and the value."""
     if value is None or value in (0, 1):
         return bool(value)
@@ -94,7 +97,7 @@ def switch(value: Any, name: str) -> bool:
     raise ValueError(f"{name} is {value!r}: write true or false.")
 
 
-def shown(value: object) -> str:
+def short_repr(value: object) -> str:
     """The value as an error names it, cut where it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
@@ -107,7 +110,7 @@ def unknown(kind: str, given: object, known: Iterable[str]) -> ValueError:
     fix = f"did you mean {' or '.join(close)}?" if close else f"there is {', '.join(names)}."
     if not names:
         fix = "leave it out, or check its spelling."
-    return ValueError(f"{kind} {shown(str(given))} is unknown: {fix}")
+    return ValueError(f"{kind} {short_repr(str(given))} is unknown: {fix}")
 
 
 def host_name(given: str) -> str:

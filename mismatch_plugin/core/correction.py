@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.metrics.collect import collect_statistics, late_columns, token_columns
+from mismatch_plugin.core.correction_state import CorrectionState
+from mismatch_plugin.core.metrics.collect import collect_statistics, second_columns, token_columns
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import (
-    Judged,
-    judged_of,
+    RejectionInputs,
     maximum_columns,
-    refuse_missing_versions,
     reject_sequences,
     reject_tokens,
     rejection_columns,
+    rejection_inputs,
     stale_tokens,
+    validate_versions,
 )
 from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
-from mismatch_plugin.core.stage import Stage
 from mismatch_plugin.core.tokens import Tokens, select_tokens
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SequenceGroups(Protocol):
-    """What ring 1 needs to know of context parallelism: two reductions, and who counts a sequence."""
+    """The context-parallel reductions that core uses, and who counts a sequence."""
 
     @property
     def cp_size(self) -> int:
@@ -119,8 +119,8 @@ def correct(
         packed data were found to hold invalid log-probs that are used and the policy is `error` (data on a device are
         reported by `metrics()`).
     """
-    refuse_no_config(config)
-    _refuse_invalid(packed, config, stopping_kinds(config))
+    validate_config_type(config)
+    _raise_invalid(packed, config, stopping_kinds(config))
     current = None if log_probs is None else packed.flatten(log_probs, "log_probs")
     return compute_correction(training_side(packed), packed, config, groups, batch_factor, current)
 
@@ -155,74 +155,74 @@ def compute_correction(
     further: Further = nothing_further,
 ) -> Correction:
     """`correct` with the training side handed in (`policy_loss` passes π_old or π_θ), and log π_θ."""
-    refuse_missing(packed, config)
+    validate_fields(packed, config)
     if groups is not None:
-        refuse_cut(packed, config, groups.cp_size)
-    leaves_out = config.metrics != "off" and packed.rollout_log_probs is not None and config.leaves_out_invalid
-    tokens = select_tokens(train_T, packed, leaves_out)
-    judged, stale_T = judged_of(config, packed, tokens, current_T), stale_tokens(config, packed)
-    stage = Stage(config, packed, tokens, judged, train_T)
+        validate_cut(packed, config, groups.cp_size)
+    excludes_invalid = config.metrics != "off" and packed.rollout_log_probs is not None and config.excludes_invalid
+    tokens = select_tokens(train_T, packed, excludes_invalid)
+    judged, stale_T = rejection_inputs(config, packed, tokens, current_T), stale_tokens(config, packed)
+    state = CorrectionState(config, packed, tokens, judged, train_T)
 
     # Decisions and weights that need one token only.
-    stage.outside_T = reject_tokens(config, judged, stale_T)
-    if stage.units.per_token:
-        stage.weigh()
-    masked_T, rejected_T = stage.rejected_tokens()
+    state.outside_T = reject_tokens(config, judged, stale_T)
+    if state.units.per_token:
+        state.weigh()
+    masked_T, rejected_T = state.rejected_tokens()
 
     # One sum (and where asked one maximum) a sequence, over all of its tokens wherever they live.
-    columns = chain(token_columns(stage, masked_T, rejected_T), rejection_columns(config, judged, stage.measured))
+    columns = chain(token_columns(state, masked_T, rejected_T), rejection_columns(config, judged, state.measured))
     columns = chain(columns, further(tokens))
-    if leaves_out:
+    if excludes_invalid:
         fresh = [] if stale_T is None else [Column("fresh", packed.loss_mask.logical_and(stale_T.logical_not()))]
         columns = chain(columns, [Column("trained", packed.loss_mask), *fresh])
     names, partials = segment_sums(columns, packed.offsets)
-    part_columns = list(stage.part_columns(masked_T, rejected_T))
-    if part_columns and stage.parts is not None:
-        part_names, part_sums = segment_sums(part_columns, stage.parts.offsets)
+    part_columns = list(state.part_columns(masked_T, rejected_T))
+    if part_columns and state.parts is not None:
+        part_names, part_sums = segment_sums(part_columns, state.parts.offsets)
         partials, part_sums = _summed([partials, part_sums], groups)
-        stage.read(names, partials)
-        stage.read_parts(part_names, part_sums)
+        state.read(names, partials)
+        state.read_parts(part_names, part_sums)
     else:
-        stage.read(names, partials if groups is None else groups.sum(partials))
-        stage.read_parts(names, None)
+        state.read(names, partials if groups is None else groups.sum(partials))
+        state.read_parts(names, None)
     maxima_N = _maxima(config, judged, packed.offsets, groups)
 
     # Decisions and weights that need the whole unit or sequence.
-    stage.outside_N, stage.values_N = reject_sequences(config, judged, stage.sums_N, stage.means_N, maxima_N)
-    if not stage.units.per_token:
-        stage.weigh()
-    if stage.units.late:
-        masked_T, rejected_T = stage.rejected_tokens()
-        names, sums = segment_sums(late_columns(stage, masked_T, rejected_T), packed.offsets)
+    state.outside_N, state.values_N = reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
+    if not state.units.per_token:
+        state.weigh()
+    if state.units.needs_second_reduction:
+        masked_T, rejected_T = state.rejected_tokens()
+        names, sums = segment_sums(second_columns(state, masked_T, rejected_T), packed.offsets)
         if names:
-            stage.read(names, sums if groups is None else groups.sum(sums))
+            state.read(names, sums if groups is None else groups.sum(sums))
 
     # Back to tokens.
     mask = tokens.mask
-    stage.settle(rejected_T)
-    keep = stage.keep_T
+    state.settle(rejected_T)
+    keep = state.keep_T
     if config.normalizes:
-        stage.factor = stage.batch_factor() if batch_factor is None else batch_factor
+        state.factor = state.batch_factor() if batch_factor is None else batch_factor
     counts = groups is None or groups.counts_sequences
-    statistics = collect_statistics(stage, counts_sequences=counts)
-    if leaves_out:  # nothing is weighed or judged by its log-prob, and the loss runs over all that train
-        mask, tokens_N = packed.loss_mask.to(mask.dtype), stage.sums_N["trained"]
+    statistics = collect_statistics(state, counts_sequences=counts)
+    if excludes_invalid:  # nothing is weighed or judged by its log-prob, and the loss runs over all that train
+        mask, tokens_N = packed.loss_mask.to(mask.dtype), state.sums_N["trained"]
         trained = torch.stack([tokens_N.sum(), (tokens_N > 0).sum().double()]) * float(counts)
         statistics = statistics.with_vector(("trained_tokens", "trained_sequences"), trained)
         keep, kept_N = mask, tokens_N
         if stale_T is not None and not config.dry_run:
-            keep, kept_N = mask.masked_fill(stale_T, 0.0), stage.sums_N["fresh"]
-        return Correction(mask, keep, statistics, tokens, tokens_N, kept_N, sums_N=stage.sums_N)
+            keep, kept_N = mask.masked_fill(stale_T, 0.0), state.sums_N["fresh"]
+        return Correction(mask, keep, statistics, tokens, tokens_N, kept_N, sums_N=state.sums_N)
     if config.dry_run:
-        return Correction(mask, mask, statistics, tokens, stage.tokens_N, stage.tokens_N, sums_N=stage.sums_N)
+        return Correction(mask, mask, statistics, tokens, state.tokens_N, state.tokens_N, sums_N=state.sums_N)
     weights = mask
-    if stage.weights_U is not None:
-        weights = stage.weights_U.to(mask.dtype)
-        if not stage.units.on_tokens:
-            weights = mask * spread(weights, packed.sequence_index if stage.parts is None else stage.parts.index)
-    if stage.factor is not None:
-        weights = weights / stage.factor
-    return Correction(weights, keep, statistics, tokens, stage.tokens_N, stage.kept_N, stage.factor, stage.sums_N)
+    if state.weights_U is not None:
+        weights = state.weights_U.to(mask.dtype)
+        if not state.units.one_ratio_per_token:
+            weights = mask * spread(weights, packed.sequence_index if state.parts is None else state.parts.index)
+    if state.factor is not None:
+        weights = weights / state.factor
+    return Correction(weights, keep, statistics, tokens, state.tokens_N, state.kept_N, state.factor, state.sums_N)
 
 
 def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[Tensor]:
@@ -234,7 +234,7 @@ def _summed(partials: Sequence[Tensor], groups: SequenceGroups | None) -> list[T
 
 
 def _maxima(
-    config: MismatchConfig, judged: Judged, offsets: Tensor, groups: SequenceGroups | None
+    config: MismatchConfig, judged: RejectionInputs, offsets: Tensor, groups: SequenceGroups | None
 ) -> dict[str, Tensor]:
     """What the sequence_max criteria compare, [N] by name."""
     columns = dict(maximum_columns(config, judged))
@@ -267,9 +267,9 @@ def given_correction(
     return Correction(weights, tokens.mask, statistics, tokens, counts_N, counts_N, sums_N=sums_N)
 
 
-def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
+def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise what `correct` raises where the batch lacks what the configuration needs."""
-    refuse_no_config(config)
+    validate_config_type(config)
     if packed.rollout_log_probs is None and config.needs_rollout_log_probs:
         raise ValueError(
             f"rollout_log_probs is missing: algorithm {config.algorithm} with these settings needs the log-probs that "
@@ -281,14 +281,14 @@ def refuse_missing(packed: PackedSequences, config: MismatchConfig) -> None:
             f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
             f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
         )
-    refuse_missing_versions(config, packed)
+    validate_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
     passed = (*TRAIN_DEFECTS, "zero_fill") if config.use_rollout_log_probs else ()
-    _refuse_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
+    _raise_invalid(packed, config, [kind for kind in stopping_kinds(config) if kind not in passed])
 
 
-def refuse_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) -> None:
+def validate_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) -> None:
     """Raise ValueError where a part of the sequences does not say what the level needs to know of the whole."""
     units = units_of(config)
     for name in units.needs if cp_size > 1 else ():
@@ -300,13 +300,13 @@ def refuse_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) ->
             )
 
 
-def _refuse_invalid(packed: PackedSequences, config: MismatchConfig, kinds: Collection[str]) -> None:
+def _raise_invalid(packed: PackedSequences, config: MismatchConfig, kinds: Collection[str]) -> None:
     found = [item for item in packed.invalid if item.kind in kinds]
     if found and config.rollout_log_prob_policy == "error":
         raise invalid_error(found, sum(packed.invalid_counts.get(kind, 0) for kind in kinds))
 
 
-def refuse_no_config(config: object) -> None:
+def validate_config_type(config: object) -> None:
     """Raise TypeError for what has no algorithm, such as a preset's name or a dict of settings."""
     if not hasattr(config, "algorithm"):
         raise TypeError(

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 
-def refuse_unknown(fields: Mapping[str, Any]) -> None:
+def validate_field_names(fields: Mapping[str, Any]) -> None:
     """Raise TypeError for a field that no batch has."""
     for name in fields:
         meant = "loss_masks, one mask a sequence" if "mask" in name else "one of those in the signature"
         raise TypeError(f"{name} is no field of a batch: pass {meant}.")
 
 
-def refuse_not_finite(
+def validate_finite(
     name: str, values_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> None:
-    """It would come out as a NaN loss that names nothing. What the loss mask hides may be anything."""
+    """Raise ValueError if a trained token's value is NaN or inf. What the loss mask hides may be anything."""
     if values_T.sum().isfinite():  # then every value is
         return
     bad = trained_T & ~values_T.isfinite()
@@ -34,7 +34,7 @@ def refuse_not_finite(
         )
 
 
-def refuse_two_policies(
+def validate_one_policy(
     old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> None:
     """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
@@ -214,7 +214,7 @@ def _tensor(row: Any, integer: bool) -> Tensor:
     return torch.as_tensor(row)
 
 
-def refuse_other_parts(
+def validate_parts(
     turn_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
 ) -> None:
     """Raise ValueError where turns or chunks are those of other sequences."""

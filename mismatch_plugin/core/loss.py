@@ -15,10 +15,10 @@ from mismatch_plugin.core.correction import (
     SequenceGroups,
     compute_correction,
     given_correction,
-    refuse_no_config,
+    validate_config_type,
 )
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.objectives import OBJECTIVES, Entering, Objective, kl_from_rollout, kl_to_reference
+from mismatch_plugin.core.objectives import OBJECTIVES, Objective, ObjectiveInputs, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
 from mismatch_plugin.core.tokens import Tokens
@@ -145,7 +145,7 @@ def token_loss(
     groups, batch_factor, collectives, syncs: as `correct`. Gradient: through log_probs and packed.entropy only.
     Raises: as `correct`, and ValueError where advantages are missing, or what a term with a coefficient needs.
     """
-    refuse_unfit(packed, config)
+    validate_batch(packed, config)
     assert packed.advantages is not None
     log_probs = packed.flatten(log_probs, "log_probs")
     if log_probs.dtype in HALF:
@@ -153,13 +153,13 @@ def token_loss(
     old, train = anchors(log_probs, packed, config)
     objective = OBJECTIVES[config.policy_objective]
 
-    def entering(tokens: Tokens) -> Entering:
+    def entering(tokens: Tokens) -> ObjectiveInputs:
         selected = packed.loss_mask
         if tokens.code is not None and config.rollout_log_prob_policy != "error":
             selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
         anchor = tokens.rollout if config.use_rollout_log_probs else old
-        return Entering(selected, torch.where(selected, log_probs, 0.0), anchor)
+        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor)
 
     def further(tokens: Tokens) -> Iterator[Column]:
         return objective.columns(lambda: entering(tokens))
@@ -167,7 +167,7 @@ def token_loss(
     if correction is not None:
         correction = correction.divided_by(batch_factor)
     elif weights is None:
-        current = log_probs.detach() if config.judges_current else None
+        current = log_probs.detach() if config.rejects_on_current_policy else None
         correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
@@ -182,7 +182,7 @@ def token_loss(
 def known_before_loss(config: MismatchConfig) -> bool:
     """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
     sums_nothing = type(OBJECTIVES[config.policy_objective]).columns is Objective.columns
-    return not config.use_rollout_log_probs and not config.judges_current and sums_nothing
+    return not config.use_rollout_log_probs and not config.rejects_on_current_policy and sums_nothing
 
 
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:
@@ -192,9 +192,9 @@ def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) 
     return old, current if config.use_rollout_log_probs else old
 
 
-def refuse_unfit(packed: PackedSequences, config: MismatchConfig) -> None:
+def validate_batch(packed: PackedSequences, config: MismatchConfig) -> None:
     """Raise where the batch lacks what the loss needs."""
-    refuse_no_config(config)
+    validate_config_type(config)
     if not isinstance(packed, PackedSequences):
         raise TypeError(
             f"packed is a {type(packed).__name__}: policy_loss takes log_probs, then the PackedSequences, then the "
@@ -286,7 +286,7 @@ def policy_loss(
     All else as `token_loss`. Writes nothing: `report_dir` is for the hooks; a loop of its own calls
     `report.log.write_step`.
     """
-    refuse_unfit(packed, config)
+    validate_batch(packed, config)
     if config.rs.group != "keep" and packed.rewards is None:
         raise ValueError(
             f"rewards is missing: rs.group {config.rs.group} acts in mp.group_advantages(rewards, group_ids, accepted) "

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LOW_VARIANCE_BOUND = 10.0
 
 
-class Entering(NamedTuple):
+class ObjectiveInputs(NamedTuple):
     """What an objective sees, [T]. selected: bool, the tokens that enter. log_probs: log π_θ, 0 elsewhere, with
     gradient. anchor, detached: log π_old, or in algorithm 1 log π_rollout (where that is invalid log π_θ: ratio 1)."""
 
@@ -42,11 +42,11 @@ class Objective:
     Everything is [T]; the gradient passes through log_probs only; no host sync. Masking is the caller's.
     """
 
-    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
+    def columns(self, enter: Callable[[], ObjectiveInputs]) -> Iterator[Column]:
         """What must be summed over whole sequences first; it travels in the correction's SUM."""
         yield from ()
 
-    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
         """log r, unclamped, with gradient. sums_N: the reduced sums of `columns`. index_T: each token's sequence."""
         return None
 
@@ -65,7 +65,7 @@ class PPO(Objective):
     With a dual-clip constant c, where A < 0 the loss is at most −c A. No gradient where the clamp or a clip is active.
     """
 
-    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
         return entering.log_ratio()
 
     def loss(self, log_probs: Tensor, log_r: Tensor | None, advantages: Tensor, clip: PPOClip) -> Tensor:
@@ -92,12 +92,12 @@ class GSPO(PPO):
     differ inside a sequence (the paper's GSPO-token); where they do not, their sum has the gradient of exp(mean l).
     """
 
-    def columns(self, enter: Callable[[], Entering]) -> Iterator[Column]:
+    def columns(self, enter: Callable[[], ObjectiveInputs]) -> Iterator[Column]:
         entering = enter()
         yield Column("objective_log_r", entering.log_ratio())
         yield Column("objective_tokens", entering.selected)
 
-    def log_ratio(self, entering: Entering, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
+    def log_ratio(self, entering: ObjectiveInputs, sums_N: Mapping[str, Tensor], index_T: Tensor) -> Tensor | None:
         mean_N = sums_N["objective_log_r"] / sums_N["objective_tokens"].clamp(min=1)
         log_probs = entering.log_probs
         mean_T = torch.where(entering.selected, spread(mean_N.to(log_probs.dtype), index_T), 0.0)

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_plugin.core.cells import Cells, chunk_cells, number_turns, turn_cells
 from mismatch_plugin.core.entries import (
     checked_turns,
     flatten_entries,
-    refuse_not_finite,
-    refuse_other_parts,
-    refuse_two_policies,
-    refuse_unknown,
     shape_wanted,
+    validate_field_names,
+    validate_finite,
+    validate_one_policy,
+    validate_parts,
     version_number,
     whole_number,
 )
 from mismatch_plugin.core.host import to_rows
+from mismatch_plugin.core.sequence_parts import SequenceParts, chunk_parts, number_turns, turn_parts
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
 _INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
@@ -97,7 +97,7 @@ class PackedSequences:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
             object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
-        refuse_other_parts(self.turn_counts, self.chunk_lengths, self.lengths)
+        validate_parts(self.turn_counts, self.chunk_lengths, self.lengths)
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
@@ -143,15 +143,15 @@ class PackedSequences:
         return self.turn_ids, checked_turns(self.turn_ids, self.turn_counts, self.lengths, self.sequence_ids)
 
     @cached_property
-    def turns(self) -> Cells:
+    def turns(self) -> SequenceParts:
         """The turns of every sequence."""
-        return turn_cells(*self.turn_numbers(), self.sequence_index)
+        return turn_parts(*self.turn_numbers(), self.sequence_index)
 
     @cached_property
-    def chunks(self) -> Cells:
+    def chunks(self) -> SequenceParts:
         """The chunks of every sequence, one where `chunk_lengths` was not given."""
         whole = tuple((length,) for length in self.lengths)
-        return chunk_cells(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
+        return chunk_parts(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
 
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.
@@ -163,7 +163,7 @@ class PackedSequences:
             old = changes.setdefault("old_log_probs", train)
             if train is not old and train is not None and old is not None:
                 where = (changes.get("loss_mask", self.loss_mask), changes.get("lengths", self.lengths))
-                refuse_two_policies(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
+                validate_one_policy(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
             changes["old_log_probs"] = train if old is None else old
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             # What was found belongs to the values before.
@@ -258,7 +258,7 @@ class PackedSequences:
         log-probs and entropies on the CPU that are not finite where a token trains, and where old_log_probs and
         train_log_probs are both given and differ at a token that trains.
         """
-        refuse_unknown(unknown)
+        validate_field_names(unknown)
         if loss_masks is None:
             raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
         ids = tuple(sequence_ids) if sequence_ids is not None else tuple(range(len(loss_masks)))
@@ -291,11 +291,11 @@ class PackedSequences:
             raise ValueError(f"loss_masks holds {odd:g}: a mask is 1 where a token trains and 0 elsewhere.")
         for name in ("advantages", "ref_log_probs", "entropy"):
             if name in fields and mask.device.type == "cpu":
-                refuse_not_finite(name, fields[name].cpu(), trained, lengths, ids)
+                validate_finite(name, fields[name].cpu(), trained, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
         train = fields.pop("train_log_probs", None)
         if train is not None and fields.setdefault("old_log_probs", train) is not train:
-            refuse_two_policies(fields["old_log_probs"], train, trained, lengths, ids)
+            validate_one_policy(fields["old_log_probs"], train, trained, lengths, ids)
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=trained, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
@@ -326,7 +326,7 @@ class PackedSequences:
         [B, S], and `to_padded` gives [B, S] back.
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
-        refuse_unknown(unknown)
+        validate_field_names(unknown)
         fields: dict[str, Tensor | None] = {
             "rollout_log_probs": rollout_log_probs,
             "old_log_probs": old_log_probs,

@@ -79,16 +79,16 @@ moves π further from π_rollout: up where A > 0 and l > 0, down where A ≤ 0 a
 
 
 @dataclass(frozen=True, eq=False)
-class Judged:
+class RejectionInputs:
     """What criteria and the veto judge. [T] without gradient.
 
-    tokens: the log-probs of their policy. advantages: 0 at padding; None where no condition needs them. apart: their
-    policy is π_θ while weights and metrics are those of π_old, so that nothing summed for these can be shared.
+    tokens: the log-probs of their policy. advantages: 0 at padding; None where no condition needs them.
+    separate_policy: theirs is π_θ while weights and metrics are those of π_old, so no sum can be shared.
     """
 
     tokens: Tokens
     advantages: Tensor | None
-    apart: bool
+    separate_policy: bool
 
     def values(self, criterion: Criterion) -> Tensor:
         """What the criterion measures at each token."""
@@ -97,7 +97,9 @@ class Judged:
 
     def column(self, criterion: Criterion) -> str:
         """The name of its sum over a sequence."""
-        return ("judged_" if self.apart else "") + ("log_ratio" if criterion.in_log_space else criterion.statistic)
+        return ("judged_" if self.separate_policy else "") + (
+            "log_ratio" if criterion.in_log_space else criterion.statistic
+        )
 
     def outside(self, criterion: Criterion) -> Tensor:
         """[T] bool: response tokens that a token criterion judges and rejects."""
@@ -109,27 +111,29 @@ def _where_judged(criterion: Criterion, outside: Tensor, advantages: Tensor | No
     condition = CONDITIONS.get(criterion.condition)
     if condition is None:
         return outside
-    assert advantages is not None  # refuse_missing
+    assert advantages is not None  # validate_fields
     return outside.logical_and_(condition(advantages, log_ratio))
 
 
-def judged_of(config: MismatchConfig, packed: PackedSequences, tokens: Tokens, current_T: Tensor | None) -> Judged:
-    """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.judges_current`.
+def rejection_inputs(
+    config: MismatchConfig, packed: PackedSequences, tokens: Tokens, current_T: Tensor | None
+) -> RejectionInputs:
+    """What this batch's criteria judge. current_T: [T] log π_θ, read where `config.rejects_on_current_policy`.
 
     Where π_θ or a selected value is invalid l is 0, as everywhere. Raises ValueError where π_θ is missing.
     """
     advantages = None
     if config.needs_advantages:
-        assert packed.advantages is not None  # refuse_missing
+        assert packed.advantages is not None  # validate_fields
         advantages = packed.advantages.masked_fill(tokens.padding, 0.0)
-    if not config.judges_current:
-        return Judged(tokens, advantages, apart=False)
+    if not config.rejects_on_current_policy:
+        return RejectionInputs(tokens, advantages, separate_policy=False)
     if current_T is None:
         raise ValueError(
             "log_probs is missing: under rs.policy current criteria and veto judge log π_θ: pass it to correct, or "
             "choose rs.policy auto, which judges old_log_probs."
         )
-    return Judged(select_again(tokens, current_T), advantages, apart=True)
+    return RejectionInputs(select_again(tokens, current_T), advantages, separate_policy=True)
 
 
 def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | None:
@@ -139,7 +143,7 @@ def stale_tokens(config: MismatchConfig, packed: PackedSequences) -> Tensor | No
     """
     if config.rs.max_staleness is None:
         return None
-    refuse_missing_versions(config, packed)
+    validate_versions(config, packed)
     assert packed.weight_versions is not None and packed.trainer_version is not None
     return packed.weight_versions < packed.trainer_version - config.rs.max_staleness
 
@@ -150,14 +154,14 @@ _VERSIONS = {
 }
 
 
-def refuse_missing_versions(config: MismatchConfig, packed: PackedSequences) -> None:
+def validate_versions(config: MismatchConfig, packed: PackedSequences) -> None:
     """Raise ValueError where `rs.max_staleness` lacks one of the two versions that it compares."""
     for name, what in _VERSIONS.items() if config.rs.max_staleness is not None else ():
         if getattr(packed, name) is None:
             raise ValueError(f"{name} is missing: rs.max_staleness needs {what}: pass it, or leave the limit out.")
 
 
-def reject_tokens(config: MismatchConfig, judged: Judged, stale_T: Tensor | None) -> dict[str, Tensor]:
+def reject_tokens(config: MismatchConfig, judged: RejectionInputs, stale_T: Tensor | None) -> dict[str, Tensor]:
     """For each token-level criterion, by name, and for `staleness`: [T] bool, True where a response token goes."""
     outside = {criterion.name: judged.outside(criterion) for criterion in config.criteria if criterion.judges_tokens}
     if stale_T is not None:
@@ -165,7 +169,7 @@ def reject_tokens(config: MismatchConfig, judged: Judged, stale_T: Tensor | None
     return outside
 
 
-def rejection_columns(config: MismatchConfig, judged: Judged, has_k3: bool) -> Iterator[Column]:
+def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: bool) -> Iterator[Column]:
     """What is summed per sequence for the sequence criteria, the veto and dropped sequences.
 
     Sums of π_train's l, for ratio and k1, are there already, and with `has_k3` (the metrics need it) those of its k3.
@@ -185,7 +189,7 @@ def rejection_columns(config: MismatchConfig, judged: Judged, has_k3: bool) -> I
         yield Column("invalid", tokens.defective)
 
 
-def maximum_columns(config: MismatchConfig, judged: Judged) -> Iterator[tuple[str, Tensor]]:
+def maximum_columns(config: MismatchConfig, judged: RejectionInputs) -> Iterator[tuple[str, Tensor]]:
     """(criterion name, [T]) columns whose maximum over the sequence is judged."""
     for criterion in config.criteria:
         if criterion.aggregate == "sequence_max":
@@ -197,7 +201,7 @@ def maximum_columns(config: MismatchConfig, judged: Judged) -> Iterator[tuple[st
 
 def reject_sequences(
     config: MismatchConfig,
-    judged: Judged,
+    judged: RejectionInputs,
     sums_N: dict[str, Tensor],
     means_N: dict[str, Tensor],
     maxima_N: dict[str, Tensor],
@@ -205,7 +209,7 @@ def reject_sequences(
     """For each sequence criterion, by name, and for `veto` and `invalid`: [N] bool, True where it rejects; and what
     each criterion compared, [N].
 
-    sums_N, means_N: Σ m x and Σ m x / Σ m of each column (`Judged.column`); maxima_N by criterion name.
+    sums_N, means_N: Σ m x and Σ m x / Σ m of each column (`RejectionInputs.column`); maxima_N by criterion name.
     What a sequence without response tokens gets is arbitrary: it counts nowhere.
     """
     outside, values = {}, {}

@@ -77,10 +77,10 @@ def select_again(tokens: Tokens, current_T: Tensor) -> Tokens:
     return replace(tokens, train=current, rollout=rollout, log_ratio=current - rollout)
 
 
-def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = False) -> Tokens:
+def select_tokens(train_T: Tensor, packed: PackedSequences, excludes_invalid: bool = False) -> Tokens:
     """Select the training tokens' log-probs before any arithmetic.
 
-    leaves_out: tokens with an invalid log-prob are treated as padding. Host syncs: none. Gradient: none (call it
+    excludes_invalid: tokens with an invalid log-prob are treated as padding. Host syncs: none. Gradient: none (call it
     without one).
     """
     loss_mask, rollout = packed.loss_mask, packed.rollout_log_probs
@@ -96,9 +96,9 @@ def select_tokens(train_T: Tensor, packed: PackedSequences, leaves_out: bool = F
             return tokens
     code = classify(train_T, rollout, padding)
     sound = code == SOUND
-    if leaves_out:
+    if excludes_invalid:
         loss_mask, padding = sound, sound.logical_not()
-    train = torch.where(sound if leaves_out else train_is_valid(code), train_T, 0.0)
+    train = torch.where(sound if excludes_invalid else train_is_valid(code), train_T, 0.0)
     selected = torch.where(sound, rollout, train)
     return Tokens(loss_mask.to(dtype), padding, train, selected, train - selected, code)
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from mismatch_plugin.core.cells import Cells
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.sequence_parts import SequenceParts
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -25,8 +25,8 @@ class Units:
     name: as in the settings.
     per_token: a unit's log-ratio needs one token only: it is bounded before the reduction over context-parallel ranks,
         and its sums ride on that. Else it is formed from the reduced sums.
-    on_tokens: every token has a ratio of its own, [U] is [T]. Else [U] is the sequences, or their parts (`parts`).
-    late: a token's ratio is known only after that reduction, so that what becomes of tokens takes a second one.
+    one_ratio_per_token: every token has a ratio of its own, [U] is [T]. Else [U] is the sequences, or their `parts`.
+    needs_second_reduction: a token's ratio is known only after that reduction, so what becomes of tokens takes another.
     measure: what the merged sums count a unit by, `tokens`, `turns` or `sequences`.
     multiplies: the ratio is a product over many tokens, so that its spread grows with their number.
     spans: the ratio reaches over the whole response.
@@ -36,8 +36,8 @@ class Units:
 
     name: ClassVar[str]
     per_token: ClassVar[bool] = False
-    on_tokens: ClassVar[bool] = False
-    late: ClassVar[bool] = False
+    one_ratio_per_token: ClassVar[bool] = False
+    needs_second_reduction: ClassVar[bool] = False
     measure: ClassVar[str] = "sequences"
     multiplies: ClassVar[bool] = False
     spans: ClassVar[bool] = True
@@ -45,12 +45,12 @@ class Units:
     needs: ClassVar[tuple[str, ...]] = ()
 
     @staticmethod
-    def parts(packed: PackedSequences) -> Cells | None:
+    def parts(packed: PackedSequences) -> SequenceParts | None:
         """Parts of sequences over which log-ratios and tokens are summed, too; None where the sequences' sums do."""
         return None
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """The unit's log-ratio, [U], unclamped; 0 for a unit without response tokens.
 
         log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, or of each
@@ -59,7 +59,7 @@ class Units:
         raise NotImplementedError
 
     @staticmethod
-    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Response tokens that a unit's log-ratio is the sum of, [U]."""
         return sums["tokens"]
 
@@ -67,10 +67,10 @@ class Units:
 class TokenUnits(Units):
     """Each response token: l_t."""
 
-    name, per_token, on_tokens, measure, spans, ess = "token", True, True, "tokens", False, ""
+    name, per_token, one_ratio_per_token, measure, spans, ess = "token", True, True, "tokens", False, ""
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """l_t, [T]."""
         return log_ratio_T
 
@@ -81,7 +81,7 @@ class SequenceUnits(Units):
     name, multiplies = "sequence", True
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Σ m l, [N]."""
         return sums["log_ratio"]
 
@@ -92,7 +92,7 @@ class GeometricUnits(Units):
     name = "geometric"
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Σ m l / Σ m, [N]."""
         return sums["log_ratio"] / sums["tokens"].clamp(min=1)
 
@@ -104,12 +104,12 @@ class TurnUnits(Units):
     needs = ("turn_ids", "turn_counts")
 
     @staticmethod
-    def parts(packed: PackedSequences) -> Cells | None:
+    def parts(packed: PackedSequences) -> SequenceParts | None:
         """The turns."""
         return packed.turns
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Σ m l, [C]."""
         return sums["log_ratio"]
 
@@ -120,26 +120,27 @@ class PrefixUnits(Units):
     A rank sums its own chunk up to each token, and adds what the reduced sums say of the chunks before.
     """
 
-    name, on_tokens, late, measure, multiplies, ess = "prefix", True, True, "tokens", True, ""
+    name, measure, multiplies, ess = "prefix", "tokens", True, ""
+    one_ratio_per_token = needs_second_reduction = True
     needs = ("chunk_lengths",)
 
     @staticmethod
-    def parts(packed: PackedSequences) -> Cells | None:
+    def parts(packed: PackedSequences) -> SequenceParts | None:
         """The chunks of context parallelism."""
         return packed.chunks
 
     @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Σ_{k≤t} m_k l_k, [T] float64."""
         return _so_far(log_ratio_T, sums["log_ratio"], parts)
 
     @staticmethod
-    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: Cells | None = None) -> Tensor:
+    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
         """Σ_{k≤t} m_k, [T]."""
         return _so_far(mask_T, sums["tokens"], parts, whole=True)
 
 
-def _so_far(values_T: Tensor, sums_C: Tensor, parts: Cells | None, whole: bool = False) -> Tensor:
+def _so_far(values_T: Tensor, sums_C: Tensor, parts: SequenceParts | None, whole: bool = False) -> Tensor:
     assert parts is not None
     running = parts.running(values_T, whole)
     return running.add_(parts.earlier(sums_C).index_select(0, parts.index)) if parts.splits else running
@@ -192,12 +193,12 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     """The weights' bounds; without weights those of the first ratio criterion, at its level; else a TIS bound that a
     preset or a person gave, for the metrics alone; None where nothing bounds a ratio.
 
-    A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged apart.
+    A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged.
     """
     tis = config.tis
     if config.weighted:
         return ActingBounds(units_of(config).name, tis.lower, tis.upper, growth_of(config))
-    for criterion in () if config.judges_current else config.criteria:
+    for criterion in () if config.rejects_on_current_policy else config.criteria:
         if criterion.in_log_space and not criterion.conditional and criterion.aggregate in _OF_CRITERION:
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
             return ActingBounds(_OF_CRITERION[criterion.aggregate].name, criterion.lower_bound or 0.0, upper)

@@ -150,7 +150,7 @@ def read_columns(source: Source, content: Any, *, padded: Collection[str] = (), 
     table = read_rows(columns, rows, padded={*padded, *wide}, **more)
     told = columns.names.keys()
     if "response_ids" in told and not told & {"loss_mask", "attention_mask", "response_length"}:
-        _refuse_padding(table, columns="response_ids" in wide)
+        _validate_padding(table, columns="response_ids" in wide)
     table.notes += columns.notes
     return table
 
@@ -456,7 +456,7 @@ def _reward(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def _refuse_padding(table: Table, *, columns: bool) -> None:
+def _validate_padding(table: Table, *, columns: bool) -> None:
     """Raise ValueError where rows of one width, without mask and length, end in log-probs of 0: padding or tokens.
 
     columns: they are of a padded array, so that a single row may be padded too.

@@ -14,7 +14,7 @@ from pydantic_core import from_json, to_json
 
 from mismatch_plugin.data.arrays import with_nulls
 from mismatch_plugin.data.sample import Sample
-from mismatch_plugin.files import MIB, refuse_special, replacing
+from mismatch_plugin.files import MIB, replacing, validate_regular_file
 
 _ROWS = 1024
 """Rows of a Parquet row group."""
@@ -125,7 +125,7 @@ def _write_parquet(path: Path, samples: Iterable[Sample]) -> int:
 def open_parquet(path: Path) -> Iterator[Any]:
     """A pyarrow.parquet.ParquetFile. Raises ValueError where it is damaged, and where a row group is too large."""
     pa, parquet = _pyarrow()
-    refuse_special(path)
+    validate_regular_file(path)
     try:
         with parquet.ParquetFile(path, page_checksum_verification=True) as file:
             groups = (_bytes(file.metadata.row_group(at)) for at in range(file.metadata.num_row_groups))

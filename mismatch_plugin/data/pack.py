@@ -17,8 +17,8 @@ from mismatch_plugin.data.arrays import NULL, Bools, Floats, Ids
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import filter_bias, remaining_bias
 from mismatch_plugin.data.versions import first_without_version, number_versions, version_of_tokens
+from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 from mismatch_plugin.parallel.kept_ids import check_kept_ids, ragged_mask
-from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
 
 Which = Literal["auto", "full", "behaviour"]
 _SHOWN = 3

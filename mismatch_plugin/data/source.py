@@ -20,7 +20,7 @@ import torch
 from pydantic_core import from_json
 
 from mismatch_plugin.data.files import open_parquet
-from mismatch_plugin.files import MIB, read_lines, read_text, refuse_special
+from mismatch_plugin.files import MIB, read_lines, read_text, validate_regular_file
 
 Kind = Literal["torch", "npz", "parquet", "json", "jsonl"]
 Row = tuple[str, Mapping[str, Any]]
@@ -71,7 +71,7 @@ def each(rows: list[Any], called: str) -> Iterator[Row]:
 
 def open_source(path: Path) -> Source:
     """Raises ValueError naming the file where it is empty, cut, damaged, too large, of no known kind, or holds code."""
-    refuse_special(path)
+    validate_regular_file(path)
     try:
         with path.open("rb") as stream:
             head = stream.read(64)

@@ -92,7 +92,7 @@ def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None)
     sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
     count = mask if units.per_token else units.count(mask, sums, parts)
     aggregated = units.aggregate(log_ratio, sums, parts)
-    if units.on_tokens:
+    if units.one_ratio_per_token:
         return LevelUnits(units, aggregated, count, mask, None)
     index = packed.sequence_index if parts is None else parts.index
     return LevelUnits(units, aggregated, count, sums["tokens"], index)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.metrics.full import PROBABILITY_EDGES
 from mismatch_plugin.core.metrics.state import Statistics
@@ -56,7 +56,7 @@ def measure(
     if packed is None:
         packed, _ = packed_of(batch)
     assert packed.old_log_probs is not None and packed.rollout_log_probs is not None
-    with no_notes():
+    with ignore_mismatch_warnings():
         config = config.replace(metrics="full")
     # π_θ is π_old in the first step, which is judged here.
     corrections = (correct(piece, config, log_probs=piece.old_log_probs) for piece in pieces(packed))

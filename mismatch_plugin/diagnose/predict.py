@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.loss import token_loss
@@ -156,7 +156,7 @@ class _Data:
         """
         if (key := f"{config.objective} {config.ppo}") not in self._clips:
             given = config.model_dump(include={"use_rollout_log_probs", "objective", "ppo"})
-            with no_notes():
+            with ignore_mismatch_warnings():
                 config = MismatchConfig.build({**given, "metrics": "off"})
             assert self.packed.old_log_probs is not None
             current = self.packed.old_log_probs.detach().clone().requires_grad_()
@@ -179,7 +179,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
     shared = f"{config.model_dump(include=decides)} {config.uses_rollout_values}"
     key = f"{shared} {config.objective} {config.ppo}" if config.algorithm == 1 else shared
     if key not in data.known:
-        with no_notes():
+        with ignore_mismatch_warnings():
             # Without weights only the counts are read.
             applied = config.replace(metrics="basic" if config.weighted else "off", dry_run=False)
         used = data.of_accepted(applied) if applied.rs.group != "keep" and data.groups is not None else data

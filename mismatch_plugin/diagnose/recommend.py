@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import at, dotted_fields_set, no_notes
+from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.flags import HOSTS, config_of, flags_for, preset_of
@@ -75,12 +75,12 @@ class Rule:
     def setting(self) -> str:
         """The preset, and the changes as one types them: `seq_is, tis.level turn`."""
         changed = sorted(dotted_fields_set(dict(self.changes)))
-        return ", ".join([self.preset, *(f"{path} {at(self.changes, path)}" for path in changed)])
+        return ", ".join([self.preset, *(f"{path} {get_path(self.changes, path)}" for path in changed)])
 
     @property
     def config(self) -> MismatchConfig:
         """The settings."""
-        with no_notes():
+        with ignore_mismatch_warnings():
             return quiet_preset(self.preset).replace(**self.changes)
 
     def with_bounds(self, lower: float, upper: float) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def recommend(
         for addition in ADDITIONS:
             if addition.holds(figures, prediction):
                 try:
-                    with no_notes():
+                    with ignore_mismatch_warnings():
                         changed = config.replace(**addition.changes(figures))
                 except ValueError:  # algorithms 1 and 3 judge π_θ, too late for groups
                     continue
@@ -299,7 +299,7 @@ def _setting(
     if share is None:
         return None
     lower, upper = _rounded(*given[share])
-    with no_notes():
+    with ignore_mismatch_warnings():
         changed = config.replace(**rule.with_bounds(lower, upper))
     new = predicted(changed)
     if new is not None and new.kept < LEAST_KEPT:

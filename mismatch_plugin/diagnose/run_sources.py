@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.files import read_lines, read_text, refuse_special
+from mismatch_plugin.files import read_lines, read_text, validate_regular_file
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
@@ -180,7 +180,7 @@ def _resolve(path: Path) -> Path:
     written = path / METRICS
     if not path.is_dir() or (written.exists() and not written.is_dir()):
         path = written if path.is_dir() else path
-        refuse_special(path)
+        validate_regular_file(path)
         return path
     folders = sorted({file.parent for file in path.rglob(f"*{EVENTS}*") if file.is_file()})
     if not folders and _exports(path):
@@ -336,7 +336,7 @@ def _scalars(path: Path) -> tuple[dict[int, dict[str, float]], float]:
         raise ValueError(
             f"{path} holds TensorBoard events, and tensorboard is not installed: pip install 'mismatch-plugin[lab]'."
         ) from None
-    refuse_special(path)
+    validate_regular_file(path)
     values: dict[int, dict[str, float]] = {}
     purged, count = math.inf, 0
     with path.open("rb"):  # an OSError of the usual kind where it cannot be read

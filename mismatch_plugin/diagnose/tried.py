@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.presets import PRESETS, Preset
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.diagnose.levels import GROWN, Bounds, bounds_for, growing, levels_of
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -50,7 +50,7 @@ def settings_for(
     Without advantages no setting whose criteria need them."""
     if own is not None:
         yield setting_of(OWN, own)._replace(config=measurable(own, packed))
-    with no_notes():
+    with ignore_mismatch_warnings():
         measured = bounds_for(packed, (_SHARE,)) if bounds is None else bounds
         for preset in PRESETS:
             found = _of_preset(preset, measured)
@@ -153,7 +153,7 @@ def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfi
         rs["max_staleness"] = None
     if not rs:
         return config
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(merge(config.model_dump(exclude_unset=True), {"rs": rs}))
 
 
@@ -161,7 +161,7 @@ def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool)
     """Which settings are not predicted, and why. grouped: rewards and groups are there."""
     notes: list[str] = []
     if packed.advantages is None:
-        with no_notes():
+        with ignore_mismatch_warnings():
             built = {preset.short: MismatchConfig.build(preset.settings(**preset.required)) for preset in PRESETS}
         names = [name for name, config in built.items() if config.needs_advantages]
         what = f"criteria with a condition on the advantage ({', '.join(names)})"

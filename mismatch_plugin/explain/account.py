@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
-from mismatch_plugin.config.values import merge, no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import policy_loss, token_loss
@@ -207,5 +207,5 @@ def _only(config: MismatchConfig, settings: dict[str, Any]) -> MismatchConfig:
     """The algorithm's training side with nothing but these settings."""
     policy = "error" if config.rollout_log_prob_policy == "error" else "neutral"
     base = {"use_rollout_log_probs": config.use_rollout_log_probs, "rollout_log_prob_policy": policy, "metrics": "off"}
-    with no_notes():
+    with ignore_mismatch_warnings():
         return MismatchConfig.build(merge(base, settings))

@@ -126,7 +126,7 @@ def _own_numbers(
         warnings.simplefilter("always")
         config = config_of_words(flags)
     numbers = read_numbers(given, trainer_version=trainer_version)
-    _refuse_unread(given, trainer_version, config)
+    _validate_used(given, trainer_version, config)
     found = account(numbers, config)
     if as_json:
         typer.echo(found.model_dump_json(indent=2))
@@ -143,7 +143,7 @@ def _own_numbers(
         typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nat a token, the bar is {config.gate_kl:g}: training {verdict}.")
 
 
-def _refuse_unread(given: dict[str, Numbers], trainer_version: int | None, config: MismatchConfig) -> None:
+def _validate_used(given: dict[str, Numbers], trainer_version: int | None, config: MismatchConfig) -> None:
     """Raise ValueError for numbers that no setting reads."""
     unread = {
         "ref": (given["ref"] and not config.terms.kl_coef, "--mismatch-kl-coef"),

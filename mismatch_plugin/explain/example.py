@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import group_advantages
 from mismatch_plugin.core.loss import token_loss
@@ -245,7 +245,7 @@ def _advantages(group: str) -> Tensor:
 
 
 def _config(settings: dict[str, Any]) -> MismatchConfig:
-    with no_notes():  # bounds for show are not bounds for use
+    with ignore_mismatch_warnings():  # bounds for show are not bounds for use
         return MismatchConfig.model_validate(settings)
 
 

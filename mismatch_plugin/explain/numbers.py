@@ -66,7 +66,7 @@ def read_numbers(given: Mapping[str, Sequence[str] | None], trainer_version: int
     if not any(map(any, rows["mask"])):
         raise ValueError("--mask has no 1, so that no token trains: set one.")
     for name in LOG_PROBS:
-        _refuse_impossible(name, rows.get(name, []), rows["mask"])
+        _validate_possible(name, rows.get(name, []), rows["mask"])
     rows.setdefault("old", rows["train"])
     named: dict[str, Any] = {
         field: [torch.tensor(row, dtype=torch.float64) for row in rows[name]]
@@ -141,7 +141,7 @@ def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _refuse_impossible(name: str, rows: Rows, masks: Rows) -> None:
+def _validate_possible(name: str, rows: Rows, masks: Rows) -> None:
     """What no log-prob can be. Of the rollout NaN and −inf are left to --rollout-log-prob-policy."""
     for index, (row, mask) in enumerate(zip(rows, masks, strict=False)):
         for at, (value, trains) in enumerate(zip(row, mask, strict=True), start=1):

@@ -1,13 +1,15 @@
-"""Which version of a host is here, and which one the plugin was tested with: for the start-up block and for patches.
+"""Which version of a host is here, and whether it is the tested one: for the start-up block and for patches.
 
-Nothing of a host is imported and no program is run in its tree: versions, commits and checksums are read from files.
+Nothing of a host is imported: versions are read from its files, and the commit is asked of git.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,13 +17,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from mismatch_plugin.hooks import base
+from mismatch_plugin.hooks.base import Host
 
-HOSTS = tuple(base.HOSTS)
 MINIMUM_MEGATRON = (0, 16)
 """Oldest megatron-core whose finalize_model_grads and DDP.scale_gradients the hooks were run with."""
 _MEGATRON = "megatron/core"
-_UNTESTED = "is not the tested version"
 
 
 @dataclass(frozen=True)
@@ -47,88 +47,75 @@ def folder() -> Path:
     return inside if inside.is_dir() else here.parent / "patches"
 
 
-def manifest() -> dict[str, Any]:
-    """`patches/manifest.json`: the tested version of every host, and the patches."""
-    return json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))
+def manifest() -> list[dict[str, Any]]:
+    """The patches of `patches/manifest.json`."""
+    return json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))["patches"]
 
 
-def version_line(host: str, folders: Sequence[Path] = ()) -> str:
+def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
+    """git in `root`, not in a repository that merely contains it; None where it is not installed.
+
+    It runs no program but itself: what a checkout's configuration can make git run (file system monitor, hooks) is off.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment |= {"GIT_CEILING_DIRECTORIES": str(root.resolve().parent), "GIT_NO_LAZY_FETCH": "1"}
+    switches = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never")
+    command = ["git", *(word for switch in switches for word in ("-c", switch)), *arguments]
+    try:
+        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+
+
+def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     """One line for the start-up block: the host's version, and whether it is the tested one.
 
     folders: looked at before what is installed, as sys.path will have them.
     """
-    root, tested = find_root(host, folders), recorded_version(host)
+    tested = HostVersion(host.version, host.commit)
+    root = _holder(host.inside, folders)
     if root is None:
-        return f"! host: {host} is not found here; the plugin was tested with {tested}"
-    found = compared(read_version(host, root), tested)
-    return f"{'! ' if _UNTESTED in found else ''}host: {host} {found}"
-
-
-def compared(found: HostVersion, tested: HostVersion) -> str:
-    """What is here in words, and how it differs from what was tested, if it does."""
-    if tested == HostVersion(None, None):
-        return f"{found}; no version of it is recorded as tested"
+        return f"! host: {host.name} is not found here; the plugin was tested with {tested}"
+    found = read_version(host, root)
     odd = ", ".join(found.odd_files)
     if found.commit is None or tested.commit is None:
         same = found.version == tested.version and not odd
     else:
         same = found.commit == tested.commit
     if same:
-        return f"{found}, the tested version" + (f", with changes of its own in {odd}" if odd else "")
-    unknown = " (commit unknown)" if found.version == tested.version and found.commit is None else ""
+        return f"host: {host.name} {found}, the tested version" + (f", with changes of its own in {odd}" if odd else "")
     there = f"; files that differ: {odd}" if odd else ""
     return (
-        f"{found}{unknown} {_UNTESTED}, {tested}{there}. Use that one, or look at the loss and the "
-        f"metrics of the first steps before a long run"
+        f"! host: {host.name} {found} is not the tested version, {tested}{there}. Use that one, or look at the loss "
+        f"and the metrics of the first steps before a long run"
     )
 
 
-def recorded_version(host: str) -> HostVersion:
-    """The version that the plugin's tests were run with; an unknown one where the manifest has none."""
-    entry = manifest()["tested"].get(host, {})
-    return HostVersion(entry.get("version"), entry.get("commit"))
-
-
-def read_version(host: str, root: Path) -> HostVersion:
-    """What the tree at `root` is: a checkout, or the folder in which the host is installed. Nothing is known of a host
-    that is not among ours."""
-    if host not in HOSTS:
-        return HostVersion(None, None)
-    declared = base.find_host(host)
-    version, commit = _distribution(declared.distribution or host, root)
+def read_version(host: Host, root: Path) -> HostVersion:
+    """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
+    version, commit = _distribution(host.distribution or host.name, root)
     odd = [
         entry["file"]
-        for entry in manifest()["patches"]
-        if entry["host"] == host
+        for entry in manifest()
+        if entry["host"] == host.name
         and _digest(root / entry["file"]) not in (entry["before"]["sha256"], entry["after"]["sha256"])
     ]
-    version = _declared(root / declared.version_file) or version
-    return HostVersion(version, _checked_out(root) or commit, tuple(odd))
+    head = git(root, "rev-parse", "HEAD")
+    if head is not None and head.returncode == 0:
+        commit = head.stdout.strip()
+    return HostVersion(_declared(root / host.version_file) or version, commit, tuple(odd))
 
 
-def find_root(host: str, folders: Sequence[Path] = ()) -> Path | None:
-    """The folder that holds the host's packages, in `folders` or on sys.path; None where there is none."""
-    return _holder(base.find_host(host).inside, folders)
-
-
-def refuse_old_megatron(folders: Sequence[Path] = ()) -> None:
-    """Raises ValueError where the megatron-core that will be imported is older than the hooks work with."""
-    found = megatron_core_version(folders)
+def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
+    """Raise ValueError where the megatron-core that will be imported is older than the hooks work with."""
+    root = _holder(_MEGATRON, folders)
+    found = None if root is None else _declared(root / _MEGATRON / "package_info.py")
     if found is not None and tuple(map(int, re.findall(r"\d+", found)[:2])) < MINIMUM_MEGATRON:
         needed = ".".join(map(str, MINIMUM_MEGATRON))
         raise ValueError(
             f"megatron-core {found} is too old: the correction ends each step inside finalize_model_grads as "
             f"megatron-core {needed} has it. Put Megatron {needed} or newer first on PYTHONPATH."
         )
-
-
-def megatron_core_version(folders: Sequence[Path] = ()) -> str | None:
-    """The version of the megatron-core that the script will import; None where there is none, or it cannot be read.
-
-    folders: looked at first, as sys.path will have them.
-    """
-    root = _holder(_MEGATRON, folders)
-    return None if root is None else _declared(root / _MEGATRON / "package_info.py")
 
 
 def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
@@ -142,8 +129,11 @@ def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _declared(path: Path) -> str | None:
-    """The version in a package_info.py, in a setup.py, or in a file that holds nothing else."""
-    text = _text(path)
+    """The version in a package_info.py, in a setup.py or pyproject.toml, or in a file that holds nothing else."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE))
     if {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
         return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
@@ -163,30 +153,8 @@ def _distribution(name: str, root: Path) -> tuple[str | None, str | None]:
     return found.version, source.get("vcs_info", {}).get("commit_id")
 
 
-def _checked_out(root: Path) -> str | None:
-    """The commit that a checkout is at, as git's files say; None for what is no checkout."""
-    git = root / ".git"
-    if git.is_file():  # a work tree of another repository, or a submodule
-        git = root / _text(git).removeprefix("gitdir:").strip()
-    head = _text(git / "HEAD").strip()
-    ref = head.removeprefix("ref:").strip()
-    if ref != head:
-        common = git / (_text(git / "commondir").strip() or ".")
-        packed = re.search(rf"^([0-9a-f]+) {re.escape(ref)}$", _text(common / "packed-refs"), re.MULTILINE)
-        head = (_text(git / ref) or _text(common / ref) or (packed[1] if packed else "")).strip()
-    return head if re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", head) else None
-
-
 def _digest(path: Path) -> str | None:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError:
         return None
-
-
-def _text(path: Path) -> str:
-    """A file's text, "" where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from mismatch_plugin.core.correction import refuse_missing
+from mismatch_plugin.core.correction import validate_fields
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.units import acting_bounds, units_of
 
@@ -101,7 +101,7 @@ def _failure(config: MismatchConfig, first: PackedSequences, held: Sequence[tupl
             has, lacks = (number, 0) if odd in names else (0, number)
             return f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
     try:
-        refuse_missing(first.replace(invalid=()), config)
+        validate_fields(first.replace(invalid=()), config)
     except ValueError as error:
         return str(error)
     return ""

@@ -124,7 +124,7 @@ class ParallelGroups:
             dist.broadcast(values, self._last_stage(self.pp), group=self.pp)
         return values
 
-    def refuse_with_last_stage(self, refusal: str, device: torch.device | str) -> None:
+    def raise_with_last_stage(self, refusal: str, device: torch.device | str) -> None:
         """Raise ValueError on every stage where the last one has a refusal (the others pass ""), with its sentence.
 
         Collectives with a pipeline: one broadcast of one float, and of the sentence if there is one. Host syncs: one.

@@ -7,7 +7,7 @@ from itertools import accumulate, chain
 
 import torch
 
-from mismatch_plugin.parallel.log_prob_arguments import RaggedSamplingMask
+from mismatch_plugin.log_probs.arguments import RaggedSamplingMask
 
 
 def ragged_mask(kept: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> RaggedSamplingMask:

@@ -57,7 +57,7 @@ def differences(before: Any, now: Any, name: str = "") -> Iterator[tuple[str, An
         yield name, before, now
 
 
-def refuse_other_settings(folder: str | Path, config: MismatchConfig, holds: bool = False) -> None:
+def validate_same_settings(folder: str | Path, config: MismatchConfig, holds: bool = False) -> None:
     """Raise ValueError where the folder holds steps of a run with other settings, or another process writes to it.
 
     A host asks before it trains. holds: this process will write, and others are refused until it ends. Only the rank
@@ -101,7 +101,7 @@ def write_step(
     several names), another process writes to it, or a metric is not a number; OSError where it cannot be written.
     """
     folder = Path(folder)
-    refuse_other_settings(folder, config, holds=True)
+    validate_same_settings(folder, config, holds=True)
     folder.mkdir(parents=True, exist_ok=True)
     if not (folder / SETTINGS).exists():
         write_whole(folder / SETTINGS, _settings(config))
@@ -122,7 +122,7 @@ def log_step(
     """`write_step` for a hook, which never stops training: what cannot be written is a warning, once a folder.
 
     A thread writes; it is waited for at most `WAIT_S`, and not at all while an older step waits for a disk that hangs.
-    A host asks `refuse_other_settings` before it trains.
+    A host asks `validate_same_settings` before it trains.
     """
     _WRITER.write((Path(folder), config, dict(metrics), state))
 

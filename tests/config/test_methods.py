@@ -76,7 +76,7 @@ _NO_EFFECT = [
     ("--mismatch-rollout-kl-coef 0.1 --mismatch-rollout-kl-on accepted", "on accepted needs something that rejects"),
     ("--rs-criterion sequence_mean:tv:0.1@away", "away is for aggregate token"),
     ("--rs-criterion token:tv:0.1@towards", "'towards' is unknown: there is any, negative, away."),
-    ("--rs-max-staleness 1.5", "invalid whole value"),
+    ("--rs-max-staleness 1.5", "invalid int value"),
     ("--rs-max-staleness -1", "--rs-max-staleness is -1: it should be greater than or equal to 0"),
 ]
 
@@ -166,15 +166,18 @@ def test_what_needs_rollout_log_probs(flags: str, needs: bool, uses: bool) -> No
 
 def _properties(flags: str) -> dict[str, Any]:
     config = _config(flags)
-    return {name: getattr(config, name) for name in ("judges_current", "keep_known_before_step", "three_policies")}
+    return {
+        name: getattr(config, name)
+        for name in ("rejects_on_current_policy", "keep_known_before_step", "three_policies")
+    }
 
 
 def test_which_policy_is_judged() -> None:
-    old = {"judges_current": False, "keep_known_before_step": True, "three_policies": True}
+    old = {"rejects_on_current_policy": False, "keep_known_before_step": True, "three_policies": True}
     assert _properties(_CRITERION) == old
-    current = {"judges_current": True, "keep_known_before_step": False, "three_policies": False}
+    current = {"rejects_on_current_policy": True, "keep_known_before_step": False, "three_policies": False}
     assert _properties(f"{_CRITERION} --rs-policy current") == current
-    bypass = {"judges_current": False, "keep_known_before_step": False, "three_policies": False}
+    bypass = {"rejects_on_current_policy": False, "keep_known_before_step": False, "three_policies": False}
     assert _properties(f"{_CRITERION} --use-rollout-log-probs") == bypass
 
 

@@ -20,7 +20,7 @@ from mismatch_plugin.config import ImportanceSampling, PPOClip, bound_warnings
 from mismatch_plugin.config.criteria import Criterion
 from mismatch_plugin.config.fields import leaf_fields
 from mismatch_plugin.config.rules import truncated_product
-from mismatch_plugin.config.values import bounds, number, switch
+from mismatch_plugin.config.values import bounds, number, parse_bool
 
 
 def _config(**settings: Any) -> mp.MismatchConfig:
@@ -363,8 +363,8 @@ def test_a_preset_s_criteria_are_replaced_and_its_veto_stays(tmp_path: Path) -> 
 def test_numbers_bounds_and_switches() -> None:
     assert [number(value) for value in (2, 2.5, "1e-4", " 3 ", "inf")] == [2.0, 2.5, 1e-4, 3.0, math.inf]
     assert [bounds(value, "x") for value in (2, "2.0", "0.5_2.0", "1_2")] == [(None, 2), (None, 2), (0.5, 2), (1, 2)]
-    assert [switch(value, "x") for value in (None, 0, "False")] == [False] * 3
-    assert [switch(value, "x") for value in (1, True, "true")] == [True] * 3
+    assert [parse_bool(value, "x") for value in (None, 0, "False")] == [False] * 3
+    assert [parse_bool(value, "x") for value in (1, True, "true")] == [True] * 3
     for wrong in (True, None, "1_2", "two", [2]):
         with pytest.raises(ValueError, match=r"x is .*, which is not a number: write one"):
             number(wrong, "x")

@@ -12,7 +12,7 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
-from mismatch_plugin.core.cells import chunk_cells, number_turns
+from mismatch_plugin.core.sequence_parts import chunk_parts, number_turns
 from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
 from mismatch_plugin.parallel.context import shard
 
@@ -71,7 +71,7 @@ def test_one_value_beyond_all_digits_leaves_the_other_sequences_theirs() -> None
 
 def test_a_rank_adds_the_chunks_before_its_own() -> None:
     """Rank 0 of two under zigzag has chunks 0 and 3 of A, of B none but the last; all sums are of both ranks."""
-    parts = chunk_cells([[2, 0, 0, 1], [0, 0, 0, 1]], torch.device("cpu"))
+    parts = chunk_parts([[2, 0, 0, 1], [0, 0, 0, 1]], torch.device("cpu"))
     sums = {
         "log_ratio": torch.tensor([3.0, 10.0, 100.0, 7.0, 1.0, 2.0, 4.0, 9.0], dtype=torch.float64),
         "tokens": torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
@@ -347,7 +347,7 @@ def test_a_product_so_far_keeps_the_digits_of_its_own_response() -> None:
     rows = torch.randn(sum(lengths), generator=random, dtype=torch.float64)
     rows *= torch.rand(sum(lengths), generator=random, dtype=torch.float64)
     expected = torch.cat([row.cumsum(0) for row in rows.split(lengths)])
-    found = chunk_cells([[length] for length in lengths], torch.device("cpu")).running(rows)
+    found = chunk_parts([[length] for length in lengths], torch.device("cpu")).running(rows)
     assert float((found - expected).abs().max()) < 1e-12
 
 

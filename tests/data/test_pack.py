@@ -15,7 +15,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.data.pack import pack, sampling_mask
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import WeightSpan, spans_of
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.sglang.replies import parse_exchange
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "sglang_generate"

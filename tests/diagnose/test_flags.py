@@ -12,7 +12,7 @@ import yaml
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose.flags import HOSTS, Host, available, flags_for, preset_of, shortest_flags
 from mismatch_plugin.diagnose.recommend import RULES
 from mismatch_plugin.hooks.base import HOSTS as LAUNCHED
@@ -35,7 +35,7 @@ NEMO_RL = {
 
 
 def _built(**data: Any) -> mp.MismatchConfig:
-    with no_notes():
+    with ignore_mismatch_warnings():
         return mp.MismatchConfig.build(data)
 
 
@@ -78,7 +78,7 @@ def _words(text: str) -> list[str]:
 def _read(words: list[str]) -> mp.MismatchConfig:
     parser = ArgumentParser()
     mp.add_arguments(parser)
-    with no_notes():
+    with ignore_mismatch_warnings():
         arguments, overrides = parser.parse_known_args(words)
         assert all("=" in word for word in overrides)  # verl's
         return mp.MismatchConfig.from_args(arguments)
@@ -94,7 +94,7 @@ def test_the_flags_give_the_settings_back(name: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_python_gives_the_settings_back(name: str) -> None:
     text = flags_for(CONFIGS[name], "python")
-    with no_notes():
+    with ignore_mismatch_warnings():
         assert eval(text, {"mp": mp, "inf": float("inf")}) == CONFIGS[name]
     assert text.startswith("mp.preset(" if preset_of(CONFIGS[name]) else "mp.MismatchConfig.build({")
 
@@ -124,7 +124,7 @@ def _plan(host: Host, words: list[str], folder: Path, patched: bool) -> Plan:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_launcher_takes_them(name: str, host: Host, tmp_path: Path) -> None:
     text = flags_for(CONFIGS[name], host)
-    with no_notes():
+    with ignore_mismatch_warnings():
         plan = _plan(host, _words(text), tmp_path, patched="needs the patch" in text)
     assert plan.config and f"algorithm {CONFIGS[name].algorithm}: " in "\n".join(plan.lines)
 
@@ -161,7 +161,7 @@ def test_the_patch_is_asked_for_where_it_is_needed(name: str, tmp_path: Path) ->
 )
 def test_what_a_host_has_not_is_said_and_would_be_refused(name: str, host: Host, said: str, tmp_path: Path) -> None:
     assert said in flags_for(CONFIGS[name], host)
-    with no_notes(), pytest.raises(ValueError, match=r"\w{4}"):
+    with ignore_mismatch_warnings(), pytest.raises(ValueError, match=r"\w{4}"):
         _plan(host, shortest_flags(CONFIGS[name]), tmp_path, patched=True)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose import page
 from mismatch_plugin.diagnose.levels import LEVELS, STATISTICS, bound_edges, bounds_for, histograms, levels_of, units_in
 from mismatch_plugin.diagnose.packing import packed_of
@@ -33,7 +33,7 @@ FIGURES = ("kept", "kept_positive", "kept_negative", "mean_weight", "ess")
 def kept(packed: mp.PackedSequences, level: str, lower: float, upper: float, growth: float = 0.0) -> float:
     """Share of the level's units within these bounds, as training reports it."""
     tis = {"level": level, "mode": "mask", "lower_bound": lower, "upper_bound": upper, "bound_growth": growth}
-    with no_notes():
+    with ignore_mismatch_warnings():
         metrics = mp.correct(packed, mp.MismatchConfig.build({"use_tis": True, "tis": tis})).statistics.metrics()
     return 1.0 - sum(metrics[f"rollout_corr/rollout_is_ratio_fraction_{side}"] for side in ("high", "low"))
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 
 import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.packing import Groups, subset
@@ -101,7 +101,7 @@ def test_every_setting_is_a_file_and_equals_what_training_reports_and_the_gradie
     assert [item.setting for item in predicted] == [setting.name for setting in SETTINGS]
     for item, setting in zip(predicted, SETTINGS, strict=True):
         file.write_text(json.dumps(item.settings))
-        with no_notes():
+        with ignore_mismatch_warnings():
             config = setting.config.replace(metrics="full")
             assert mp.MismatchConfig.from_file(file) == setting.config
         result = mp.policy_loss(PACKED.old_log_probs.clone().requires_grad_(), PACKED, config)
@@ -128,7 +128,7 @@ def test_any_configuration_equals_what_training_reports(batch: ragged.Batch, con
     packed = batch.packed()
     assert packed.old_log_probs is not None and packed.advantages is not None
     (item,) = predict_settings(packed, [setting_of(OWN, config)])
-    with no_notes():
+    with ignore_mismatch_warnings():
         config = config.replace(metrics="full", dry_run=False)
     result = mp.policy_loss(packed.old_log_probs.clone().requires_grad_(), packed, config)
     agrees(item, result.statistics.metrics(), config)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.values import no_notes
+from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose.levels import bounds_for
 from mismatch_plugin.diagnose.measure import Figures, figures_of
 from mismatch_plugin.diagnose.normal import FAR_K3
@@ -68,7 +68,7 @@ def test_the_row_is_taken_and_its_setting_keeps_what_it_says(rule: Rule, kl: flo
         figures, bounds=bounds_of(packed), accepted=rule.name == "strong", predict=lambda c: measured(packed, c)
     )
     assert found is not None and (found.preset == rule.preset or found.setting.startswith(rule.preset))
-    with no_notes():
+    with ignore_mismatch_warnings():
         result = measured(packed, mp.MismatchConfig.build(found.settings))
     assert result.kept >= rule.keeps
     if rule.preset in ("seq_is", "pg_is", "prefix_is"):
@@ -243,7 +243,7 @@ def test_it_says_why_and_what_to_watch() -> None:
     result, text = measured(packed, quiet_preset("token_icepop")), " ".join(found.reasons)
     assert f"{result.kept:.1%} of the tokens kept" in text and "far away" in text
     metrics = dict(line.split(" near ") for line in found.watch)
-    with no_notes():
+    with ignore_mismatch_warnings():
         reported = mp.correct(packed, quiet_preset("token_icepop")).statistics.metrics()
     for name, told in metrics.items():
         assert float(told.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name

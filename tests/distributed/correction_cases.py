@@ -97,7 +97,7 @@ class Settings:
         return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 4]
 
     @property
-    def judges_current(self) -> bool:
+    def rejects_on_current_policy(self) -> bool:
         return self.rejects and self.algorithm in (0, 2) and self.rotation // 3 % 2 == 1
 
     @property
@@ -121,7 +121,7 @@ class Settings:
         }
         if self.rejects:
             values["rs"] = {"criteria": self.criteria, "veto_threshold": VETO}
-            values["rs"] |= {"policy": "current"} if self.judges_current else {}
+            values["rs"] |= {"policy": "current"} if self.rejects_on_current_policy else {}
             values["rs"] |= {"max_staleness": STALENESS} if self.limits_staleness else {}
         tis: dict[str, Any] = {}
         if self.weighted:

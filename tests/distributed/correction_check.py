@@ -87,7 +87,7 @@ def distances(batch: str, settings: Settings) -> list[float]:
     for bound in (config.tis.lower, config.tis.upper):
         log_bound = math.log(bound) * torch.cat(counts) ** config.tis.bound_growth
         pairs += [(torch.cat(products) - log_bound, 0.0), (mean_ratio, bound)]
-    judged = _trained(batch, "log_probs") if config.judges_current else train
+    judged = _trained(batch, "log_probs") if config.rejects_on_current_policy else train
     pairs.append((torch.cat([a - b for a, b in zip(judged, rollout, strict=True)]), math.log(VETO)))
     pairs.append((torch.stack([row.mean() for row in _trained(batch, "advantages") if row.any()]), 0.0))
     for criterion in config.criteria:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_plugin.parallel.log_probs import RaggedSamplingMask, vocab_parallel_linear_log_probs
+from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_linear_log_probs
 from tests.distributed.log_probs_worker import CollectiveRecorder
 
 TOKENS, HIDDEN, VOCAB = 12, 6, 52

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mismatch_plugin.parallel.log_probs import RaggedSamplingMask, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_log_probs
 
 TOKENS, COLUMNS = 11, 52
 NAMES = (

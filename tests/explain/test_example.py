@@ -83,9 +83,9 @@ def test_gradients_by_hand():
 
 def test_advantages_of_a_group_by_hand():
     # Rewards 1, 0, 0: mean 1/3, deviation 0.577. Without B: mean 0.5, deviation 0.707.
-    cells = (0, 4, 6)
-    assert [LOSS["advantage, group keep"][at] for at in cells] == ["1.15", "−0.577", "−0.577"]
-    assert [LOSS["advantage, group exclude"][at] for at in cells] == ["0.707", "0", "−0.707"]
+    parts = (0, 4, 6)
+    assert [LOSS["advantage, group keep"][at] for at in parts] == ["1.15", "−0.577", "−0.577"]
+    assert [LOSS["advantage, group exclude"][at] for at in parts] == ["0.707", "0", "−0.707"]
 
 
 def test_it_covers_every_mode_level_and_objective():

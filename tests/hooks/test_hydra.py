@@ -257,15 +257,15 @@ def test_another_loss_of_verl_s_has_no_objective_of_ours(tmp_path: Path) -> None
 def test_the_entry_point_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     here = SimpleNamespace(name="mismatch_plugin")
     monkeypatch.setattr(verl, "entry_points", lambda group: [here] if group == "verl.plugins" else [])
-    verl.refuse_unregistered()
+    verl.validate_registration()
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "none")
     with pytest.raises(ValueError, match="VERL_USE_EXTERNAL_PLUGINS=none keeps verl from loading"):
-        verl.refuse_unregistered()
+        verl.validate_registration()
     monkeypatch.setenv("VERL_USE_EXTERNAL_PLUGINS", "other,mismatch_plugin")
-    verl.refuse_unregistered()
+    verl.validate_registration()
     monkeypatch.setattr(verl, "entry_points", lambda group: [])
     with pytest.raises(ValueError, match="pip install it"):
-        verl.refuse_unregistered()
+        verl.validate_registration()
 
 
 def test_the_package_declares_the_entry_point() -> None:

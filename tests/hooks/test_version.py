@@ -22,7 +22,7 @@ from mismatch_plugin.hooks.version import (
     megatron_core_version,
     read_version,
     recorded_version,
-    refuse_old_megatron,
+    validate_megatron_version,
     version_line,
 )
 from mismatch_plugin.launch.__main__ import prepare
@@ -182,7 +182,7 @@ def test_the_checkouts_that_the_tests_run_with_are_the_tested_ones(host: str) ->
 def test_the_megatron_core_that_will_be_imported_is_that_of_the_script_s_folder(tmp_path: Path) -> None:
     megatron_core(tmp_path, (0, 12))
     assert megatron_core_version([tmp_path]) == "0.12.0"
-    refuse_old_megatron()  # the tests run with a megatron-core that is new enough, or with none
+    validate_megatron_version()  # the tests run with a megatron-core that is new enough, or with none
 
 
 @pytest.mark.parametrize("version", [(0, 12), (0, 15)])

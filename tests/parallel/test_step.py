@@ -63,7 +63,7 @@ def total_differences(parts: Sequence[Part], whole: Outcome) -> list[str]:
     found += [] if tokens == whole.metrics["rollout_corr/tokens"] else ["tokens known before"]
     found += [] if original == whole.denominators[1] else ["original known before"]
     if config.denominator == "accepted":
-        late = config.rejects and (config.use_rollout_log_probs or parts[0].settings.judges_current)
+        late = config.rejects and (config.use_rollout_log_probs or parts[0].settings.rejects_on_current_policy)
         wanted = None if late else whole.denominators[0]
         found += [] if accepted == wanted else ["accepted known before"]
     mean = whole.metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)

@@ -131,7 +131,7 @@ def test_exactly_these_collectives(layout: Layout):
             config = settings.config()
             judged = config.normalizes_step or (config.rejects_by_log_probs and not config.dry_run)
             judged = judged and settings.algorithm in (0, 2)
-            reused = judged and not settings.judges_current and settings.objective != "gspo"
+            reused = judged and not settings.rejects_on_current_policy and settings.objective != "gspo"
             assert counts["again"] == ([[] for _ in losses] if reused else losses), "nothing is reduced twice"
             *before, total = counts["prepare"]
             assert total == rank.over_data("SUM", 7)

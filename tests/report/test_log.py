@@ -25,7 +25,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.slime.step import StepRun
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.report import log
-from mismatch_plugin.report.log import log_step, read_steps, refuse_other_settings, write_step
+from mismatch_plugin.report.log import log_step, read_steps, validate_same_settings, write_step
 
 CONFIG = mp.MismatchConfig()
 
@@ -72,10 +72,10 @@ def test_a_metric_that_is_no_number_is_named(tmp_path: Path) -> None:
 _RUN = """
 import sys
 import mismatch_plugin as mp
-from mismatch_plugin.report.log import log_step, refuse_other_settings
+from mismatch_plugin.report.log import log_step, validate_same_settings
 config, how, folder = mp.MismatchConfig(), *sys.argv[1:]
 try:
-    refuse_other_settings(folder, config, holds=how == "starts")
+    validate_same_settings(folder, config, holds=how == "starts")
 except ValueError as error:
     sys.exit(f"refused: {error}")
 if how == "steps":
@@ -102,7 +102,7 @@ def test_a_folder_has_one_live_run(how: str, tmp_path: Path, caplog: pytest.LogC
     assert said == "begun\n"
     for second in (folder, tmp_path / "same"):
         with pytest.raises(ValueError, match=f"another run is writing to {folder}: give this run another folder"):
-            refuse_other_settings(second, CONFIG)
+            validate_same_settings(second, CONFIG)
         with pytest.raises(ValueError, match="another run is writing"):
             write_step(second, CONFIG, {"rollout_corr/kl": 0.2})
     assert (folder / "metrics.jsonl").exists() == (how == "steps")  # the refused run has written nothing
@@ -110,7 +110,7 @@ def test_a_folder_has_one_live_run(how: str, tmp_path: Path, caplog: pytest.LogC
     write_step(tmp_path / "other", CONFIG, {"rollout_corr/kl": 0.2})
     first.kill()
     first.wait()
-    refuse_other_settings(folder, CONFIG, holds=True)  # the run goes on in this process
+    validate_same_settings(folder, CONFIG, holds=True)  # the run goes on in this process
     write_step(folder, CONFIG, {"rollout_corr/kl": 0.2})
     assert numbers(folder)[-1] == (2 if how == "steps" else 1)
     assert "refused" in _run("asks", folder)[1]
@@ -119,7 +119,7 @@ def test_a_folder_has_one_live_run(how: str, tmp_path: Path, caplog: pytest.LogC
 def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refuse_other_settings(tmp_path / "run", CONFIG)
+    validate_same_settings(tmp_path / "run", CONFIG)
     assert not (tmp_path / "run").exists()
     fcntl = pytest.importorskip("fcntl", reason="on Linux")
 
@@ -127,7 +127,7 @@ def test_asking_holds_nothing_and_a_disk_without_locks_is_written(
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    refuse_other_settings(tmp_path / "run", CONFIG, holds=True)
+    validate_same_settings(tmp_path / "run", CONFIG, holds=True)
     write_step(tmp_path / "run", CONFIG, {"rollout_corr/kl": 0.1})
     assert numbers(tmp_path / "run") == [1] and tmp_path / "run" not in log._HELD
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config.values import MismatchWarning, switch, unknown
+from mismatch_plugin.config.values import MismatchWarning, parse_bool, unknown
 
 
 def known_only(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def known_only(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> 
 
 def switch_of(given: Mapping[str, Any], key: str) -> bool:
     """A switch's value, False where it is absent. Raises ValueError for what is neither true nor false."""
-    return switch(given.get(key), key)
+    return parse_bool(given.get(key), key)
 
 
 def either(given: Mapping[str, Any], *keys: str) -> bool:

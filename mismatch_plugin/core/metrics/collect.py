@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.correction_state import CorrectionState, any_of
 from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
@@ -30,34 +31,33 @@ from mismatch_plugin.core.metrics.units import (
     weight_columns,
 )
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.stage import Stage, any_of
 from mismatch_plugin.core.units import ActingBounds
 from mismatch_plugin.core.validity import KINDS
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
-def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """[T] columns to be summed per sequence, 0 at padding; one at a time, so that few live at once."""
-    config, tokens = stage.config, stage.tokens
+    config, tokens = state.config, state.tokens
     log_ratio = tokens.log_ratio
-    if stage.measured:
+    if state.measured:
         yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
     yield Column("log_ratio", log_ratio)
     yield Column("tokens", tokens.mask)
-    if not stage.units.late:
-        yield from _verdict_columns(stage, masked_T, rejected_T)
-    if not stage.measured:
+    if not state.units.needs_second_reduction:
+        yield from _verdict_columns(state, masked_T, rejected_T)
+    if not state.measured:
         return
     if config.metrics == "full":
-        yield from _token_criteria(stage)
+        yield from _token_criteria(state)
     bounded = log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
     ratio = bounded.expm1()
     yield Column("k3", torch.sub(ratio, bounded, out=bounded))
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
-    if stage.units.per_token:
-        yield Column("clamped", clamped(stage, ratio, log_ratio, tokens.padding), "clamped_squared")
-    bounds = stage.bounds
+    if state.units.per_token:
+        yield Column("clamped", clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
+    bounds = state.bounds
     if bounds is not None and bounds.units.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
@@ -65,57 +65,57 @@ def token_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | No
             yield Column(name, verdict.masked_fill_(tokens.padding, False) if excludes_one else verdict)
 
 
-def late_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """The same of what is known of a token only after the first reduction: verdicts, weights, its unit's ρ."""
-    yield from _verdict_columns(stage, masked_T, rejected_T)
-    if not stage.measured:
+    yield from _verdict_columns(state, masked_T, rejected_T)
+    if not state.measured:
         return
-    padding = stage.tokens.padding
-    ratio = stage.ratio_U - 1.0
+    padding = state.tokens.padding
+    ratio = state.ratio_U - 1.0
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
-    yield Column("clamped", clamped(stage, ratio, stage.log_ratio_U, padding), "clamped_squared")
-    yield Column("unit_plain", stage.ratio_U.masked_fill(padding, 0.0), "unit_square")
-    if stage.bounds is not None and stage.bounds.units is stage.units:
-        for name, verdict in outside_bounds(stage).items():
+    yield Column("clamped", clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
+    yield Column("unit_plain", state.ratio_U.masked_fill(padding, 0.0), "unit_square")
+    if state.bounds is not None and state.bounds.units is state.units:
+        for name, verdict in outside_bounds(state).items():
             yield Column(name, verdict.masked_fill_(padding, False))
 
 
-def _verdict_columns(stage: Stage, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
+def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: Tensor | None) -> Iterator[Column]:
     """What rejects tokens, and weights that tokens have of their own."""
     if rejected_T is not None:
         yield Column("rejected", rejected_T)
-    if stage.weights_U is not None:
-        yield from weight_columns(stage, stage.weights_U, rejected_T)
-    if stage.config.metrics == "off":
+    if state.weights_U is not None:
+        yield from weight_columns(state, state.weights_U, rejected_T)
+    if state.config.metrics == "off":
         return
     if masked_T is not None and masked_T is not rejected_T:
         yield Column("masked", masked_T)
-    for name, outside in stage.outside_T.items():
+    for name, outside in state.outside_T.items():
         if name != "mode" and outside is not masked_T:
             yield Column(f"out_{name}", outside)
 
 
-def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
+def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statistics:
     """The batch's sums and maxima. One matrix product and one maximum over [K, N]; no host sync.
 
     counts_sequences: False on the ranks of a context-parallel group that leave the counting to another one.
     """
-    has = stage.tokens_N > 0
-    rows, unit_rows = _rows(stage, has)
-    values = [(torch.stack(list(rows.values())) @ torch.stack([stage.tokens_N, has]).T).flatten()]
+    has = state.tokens_N > 0
+    rows, unit_rows = _rows(state, has)
+    values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    if stage.parts is not None and not stage.units.on_tokens:
-        unit_rows |= {"one": stage.counts_U}
-        values.append(torch.stack(list(unit_rows.values())) @ stage.counts_U)
-        names += [f"{row}@{stage.units.measure}" for row in unit_rows]
+    if state.parts is not None and not state.units.one_ratio_per_token:
+        unit_rows |= {"one": state.counts_U}
+        values.append(torch.stack(list(unit_rows.values())) @ state.counts_U)
+        names += [f"{row}@{state.units.measure}" for row in unit_rows]
     if not counts_sequences:
         values = [torch.zeros_like(value) for value in values]
-    maximum_names, maxima = _maxima(stage, has, rows)
-    if stage.tokens.code is not None:
+    maximum_names, maxima = _maxima(state, has, rows)
+    if state.tokens.code is not None:
         names += [f"invalid_{kind}" for kind in KINDS]
-        values.append(stage.tokens.count_kinds())
-    if stage.measured and stage.config.metrics == "full":
-        sums, extra = full_diagnostics(stage, counts_sequences)
+        values.append(state.tokens.count_kinds())
+    if state.measured and state.config.metrics == "full":
+        sums, extra = full_diagnostics(state, counts_sequences)
         for name, value in extra.items():
             maximum_names += [name] if value.dim() == 0 else _indexed(name, value.numel())
             maxima.append(value.reshape(-1))
@@ -124,7 +124,7 @@ def collect_statistics(stage: Stage, counts_sequences: bool) -> Statistics:
             values.append(value)
     maximum_values = torch.cat([value.double() for value in maxima]) if maxima else values[0].new_zeros(0)
     return Statistics(
-        torch.cat(values), maximum_values, tuple(names), tuple(maximum_names), stage.config, stage.locators
+        torch.cat(values), maximum_values, tuple(names), tuple(maximum_names), state.config, state.locators
     )
 
 
@@ -134,147 +134,151 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
     return tuple(f"{name}[{index}]" for index in range(size))
 
 
-def _rows(stage: Stage, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One number a sequence, and one a unit where these are (parts of) sequences; all finite. What has no response
     tokens is weighed 0 by every measure."""
-    config, means, units = stage.config, stage.means_N, stage.units
-    kept = stage.kept_N / stage.divisor_N
+    config, means, units = state.config, state.means_N, state.units
+    kept = state.kept_N / state.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     unit_rows: dict[str, Tensor] = {}
     if config.normalizes:
-        (rows if units.on_tokens else unit_rows).update(stage.unit_rows())
+        (rows if units.one_ratio_per_token else unit_rows).update(state.unit_rows())
     if config.metrics == "off":
-        return rows | stage.of_sequences(unit_rows), unit_rows
-    rows |= _rejection_rows(stage)
-    if units.on_tokens:
-        rows |= token_weight_rows(stage, kept)
+        return rows | state.of_sequences(unit_rows), unit_rows
+    rows |= _rejection_rows(state)
+    if units.one_ratio_per_token:
+        rows |= token_weight_rows(state, kept)
     else:
-        unit_rows |= unit_weight_rows(stage, kept)
-    if stage.measured and not units.on_tokens:
-        unit_rows |= unit_ratio_rows(stage)
-    rows |= stage.of_sequences(unit_rows)
+        unit_rows |= unit_weight_rows(state, kept)
+    if state.measured and not units.one_ratio_per_token:
+        unit_rows |= unit_ratio_rows(state)
+    rows |= state.of_sequences(unit_rows)
     if "weight" in rows:
         rows["seq_weight_squared"] = rows["weight"].square()
-    if not stage.measured:
+    if not state.measured:
         return rows, unit_rows
     rows |= {name: means[name] for name in ("train", "log_ratio", "k3", "ratio", "ratio_squared")}
     rows["rollout"] = rows["train"] - rows["log_ratio"]
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if units.on_tokens:
+    if units.one_ratio_per_token:
         names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
         names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
     if measures_parts(units):
         rows["seq_ratio_squared"] = mean_ratio(rows).square()
     if not (units.multiplies and units.measure == "sequences"):  # there it is the unit's
-        rows["product_square"] = bounded_exp(stage.sums_N["log_ratio"]).square_()
-    if stage.bounds is not None:
-        rows |= _outside_rows(stage, stage.bounds, rows)
+        rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
+    if state.bounds is not None:
+        rows |= _outside_rows(state, state.bounds, rows)
     if config.metrics == "full":
-        rows |= _criterion_rows(stage, has)
+        rows |= _criterion_rows(state, has)
     return rows, unit_rows
 
 
-def _outside_rows(stage: Stage, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
     if measures_parts(bounds.units):
         ratio = rows["ratio"] if bounds.units.per_token else mean_ratio(rows)
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
-        return outside | {name: stage.means_N[name] for name in ("high", "low") if name in stage.means_N}
-    if bounds.units is stage.units:
+        return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
+    if bounds.units is state.units:
         return {}  # they are the unit's
-    log_ratio = bounds.units.aggregate(stage.tokens.log_ratio, stage.sums_N)
+    log_ratio = bounds.units.aggregate(state.tokens.log_ratio, state.sums_N)
     return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
-def _token_criteria(stage: Stage) -> Iterator[Column]:
-    """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to the stage."""
-    for criterion in stage.config.criteria:
+def _token_criteria(state: CorrectionState) -> Iterator[Column]:
+    """What each token criterion measures, and what it rejects above if it has two bounds; extremes go to `state`."""
+    for criterion in state.config.criteria:
         if not criterion.judges_tokens:
             continue
-        value = stage.judged.values(criterion)
-        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, stage.tokens.padding)
-        stage.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
+        value = state.judged.values(criterion)
+        names, extremes = _extremes({f"value_{criterion.name}": value}, {}, state.tokens.padding)
+        state.token_extremes |= dict(zip(names, extremes.unbind(), strict=True))
         low, high = criterion.log_bounds
         if low is not None and high is not None:
-            yield Column(f"above_{criterion.name}", (value > high).logical_and_(stage.outside_T[criterion.name]))
+            yield Column(f"above_{criterion.name}", (value > high).logical_and_(state.outside_T[criterion.name]))
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1_()
         yield Column(f"value_{criterion.name}", value)
 
 
-def _criterion_rows(stage: Stage, has: Tensor) -> dict[str, Tensor]:
+def _criterion_rows(state: CorrectionState, has: Tensor) -> dict[str, Tensor]:
     """The same of every criterion, one number a sequence. What is rejected and not above is below."""
     rows: dict[str, Tensor] = {}
-    for criterion in stage.config.criteria:
+    for criterion in state.config.criteria:
         name = criterion.name
         low, high = criterion.log_bounds
         if criterion.judges_tokens:
-            found = [key for side in ("value", "above") if (key := f"{side}_{name}") in stage.means_N]
-            rows |= {key: stage.means_N[key] for key in found}
+            found = [key for side in ("value", "above") if (key := f"{side}_{name}") in state.means_N]
+            rows |= {key: state.means_N[key] for key in found}
             continue
-        value = stage.values_N[name].masked_fill(has.logical_not(), 0.0)
+        value = state.values_N[name].masked_fill(has.logical_not(), 0.0)
         if low is not None and high is not None:
-            rows[f"above_{name}"] = (value > high).logical_and_(stage.outside_N[name])
+            rows[f"above_{name}"] = (value > high).logical_and_(state.outside_N[name])
         if criterion.in_log_space:
             value = value.clamp(-SAFETY_BOUND, SAFETY_BOUND).expm1()
         rows[f"value_{name}"] = value
     return rows
 
 
-def _rejection_rows(stage: Stage) -> dict[str, Tensor]:
+def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     """Shares of rejected tokens and whether anything of a sequence was rejected, by cause."""
     rows: dict[str, Tensor] = {}
-    masked_N = any_of(outside for name, outside in stage.outside_N.items() if name not in ("veto", "invalid"))
-    by_token = stage.means_N.get("masked", stage.means_N.get("rejected") if stage.outside_T else None)
-    masked = masked_with_units(stage) if stage.outside_U else by_token
+    masked_N = any_of(outside for name, outside in state.outside_N.items() if name not in ("veto", "invalid"))
+    by_token = state.means_N.get("masked", state.means_N.get("rejected") if state.outside_T else None)
+    masked = masked_with_units(state) if state.outside_U else by_token
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
     elif masked_N is not None:
         rows |= {"masked": masked_N, "masked_any": masked_N}
-    names = [criterion.name for criterion in stage.config.criteria]
-    for name in [*names, "staleness"] if "staleness" in stage.outside_T else names:
-        if name in stage.outside_N:
-            rows[f"out_{name}"] = stage.outside_N[name]
+    names = [criterion.name for criterion in state.config.criteria]
+    for name in [*names, "staleness"] if "staleness" in state.outside_T else names:
+        if name in state.outside_N:
+            rows[f"out_{name}"] = state.outside_N[name]
         elif by_token is not None:
-            rows[f"out_{name}"] = stage.means_N.get(f"out_{name}", by_token)
-    if stage.config.rs.veto_threshold is not None:
-        rows |= {"vetoed": stage.outside_N["veto"], "catastrophic": stage.means_N["catastrophic"]}
+            rows[f"out_{name}"] = state.means_N.get(f"out_{name}", by_token)
+    if state.config.rs.veto_threshold is not None:
+        rows |= {"vetoed": state.outside_N["veto"], "catastrophic": state.means_N["catastrophic"]}
     return rows
 
 
-def _maxima(stage: Stage, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
+def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tuple[list[str], list[Tensor]]:
     """Names and values [·] of maxima; a minimum is carried as the maximum of the negative, "-name". −inf where there is
     nothing."""
-    if stage.config.metrics == "off":
+    if state.config.metrics == "off":
         return [], []
     both: dict[str, Tensor] = {}
     units: dict[str, Tensor] = {}
     weights: dict[str, Tensor] = {}
-    if stage.measured:
-        both["log_ratio_seq"] = stage.means_N["log_ratio"]
-        units["log_aggregate"] = stage.log_ratio_U
-        if measures_parts(stage.units):
+    if state.measured:
+        both["log_ratio_seq"] = state.means_N["log_ratio"]
+        units["log_aggregate"] = state.log_ratio_U
+        if measures_parts(state.units):
             both["ratio_seq"] = mean_ratio(rows)
-        if stage.config.metrics == "full":
-            both |= {f"value_{name}": value for name, value in stage.values_N.items()}
-    if stage.weights_U is not None:
-        weights_U, factor = stage.weights_U, own_factor(stage)
-        used = weights_U * stage.keep_T if stage.units.on_tokens else weights_U.masked_fill(stage.kept_U == 0, 0.0)
+        if state.config.metrics == "full":
+            both |= {f"value_{name}": value for name, value in state.values_N.items()}
+    if state.weights_U is not None:
+        weights_U, factor = state.weights_U, own_factor(state)
+        used = (
+            weights_U * state.keep_T
+            if state.units.one_ratio_per_token
+            else weights_U.masked_fill(state.kept_U == 0, 0.0)
+        )
         weights["weight"] = used if factor is None else used / factor
     absent = has.logical_not()
-    if stage.units.on_tokens or stage.parts is not None:
-        padding = stage.tokens.padding if stage.units.on_tokens else stage.counts_U == 0
-        extremes = _extremes_of_tokens if stage.units.on_tokens else _extremes
+    if state.units.one_ratio_per_token or state.parts is not None:
+        padding = state.tokens.padding if state.units.one_ratio_per_token else state.counts_U == 0
+        extremes = _extremes_of_tokens if state.units.one_ratio_per_token else _extremes
         parts = [_extremes(both, {}, absent), extremes(units, {}, padding), extremes({}, weights, padding)]
     else:
         parts = [_extremes(both | units, weights, absent)]
-    if stage.token_extremes:
-        parts.append((list(stage.token_extremes), torch.stack(list(stage.token_extremes.values()))))
+    if state.token_extremes:
+        parts.append((list(state.token_extremes), torch.stack(list(state.token_extremes.values()))))
     return [name for names, _ in parts for name in names], [values for names, values in parts if names]
 
 

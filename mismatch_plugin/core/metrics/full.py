@@ -15,7 +15,7 @@ from mismatch_plugin.core.validity import bucket
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
-    from mismatch_plugin.core.stage import Stage
+    from mismatch_plugin.core.correction_state import CorrectionState
 
 HISTOGRAM_BINS = 2048
 HISTOGRAM_SCALE = 1e-4
@@ -29,12 +29,12 @@ VERSION_SLOTS = 16
 """Weight versions are counted modulo 16; versions that collide are reported together as the oldest."""
 
 
-def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def full_diagnostics(state: CorrectionState, counts_sequences: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """({name: sums [B]}, {name: maxima, 0-d or [B]}) of the local tokens, and of whole sequences where counted here.
 
     About 60 kernels; no host sync. Accumulated in float64.
     """
-    tokens, packed = stage.tokens, stage.packed
+    tokens, packed = state.tokens, state.packed
     sums: dict[str, Tensor] = {"histogram": _histogram(tokens.log_ratio, tokens.padding)}
     maxima: dict[str, Tensor] = {}
     difference = tokens.train.exp().sub_(tokens.rollout.exp()).abs_()
@@ -65,11 +65,11 @@ def full_diagnostics(stage: Stage, counts_sequences: bool) -> tuple[dict[str, Te
     if packed.advantages is not None:
         sign = packed.advantages.masked_fill(tokens.padding, 0.0).sign_().add_(1.0).int()
         sums["advantage_tokens"] = _by_bucket(sign, 3, buffer.copy_(tokens.mask))
-        sums["advantage_kept"] = _by_bucket(sign, 3, buffer.copy_(stage.keep_T))
-    length = bucket(stage.tokens_N, LENGTH_EDGES)
-    counted = (stage.tokens_N > 0).double() * float(counts_sequences)
+        sums["advantage_kept"] = _by_bucket(sign, 3, buffer.copy_(state.keep_T))
+    length = bucket(state.tokens_N, LENGTH_EDGES)
+    counted = (state.tokens_N > 0).double() * float(counts_sequences)
     sums["length_sequences"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted)
-    sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (stage.kept_N > 0))
+    sums["length_kept"] = _by_bucket(length, len(LENGTH_EDGES) + 1, counted * (state.kept_N > 0))
     return sums, maxima
 
 

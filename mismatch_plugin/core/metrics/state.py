@@ -48,7 +48,7 @@ class Statistics:
         """The state of both together. Raises ValueError where configurations or the fields of the batches differ."""
         same_names = self.sum_names == other.sum_names and self.maximum_names == other.maximum_names
         if not same_names or self.config != other.config:
-            refuse_different(self, other)
+            validate_mergeable(self, other)
         return Statistics(
             self.sums + other.sums,
             torch.maximum(self.maxima, other.maxima),
@@ -141,7 +141,7 @@ class Statistics:
         raise invalid_error([], summary=f"invalid log-probs on another rank: {kinds}", kinds=held)
 
 
-def refuse_different(one: Statistics, other: Statistics) -> None:
+def validate_mergeable(one: Statistics, other: Statistics) -> None:
     """Raise ValueError that names what two states differ in; nothing where only their report folders do."""
     settings, theirs = (each.config.model_dump(exclude={"report_dir"}) for each in (one, other))
     for key, value in settings.items():

@@ -7,30 +7,30 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from mismatch_plugin.core.correction_state import CorrectionState
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.stage import Stage
 from mismatch_plugin.core.units import Units, center
 from mismatch_plugin.core.weights import grown
 
 
-def outside_bounds(stage: Stage) -> dict[str, Tensor]:
+def outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
     """Which units of the level are above and below the bounds that act on them, [U] bool each."""
-    bounds, scale = stage.bounds, stage.scale_U
+    bounds, scale = state.bounds, state.scale_U
     assert bounds is not None
     return {
-        "high": stage.log_ratio_U > grown(bounds.log_upper, scale),
-        "low": stage.log_ratio_U < grown(bounds.log_lower, scale),
+        "high": state.log_ratio_U > grown(bounds.log_upper, scale),
+        "low": state.log_ratio_U < grown(bounds.log_lower, scale),
     }
 
 
-def weight_columns(stage: Stage, weights_T: Tensor, rejected_T: Tensor | None) -> Iterator[Column]:
+def weight_columns(state: CorrectionState, weights_T: Tensor, rejected_T: Tensor | None) -> Iterator[Column]:
     """Of weights that are known a token at a time: bounded ones, and of the kept tokens Σ w, Σ w², Σ (w − 1)²."""
-    if stage.config.tis.batch_normalize:
+    if state.config.tis.batch_normalize:
         yield Column("weight_unit", weights_T)
-        if "mode" in stage.outside_T:
-            yield Column("outside_mode", stage.outside_T["mode"])
-    if stage.config.metrics != "off":
-        kept, weight = stage.tokens.mask, weights_T
+        if "mode" in state.outside_T:
+            yield Column("outside_mode", state.outside_T["mode"])
+    if state.config.metrics != "off":
+        kept, weight = state.tokens.mask, weights_T
         if rejected_T is not None:
             kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
         yield Column("weight", weight, "weight_squared")
@@ -47,31 +47,31 @@ def mean_ratio(rows: dict[str, Tensor]) -> Tensor:
     return rows["unit_ratio"] if "unit_ratio" in rows else rows["ratio"]
 
 
-def unit_ratio_rows(stage: Stage) -> dict[str, Tensor]:
+def unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
     """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
-    ratio = stage.ratio_U
+    ratio = state.ratio_U
     rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
-    if stage.parts is None:  # of turns there are many
+    if state.parts is None:  # of turns there are many
         rows["unit_plain"] = ratio
     rows["unit_ratio_squared"] = rows["unit_ratio"].square()
-    rows["clamped"] = clamped(stage, rows["unit_ratio"], stage.log_ratio_U)
+    rows["clamped"] = clamped(state, rows["unit_ratio"], state.log_ratio_U)
     rows["clamped_squared"] = rows["clamped"].square()
-    if stage.bounds is not None and stage.bounds.units is stage.units:
-        rows |= outside_bounds(stage)
+    if state.bounds is not None and state.bounds.units is state.units:
+        rows |= outside_bounds(state)
     return rows
 
 
-def token_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
+def token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
     """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
 
     They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
     micro_batch, whose factors differ, after it.
     """
-    if stage.weights_U is None:
+    if state.weights_U is None:
         return {}
-    factor, used = own_factor(stage), kept > 0
-    weight, squared = stage.means_N["weight"] * used, stage.means_N["weight_squared"] * used
-    deviation = stage.means_N["weight_deviation"] * used
+    factor, used = own_factor(state), kept > 0
+    weight, squared = state.means_N["weight"] * used, state.means_N["weight_squared"] * used
+    deviation = state.means_N["weight_deviation"] * used
     if factor is not None:
         # Σ (w/f − 1)² from the sums about w = 1.
         shift = 1.0 - factor
@@ -80,27 +80,27 @@ def token_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
     return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
 
 
-def unit_weight_rows(stage: Stage, kept: Tensor) -> dict[str, Tensor]:
+def unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
     """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
-    if stage.weights_U is None:
+    if state.weights_U is None:
         return {}
-    factor = own_factor(stage)
-    unit = stage.weights_U if factor is None else stage.weights_U / factor
-    if stage.parts is not None:
-        kept = stage.kept_U / stage.sums_U["tokens"].clamp(min=1)
+    factor = own_factor(state)
+    unit = state.weights_U if factor is None else state.weights_U / factor
+    if state.parts is not None:
+        kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
     weight = unit * kept
     rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
-    return rows if stage.parts is None else rows | {"unit_weight_squared": weight.square()}
+    return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
 
 
-def own_factor(stage: Stage) -> Tensor | float | None:
+def own_factor(state: CorrectionState) -> Tensor | float | None:
     """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
-    return stage.factor if stage.config.tis.batch_normalize_scope == "micro_batch" else None
+    return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
 
 
-def clamped(stage: Stage, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
+def clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
     """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
-    upper, middle = stage.config.tis.upper, center(stage.config)
+    upper, middle = state.config.tis.upper, center(state.config)
     low, high = sorted((1.0 / upper, upper))
     if middle:
         return ratio.clamp(low - middle, high - middle)
@@ -108,10 +108,10 @@ def clamped(stage: Stage, ratio: Tensor, log_ratio: Tensor, padding: Tensor | No
     return clamped if padding is None else clamped.masked_fill_(padding, 0)
 
 
-def masked_with_units(stage: Stage) -> Tensor:
+def masked_with_units(state: CorrectionState) -> Tensor:
     """Share of each sequence's tokens that token criteria reject, or mask mode with their unit."""
-    tokens, outside = stage.sums_U["tokens"], stage.outside_U["mode"]
-    by_token = stage.sums_U.get("masked", stage.sums_U.get("rejected") if stage.outside_T else None)
+    tokens, outside = state.sums_U["tokens"], state.outside_U["mode"]
+    by_token = state.sums_U.get("masked", state.sums_U.get("rejected") if state.outside_T else None)
     by_token = torch.zeros_like(tokens) if by_token is None else by_token
     masked_U = torch.where(outside, 1.0, by_token / tokens.clamp(min=1))
-    return stage.of_sequences({"masked": masked_U})["masked"]
+    return state.of_sequences({"masked": masked_U})["masked"]

@@ -23,10 +23,9 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import refuse_group_advantages
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
-from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, refuse_fused_head
+from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, validate_fused_head
 from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.log_probs import (
     BORROWED,
@@ -38,7 +37,7 @@ from mismatch_plugin.parallel.log_probs import (
     vocab_parallel_log_probs,
 )
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
-from mismatch_plugin.report.log import log_step, refuse_other_settings
+from mismatch_plugin.report.log import log_step, validate_same_settings
 from mismatch_plugin.report.state import state_of
 
 
@@ -87,7 +86,7 @@ class MegatronLoss:
         self.mtp_layers = int(getattr(model_config, "mtp_num_layers", None) or 0)
         self.sequence_parallel = bool(getattr(model_config, "sequence_parallel", False))
         if config.fused_head:
-            refuse_fused_head(model_config, self.mtp_layers, self.backend)
+            validate_fused_head(model_config, self.mtp_layers, self.backend)
         _refuse(config, self.per_token, self.extra_losses)
         tp_size = 1 if groups.tp is None else groups.tp.size()
         if tp_size > 1 and getattr(model_config, "num_moe_experts", None) and not model_config.sequence_parallel:
@@ -95,7 +94,7 @@ class MegatronLoss:
         # The router multiplies by the tokens of one rank, whose losses are summed over CP and, split, over TP.
         self._fed_share = (1.0 / tp_size if self.extra_losses != ["MTP"] else 1.0) if groups.cp_rank == 0 else 0.0
         if config.report_dir is not None and self.writes:
-            refuse_other_settings(config.report_dir, config, holds=True)
+            validate_same_settings(config.report_dir, config, holds=True)
         self.step: Step | None = None
         self.micro_batches = 0
         self.finished: Statistics | None = None
@@ -127,7 +126,7 @@ class MegatronLoss:
             refusal = ""
             if self.groups.is_last_stage:
                 refusal = self._refusal(step, step.prepare(packed, fed))
-            self.groups.refuse_with_last_stage(refusal, packed[0].loss_mask.device)
+            self.groups.raise_with_last_stage(refusal, packed[0].loss_mask.device)
         self.step = step
 
     def _refusal(self, step: Step, totals: StepTotals) -> str:
@@ -303,9 +302,11 @@ def _backend(config: MismatchConfig, given: Backend | None, entropy: Entropy) ->
 def _refuse(config: MismatchConfig, per_token: bool, extra: list[str]) -> None:
     """Settings that this loop cannot make exact."""
     Step(config, ParallelGroups())  # refuses a scope that no loop of micro-batches can give
-    refuse_group_advantages(
-        config, "the megatron-core hook", "a batch brings its advantages (mismatch_plugin.group_advantages forms them)"
-    )
+    if config.rs.group != "keep":
+        raise ValueError(
+            f"--rs-group {config.rs.group} cannot be had in the megatron-core hook, whose batches bring advantages: "
+            f"form them by mismatch_plugin.group_advantages, and leave it out."
+        )
     if "MTP" in extra and not per_token:
         raise ValueError(
             "without calculate_per_token_loss megatron divides the MTP loss by each micro-batch's own trained tokens, "

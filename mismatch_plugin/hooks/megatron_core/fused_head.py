@@ -19,7 +19,7 @@ _SOFT_CAPS = ("final_logit_softcapping", "logit_softcapping", "logits_soft_cap",
 """Names under which configurations scale or cap the logits after the head."""
 
 
-def refuse_fused_head(model_config: Any, mtp_layers: int, backend: str) -> None:
+def validate_fused_head(model_config: Any, mtp_layers: int, backend: str) -> None:
     """Raises ValueError where the head's logits are read or changed by something else than the loss."""
     reasons = {
         f"--mismatch-log-prob-backend {backend} reads whole logits": backend in ("megatron", "transformer-engine"),

@@ -71,7 +71,7 @@ def _judge(trained: list[Token], config: mp.MismatchConfig) -> None:
             inside = tis.mode != "mask" or tis.lower <= ratio <= tis.upper
             weight = min(ratio, tis.upper) if tis.mode == "truncate" else min(max(ratio, tis.lower), tis.upper)
         veto, judged, own = config.rs.veto_threshold, logs, token["log_ratio"]
-        if config.judges_current:
+        if config.rejects_on_current_policy:
             judged, own = [t["current"] - t["rollout"] for t in trained], token["current"] - token["rollout"]
         vetoed = veto is not None and min(math.exp(value) for value in judged) < veto
         kept = inside and not vetoed and all(_accepts(rule, own, judged) for rule in config.criteria)

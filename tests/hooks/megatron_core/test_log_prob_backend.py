@@ -17,8 +17,8 @@ from mismatch_plugin.hooks.megatron_rl import settings as megatron_rl_settings
 from mismatch_plugin.hooks.nemo_rl.config import settings as nemo_rl_settings
 from mismatch_plugin.hooks.slime.config import read_settings
 from mismatch_plugin.hooks.verl.config import settings as verl_settings
+from mismatch_plugin.log_probs import Backend, LogProbs
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import Backend, LogProbs
 
 FLAG = "--mismatch-log-prob-backend"
 

@@ -18,8 +18,8 @@ import mismatch_plugin as mp
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.versions import spans_of
 from mismatch_plugin.hooks.megatron_core import MegatronLoss, make_batch
+from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
 from tests.fixtures.sglang_check.policies import logits_of, recorded
 
 V, TOP_P = 5, 0.75

@@ -21,7 +21,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.hooks.miles import MilesAdapter
 from mismatch_plugin.hooks.slime import SlimeAdapter
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
-from mismatch_plugin.hooks.slime.versions import Versions, refuse_lost_versions
+from mismatch_plugin.hooks.slime.versions import Versions, validate_versions_kept
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts import miles as miles_contract
@@ -309,7 +309,7 @@ def test_a_slime_that_drops_versions_is_refused_at_the_start(tmp_path: Path) -> 
     line = [str(script), "--use-tis", "--rs-max-staleness", "2"]
     with pytest.raises(ValueError, match="which slime drops on the way to the trainer: apply the patch"):
         prepare(line)
-    refuse_lost_versions("miles", script)
+    validate_versions_kept("miles", script)
     rollouts.write_text('KEYS = ["tokens", "weight_versions"]\n')
     plan = prepare(line)[3]
     assert any("2 weight versions" in text for text in plan.lines)

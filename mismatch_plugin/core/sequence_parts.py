@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Cells:
+class SequenceParts:
     """C parts of N sequences, those of a sequence one after the other. Any may be empty on this rank, or everywhere.
 
     offsets [C + 1] int64: a part holds this rank's tokens offsets[c] to offsets[c + 1]. index [T] integer: the part of
@@ -63,7 +63,7 @@ LARGEST = 1e4
 """Of one token in a running sum, on every rank."""
 
 
-def chunk_cells(chunk_lengths: Sequence[Sequence[int]], device: torch.device) -> Cells:
+def chunk_parts(chunk_lengths: Sequence[Sequence[int]], device: torch.device) -> SequenceParts:
     """The chunks of every sequence, in order. chunk_lengths: this rank's tokens in each, as many chunks a sequence."""
     width = len(chunk_lengths[0]) if chunk_lengths else 1
     lengths = [length for chunks in chunk_lengths for length in chunks]
@@ -71,17 +71,17 @@ def chunk_cells(chunk_lengths: Sequence[Sequence[int]], device: torch.device) ->
     index = torch.repeat_interleave(_numbers(len(lengths), device), tokens, output_size=sum(lengths))
     first = _numbers(len(chunk_lengths) + 1, device) * width
     sequence = _numbers(len(lengths), device) // width
-    return Cells(torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]), index, first, sequence, width)
+    return SequenceParts(torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]), index, first, sequence, width)
 
 
-def turn_cells(turn_ids_T: Tensor, turn_counts: Sequence[int], sequence_index_T: Tensor) -> Cells:
+def turn_parts(turn_ids_T: Tensor, turn_counts: Sequence[int], sequence_index_T: Tensor) -> SequenceParts:
     """The turns of every sequence, from the number of each token's turn in its sequence. See `number_turns`."""
-    device, cells = turn_ids_T.device, sum(turn_counts)
+    device, parts = turn_ids_T.device, sum(turn_counts)
     counts = torch.tensor(turn_counts, dtype=torch.int64, device=device)
     first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     index = first.index_select(0, sequence_index_T) + turn_ids_T
-    sequence = torch.repeat_interleave(_numbers(len(turn_counts), device), counts, output_size=cells)
-    return Cells(torch.searchsorted(index, _numbers(cells + 1, device)), index, first, sequence)
+    sequence = torch.repeat_interleave(_numbers(len(turn_counts), device), counts, output_size=parts)
+    return SequenceParts(torch.searchsorted(index, _numbers(parts + 1, device)), index, first, sequence)
 
 
 def _numbers(count: int, device: torch.device) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a Triton kernel of `log_prob_kernels` becomes for a GPU that need not be there: PTX, and the machine's own
+"""What a Triton kernel of `triton_kernels` becomes for a GPU that need not be there: PTX, and the machine's own
 instructions with the registers they take, by the tools that lie in Triton's wheel."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from mismatch_plugin.parallel import log_prob_kernels, log_prob_triton
+from mismatch_plugin.log_probs import triton_arithmetic, triton_kernels
 
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -37,7 +37,7 @@ FLOAT32 = {"logits": "*fp32", "gradient": "*fp32", "LINE": 4, "LINES": 2048}
 
 def compiled(kernel: str, changes: dict[str, Any], capability: int = 90, aligned: bool = True) -> Any:
     """The kernel of 8 warps with the alignment that Triton finds at a launch, but `aligned`: of rows and widths."""
-    function = getattr(log_prob_kernels, kernel)
+    function = getattr(triton_kernels, kernel)
     parameters = {parameter.name: parameter for parameter in function.params}
     arguments = {name: (ARGUMENTS | changes)[name] for name in function.arg_names}
     types = {name: value if isinstance(value, str) else "constexpr" for name, value in arguments.items()}
@@ -49,7 +49,7 @@ def compiled(kernel: str, changes: dict[str, Any], capability: int = 90, aligned
         if types[name] not in ("constexpr", "fp32") and name not in odd and not parameters[name].do_not_specialize
         and not parameters[name].do_not_specialize_on_alignment
     }  # fmt: skip
-    options = {"num_warps": 8, "enable_fp_fusion": log_prob_triton.FUSION}
+    options = {"num_warps": 8, "enable_fp_fusion": triton_arithmetic.FUSION}
     source = ASTSource(function, types, constants, divisible)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 

@@ -1,4 +1,4 @@
-"""More of the Triton log-probs in Triton's interpreter, as `log_prob_triton_cases.py`: the path from hidden states, and
+"""More of the Triton log-probs in Triton's interpreter, as `triton_cases.py`: the path from hidden states, and
 which addresses are read and written."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 from triton.runtime.interpreter import interpreter_builder
 
-from mismatch_plugin.parallel.log_probs import (
+from mismatch_plugin.log_probs import (
     RaggedSamplingMask,
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,

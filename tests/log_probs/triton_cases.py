@@ -17,21 +17,20 @@ from torch.testing import assert_close
 
 from examples.benchmarks.counting import OperationCounter
 from examples.benchmarks.triton_cases import CASES, SHARDED, Case, check, check_shards, make, results
-from mismatch_plugin.parallel import log_prob_triton
-from mismatch_plugin.parallel.log_prob_arguments import Layout
-from mismatch_plugin.parallel.log_prob_torch import Blocks, local_statistics
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.log_probs import triton_arithmetic, vocab_parallel_log_probs
+from mismatch_plugin.log_probs.arguments import Layout
+from mismatch_plugin.log_probs.torch_arithmetic import Blocks, local_statistics
 from tests.distributed.launch import launch
 from tests.distributed.log_probs_worker import NAMES, forward_backward, in_float32, run_triton
 from tests.distributed.log_probs_worker import make as make_sharded
-from tests.parallel.test_log_probs_limits import Recorder, T, inputs
+from tests.log_probs.test_log_probs_limits import Recorder, T, inputs
 
 # numpy says so where a GPU is silent: rows of −inf and of NaN are among the cases.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
 def test_the_interpreter_is_on():
-    assert os.environ["TRITON_INTERPRET"] == "1" and log_prob_triton.INTERPRETED
+    assert os.environ["TRITON_INTERPRET"] == "1" and triton_arithmetic.INTERPRETED
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -73,7 +72,7 @@ def test_statistics_are_those_of_the_torch_function(columns: int):
     """The maximum to the bit; sums up to their order. Ranks with and without Triton understand each other."""
     logits, targets, _, _ = make(Case("plain", columns), "cpu")
     layout = Layout(None, 0, columns, "grad", False, 4)
-    ours = log_prob_triton.local_statistics(log_prob_triton.prepare(logits, targets, None, 0.7, None, layout))
+    ours = triton_arithmetic.local_statistics(triton_arithmetic.prepare(logits, targets, None, 0.7, None, layout))
     theirs = local_statistics(Blocks(logits, targets, None, 0.7, None, layout))
     assert torch.equal(ours[0], theirs[0])
     assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
@@ -225,8 +224,8 @@ class Launches:
 @pytest.mark.parametrize("tokens", [4, 20])
 def test_launches(monkeypatch: pytest.MonkeyPatch, tokens: int):
     """Two kernels forward and two backward, whatever the size, and no torch kernel between them."""
-    launches = Launches(log_prob_triton.kernels)
-    monkeypatch.setattr(log_prob_triton, "kernels", launches)
+    launches = Launches(triton_arithmetic.kernels)
+    monkeypatch.setattr(triton_arithmetic, "kernels", launches)
     logits, targets = torch.randn(tokens, 61, requires_grad=True), torch.zeros(tokens, dtype=torch.int64)
     upstream = (torch.ones(tokens), torch.ones(tokens))
     with OperationCounter() as counter:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mismatch_plugin.parallel.log_prob_arguments import (
+from mismatch_plugin.log_probs.arguments import (
     OVERWRITTEN,
     Layout,
     RaggedSamplingMask,
@@ -177,7 +177,7 @@ class Blocks:
 
 
 prepare = Blocks
-"""As `log_prob_triton.prepare`: what the functions below read."""
+"""As `triton_arithmetic.prepare`: what the functions below read."""
 
 
 class _Filter:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `log_prob_triton`; formulas, legend and edge cases are those of `log_prob_torch`.
+"""The Triton kernels of `triton_arithmetic`; formulas, legend and edge cases are those of `torch_arithmetic`.
 
 No atomics: equal inputs give equal bits. Indices of rows are int64, as T · V exceeds 2^31. `tl.fma` is written out,
 where a rounding would cost digits of huge logits: whether the compiler fuses is one of its options. Nothing that
@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mismatch_plugin.parallel.log_prob_torch import ZERO_EXPONENT
+from mismatch_plugin.log_probs.torch_arithmetic import ZERO_EXPONENT
 
 LN2 = tl.constexpr(math.log(2))
 LOWEST = tl.constexpr(torch.finfo(torch.float32).min)

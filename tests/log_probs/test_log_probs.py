@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from mismatch_plugin.parallel.log_probs import LogProbs, RaggedSamplingMask, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import LogProbs, RaggedSamplingMask, vocab_parallel_log_probs
 
 F64 = torch.float64
 

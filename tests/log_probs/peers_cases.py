@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing import assert_close
 
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from tests import peers
 from tests.distributed.launch import launch
 

@@ -17,13 +17,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.parallel.log_probs import (
+from mismatch_plugin.log_probs import (
     LogProbs,
     RaggedSamplingMask,
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
-from tests.parallel.test_log_probs_limits import Recorder
+from tests.log_probs.test_log_probs_limits import Recorder
 
 F64 = torch.float64
 T, H, V = 11, 6, 50

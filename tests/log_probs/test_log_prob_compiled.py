@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
-from mismatch_plugin.parallel import log_prob_kernels  # noqa: E402
-from mismatch_plugin.parallel import log_prob_triton as twin  # noqa: E402
-from mismatch_plugin.parallel.linear_log_probs import Head, LinearLogProbs  # noqa: E402
-from mismatch_plugin.parallel.log_prob_arguments import Layout, RaggedSamplingMask, check_rows  # noqa: E402
-from tests.triton_compiled import BOOLEAN, FLOAT32, RAGGED, compiled, machine  # noqa: E402
+from mismatch_plugin.log_probs import triton_arithmetic as twin  # noqa: E402
+from mismatch_plugin.log_probs import triton_kernels  # noqa: E402
+from mismatch_plugin.log_probs.arguments import Layout, RaggedSamplingMask, check_rows  # noqa: E402
+from mismatch_plugin.log_probs.hidden_states import Head, LinearLogProbs  # noqa: E402
+from tests.log_probs.triton_compiled import BOOLEAN, FLOAT32, RAGGED, compiled, machine  # noqa: E402
 
 NO_ENTROPY = {"ENTROPY": False, "SLOPE": False}
 SETTINGS: dict[str, dict[str, Any]] = {"bf16": {}, "none": NO_ENTROPY, "fp32": FLOAT32, "mask": BOOLEAN}
@@ -200,7 +200,7 @@ class NoLaunches:
 
     def __getattr__(self, name: str) -> Any:
         launched = defaultdict(lambda: lambda *_, **__: None)
-        return launched if name.endswith("_kernel") else getattr(log_prob_kernels, name)
+        return launched if name.endswith("_kernel") else getattr(triton_kernels, name)
 
 
 class Crossings(TorchDispatchMode):

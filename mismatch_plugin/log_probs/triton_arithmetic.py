@@ -1,6 +1,6 @@
-"""Log-probs and entropy from vocabulary-sharded logits: the arithmetic of `log_prob_torch` in Triton, for CUDA.
+"""Log-probs and entropy from vocabulary-sharded logits: the arithmetic of `torch_arithmetic` in Triton, for CUDA.
 
-Arguments, results, dtypes, edge cases and the one all-gather are those of `log_prob_torch`, and so is the legend. Also:
+Arguments, results, dtypes, edge cases, the one all-gather and the legend are those of `torch_arithmetic`. Also:
 
 * Bytes: the forward reads each logit once, the backward reads it once and writes its gradient once: 2 + 4 bytes a logit
   in bf16, entropy included. Rows of ignored targets and rows that were not picked are not read: only their gradient of
@@ -25,8 +25,8 @@ import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mismatch_plugin.parallel import log_prob_kernels
-from mismatch_plugin.parallel.log_prob_arguments import (
+from mismatch_plugin.log_probs import triton_kernels
+from mismatch_plugin.log_probs.arguments import (
     OVERWRITTEN,
     Layout,
     RaggedSamplingMask,
@@ -34,7 +34,7 @@ from mismatch_plugin.parallel.log_prob_arguments import (
     gather_statistics,
 )
 
-kernels: Any = log_prob_kernels  # A launch has other arguments than the kernel's signature says.
+kernels: Any = triton_kernels  # A launch has other arguments than the kernel's signature says.
 
 INTERPRETED = not isinstance(kernels.statistics_kernel, triton.JITFunction)
 """Whether the kernels run on the CPU, by Triton's interpreter."""
@@ -87,7 +87,7 @@ class Inputs(NamedTuple):
 
 
 class LogProbsFunction(torch.autograd.Function):
-    """(log_probs [R], entropy [R] or None), as `log_prob_torch.LogProbsFunction`, except for float64 logits."""
+    """(log_probs [R], entropy [R] or None), as `torch_arithmetic.LogProbsFunction`, except for float64 logits."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Log-probs and entropy of the trained tokens, from logits sharded over the vocabulary: one function, its backends.
 
-The torch reference is in `log_prob_torch`, its Triton twin for CUDA in `log_prob_triton`, the adapters to other
-libraries in `log_prob_backends`.
+The torch reference is in `torch_arithmetic`, its Triton twin for CUDA in `triton_arithmetic`, the adapters to other
+libraries in `backends`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.parallel.linear_log_probs import vocab_parallel_linear_log_probs
-from mismatch_plugin.parallel.log_prob_arguments import (
+from mismatch_plugin.log_probs.arguments import (
     Entropy,
     Layout,
     LogProbs,
@@ -28,15 +27,12 @@ from mismatch_plugin.parallel.log_prob_arguments import (
     checked_temperature,
     shard,
 )
-from mismatch_plugin.parallel.log_prob_backends import (
+from mismatch_plugin.log_probs.backends import (
     choose_arithmetic,
     megatron_log_probs,
     transformer_engine_log_probs,
 )
-from mismatch_plugin.parallel.log_prob_torch import default_block_rows
-
-__all__ = ["BORROWED", "Backend", "Entropy", "LogProbs", "RaggedSamplingMask", "checked_backend",
-           "vocab_parallel_linear_log_probs", "vocab_parallel_log_probs"]  # fmt: skip
+from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
 BORROWED = {"megatron": megatron_log_probs, "transformer-engine": transformer_engine_log_probs}
 """Backends that are another library's cross entropy: log-probs alone, out of place, over even and unpadded shards."""

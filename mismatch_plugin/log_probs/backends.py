@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_plugin.parallel import log_prob_torch
+from mismatch_plugin.log_probs import torch_arithmetic
 
 _TE_IGNORE = -100
 
@@ -96,24 +96,24 @@ def _prepared_copy(logits_TV: Tensor, ignored_R: Tensor, rows_R: Tensor | None, 
 
 
 def choose_arithmetic(inputs: Tensor, backend: str) -> Any:
-    """The module `log_prob_torch` or its twin `log_prob_triton`: the same functions in both.
+    """The module `torch_arithmetic` or its twin `triton_arithmetic`: the same functions in both.
 
     inputs: the logits, or the hidden states that they are made of. Raises ValueError or RuntimeError if the backend
     asked for cannot be had.
     """
     if backend == "torch" or (backend == "auto" and (not inputs.is_cuda or inputs.dtype == torch.float64)):
-        return log_prob_torch
+        return torch_arithmetic
     if inputs.dtype == torch.float64:
         raise ValueError("backend='triton' cannot do torch.float64 logits: use backend='torch'.")
     try:
-        log_prob_triton = import_module("mismatch_plugin.parallel.log_prob_triton")
+        triton_arithmetic = import_module("mismatch_plugin.log_probs.triton_arithmetic")
     except ImportError as error:
         if backend == "auto":
-            return log_prob_torch
+            return torch_arithmetic
         raise RuntimeError(f"backend='triton' needs Triton ({error}): install it or use backend='torch'.") from error
-    if not inputs.is_cuda and not log_prob_triton.INTERPRETED:
+    if not inputs.is_cuda and not triton_arithmetic.INTERPRETED:
         raise RuntimeError(
             f"backend='triton' needs logits on CUDA, not on {inputs.device}: use backend='torch', or set "
             "TRITON_INTERPRET=1 before the start for Triton's slow interpreter."
         )
-    return log_prob_triton
+    return triton_arithmetic

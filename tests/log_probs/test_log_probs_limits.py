@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.testing import assert_close
 
 from examples.benchmarks.counting import OperationCounter
-from mismatch_plugin.parallel.log_prob_arguments import check_rows
-from mismatch_plugin.parallel.log_probs import RaggedSamplingMask, vocab_parallel_log_probs
+from mismatch_plugin.log_probs import RaggedSamplingMask, vocab_parallel_log_probs
+from mismatch_plugin.log_probs.arguments import check_rows
 
 T, V, BLOCK = 40, 64, 4
 

@@ -1,4 +1,4 @@
-"""Hydra overrides on a command line: read without Hydra, and written in its grammar."""
+"""Hosts whose configuration is a tree: Hydra overrides on a command line, and our block `mismatch` in the tree."""
 
 from __future__ import annotations
 
@@ -7,6 +7,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mismatch_plugin.config.documents import parse_yaml
+
+BLOCK = "mismatch"
+
+
+def plain(value: Any) -> Any:
+    """Nested mappings and sequences (OmegaConf's, verl's dataclasses) as dicts and lists, Hydra's keys left out."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(value[key]) for key in value if not str(key).startswith("_")}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [plain(item) for item in value]
+    return value
+
+
+def take_block(section: dict[str, Any], place: str) -> tuple[dict[str, Any], str | None]:
+    """(our settings, the preset they name), taken out of the section of the host's configuration that is at `place`.
+
+    Raises: ValueError where the block is no mapping.
+    """
+    own = section.pop(BLOCK, None) or {}
+    if not isinstance(own, dict):
+        raise ValueError(f"{place}.{BLOCK} is {own!r}, not a mapping of settings: write them under it.")
+    return own, own.pop("preset", None)
 
 
 def read_overrides(argv: Sequence[str]) -> dict[str, Any]:

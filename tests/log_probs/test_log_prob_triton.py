@@ -19,15 +19,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mismatch_plugin.parallel import log_prob_torch
-from mismatch_plugin.parallel.log_prob_backends import choose_arithmetic
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.log_probs import torch_arithmetic, vocab_parallel_log_probs
+from mismatch_plugin.log_probs.backends import choose_arithmetic
 from tests import peers
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux alone")
 
 ROOT = Path(__file__).parents[2]
-CASES = [ROOT / "tests" / f"{name}_cases.py" for name in ("log_prob_triton", "log_prob_triton_more", "log_prob_peers")]
+CASES = [ROOT / "tests" / "log_probs" / f"{name}_cases.py" for name in ("triton", "triton_more", "peers")]
 
 
 def version(module: Any) -> tuple[int, ...]:
@@ -83,17 +82,17 @@ def cuda_logits(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def test_auto_is_triton_on_cuda_alone():
-    from mismatch_plugin.parallel import log_prob_triton
+    from mismatch_plugin.log_probs import triton_arithmetic
 
-    assert choose_arithmetic(cuda_logits(), "auto") is log_prob_triton
-    assert choose_arithmetic(cuda_logits(), "torch") is log_prob_torch
-    assert choose_arithmetic(cuda_logits(torch.float64), "auto") is log_prob_torch
-    assert choose_arithmetic(torch.zeros(2, 3), "auto") is log_prob_torch
+    assert choose_arithmetic(cuda_logits(), "auto") is triton_arithmetic
+    assert choose_arithmetic(cuda_logits(), "torch") is torch_arithmetic
+    assert choose_arithmetic(cuda_logits(torch.float64), "auto") is torch_arithmetic
+    assert choose_arithmetic(torch.zeros(2, 3), "auto") is torch_arithmetic
 
 
 def test_without_triton_auto_is_torch(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "mismatch_plugin.parallel.log_prob_triton", None)
-    assert choose_arithmetic(cuda_logits(), "auto") is log_prob_torch
+    monkeypatch.setitem(sys.modules, "mismatch_plugin.log_probs.triton_arithmetic", None)
+    assert choose_arithmetic(cuda_logits(), "auto") is torch_arithmetic
     with pytest.raises(RuntimeError, match=r"backend='triton' needs Triton .*: install it or use backend='torch'"):
         choose_arithmetic(cuda_logits(), "triton")
 
@@ -107,7 +106,7 @@ def test_triton_is_refused_where_it_cannot_run():
 
 
 def test_importing_the_package_does_not_import_triton():
-    code = "import sys, mismatch_plugin.parallel.log_probs; print('triton' in sys.modules)"
+    code = "import sys, mismatch_plugin.log_probs; print('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert done.stdout.strip() == "False"
 

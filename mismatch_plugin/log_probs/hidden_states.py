@@ -1,8 +1,8 @@
 """Log-probs and entropy from hidden states and the head's weight: the logits never exist as a whole.
 
-A chunk of rows at a time becomes logits, which one of the arithmetics of `log_prob_torch` or `log_prob_triton` reads
-and in the backward, where they are computed again, overwrites with their gradient. Legend of `log_prob_torch`, and H:
-the hidden size, C: the rows of one chunk.
+A chunk of rows at a time becomes logits, which `torch_arithmetic` or `triton_arithmetic` reads and, in the backward,
+where they are computed again, overwrites with their gradient. Legend of `torch_arithmetic`, and H: the hidden size,
+C: the rows of one chunk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.torch_version import TorchVersion
 
 from mismatch_plugin.config.settings import LogProbBackend as Backend
-from mismatch_plugin.parallel.log_prob_arguments import (
+from mismatch_plugin.log_probs.arguments import (
     Entropy,
     Layout,
     LogProbs,
@@ -36,8 +36,8 @@ from mismatch_plugin.parallel.log_prob_arguments import (
     kept_arguments,
     shard,
 )
-from mismatch_plugin.parallel.log_prob_backends import choose_arithmetic
-from mismatch_plugin.parallel.log_prob_torch import default_block_rows
+from mismatch_plugin.log_probs.backends import choose_arithmetic
+from mismatch_plugin.log_probs.torch_arithmetic import default_block_rows
 
 CPU_CHUNK, DEVICE_CHUNK = 2**22, 2**27
 """Logits of a chunk if the caller does not choose: 16 MiB of float32 on CPU, 256 MiB of bfloat16 elsewhere."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mismatch_plugin.parallel.log_probs import vocab_parallel_log_probs
+from mismatch_plugin.log_probs import vocab_parallel_log_probs
 from tests.distributed.launch import launch
 from tests.distributed.linear_log_probs_worker import HIDDEN, NAMES, TOKENS, make, run
 

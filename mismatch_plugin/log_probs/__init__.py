@@ -1,0 +1,17 @@
+"""Log-probs and entropy of sampled tokens over a sharded vocabulary, from logits and from hidden states."""
+
+from mismatch_plugin.config.settings import LogProbBackend as Backend
+from mismatch_plugin.log_probs.arguments import Entropy, LogProbs, RaggedSamplingMask, checked_backend
+from mismatch_plugin.log_probs.hidden_states import vocab_parallel_linear_log_probs
+from mismatch_plugin.log_probs.logits import BORROWED, vocab_parallel_log_probs
+
+__all__ = [
+    "BORROWED",
+    "Backend",
+    "Entropy",
+    "LogProbs",
+    "RaggedSamplingMask",
+    "checked_backend",
+    "vocab_parallel_linear_log_probs",
+    "vocab_parallel_log_probs",
+]
