@@ -1,0 +1,134 @@
+"""prime-rl: a custom loss, `[trainer.loss] type = "custom"`, whose keyword arguments are our settings.
+
+```toml
+[trainer.loss]
+type = "custom"
+import_path = "mismatch_plugin.hooks.prime_rl.policy_loss"
+
+[trainer.loss.kwargs]
+preset = "pg_is"
+```
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config.presets import find_preset
+from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.metrics.registry import PREFIX
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.hooks.base import start_block
+from mismatch_plugin.hooks.own_doors import on_host
+from mismatch_plugin.limits import SAFETY_BOUND
+
+_LACKS = {
+    "aggregation": "it sums the losses of tokens",
+    "denominator": "it divides by the step's tokens, counted before the loss",
+    "length_norm": "it divides by the step's tokens, counted before the loss",
+    "tis.batch_normalize": "its loss sees one sequence at a time",
+    "gate_kl": "its loss sees one sequence at a time",
+    "terms.entropy_coef": "its loss gets no entropy",
+    "rs.group": "advantages are made before its loss, which knows no groups",
+    "rs.min_group": "advantages are made before its loss, which knows no groups",
+    "rs.max_staleness": "its loss gets no weight versions (set orchestrator.max_off_policy_steps)",
+    "log_prob_backend": "it computes log-probs itself",
+    "inplace_logits": "it computes log-probs itself",
+    "fused_head": "it computes log-probs itself",
+    "verify_weights": "its weight updates are not watched",
+    "report_dir": "its monitors get the metrics",
+}
+
+
+class LossInputs(Protocol):
+    """prime-rl's inputs of one sequence, [T]; loss_mask is bool, loss_weights multiply the losses of tokens."""
+
+    trainer_logprobs: Tensor
+    inference_logprobs: Tensor
+    ref_logprobs: Tensor | None
+    advantages: Tensor
+    loss_mask: Tensor
+    loss_weights: Tensor | None
+
+
+class LossOutputs(NamedTuple):
+    """loss: 0-d, a sum over tokens, which prime-rl divides by the step's. metrics: [trained tokens] each."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+
+
+def policy_loss(inputs: LossInputs, **kwargs: Any) -> LossOutputs:
+    """Σ_t of the corrected loss of one sequence, algorithm 1 or 3, terms included. kwargs: see `settings`.
+
+    Metrics are values of tokens, of which prime-rl logs mean, median, deviation and extremes over the step and all
+    ranks. Collectives: none. Host syncs: one, besides those of the metrics.
+    Raises: ValueError as `settings`; InvalidLogProbError.
+    """
+    config = settings(**kwargs)
+    packed = PackedSequences(
+        loss_mask=inputs.loss_mask,
+        lengths=(inputs.loss_mask.numel(),),
+        rollout_log_probs=inputs.inference_logprobs.detach(),
+        ref_log_probs=inputs.ref_logprobs,
+        advantages=inputs.advantages,
+    )
+    token = token_loss(inputs.trainer_logprobs, packed, config)
+    token.correction.statistics.on_host()  # raises where a log-prob is invalid
+    losses, correction = token.total(), token.correction
+    if inputs.loss_weights is not None:
+        losses = losses * inputs.loss_weights
+    if config.metrics == "off":
+        return LossOutputs(losses.sum(), {})
+    log_ratio = correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    columns = {
+        "kl": -log_ratio,
+        "k3_kl": log_ratio.exp() - 1.0 - log_ratio,
+        "rollout_is_ratio_mean": log_ratio.exp(),
+        "rollout_is_weight_after_mean": correction.applied,
+        "rollout_is_masked_fraction": 1.0 - correction.keep,
+    }
+    columns |= {f"actor_{name}": column.float() for name, column in token.clip_columns()}
+    return LossOutputs(losses.sum(), {PREFIX + name: column[token.selected] for name, column in columns.items()})
+
+
+def settings(**kwargs: Any) -> MismatchConfig:
+    """The configuration of `[trainer.loss.kwargs]`: our settings, nested, or `preset`, or both.
+
+    The start-up block is printed once, by the first rank.
+    Raises: ValueError, one sentence, for what prime-rl cannot give.
+    """
+    return _build(json.dumps(kwargs, sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=16)
+def _build(text: str) -> MismatchConfig:
+    own = json.loads(text)
+    name = own.pop("preset", None)
+    base = {} if name is None else find_preset(name).settings()
+    config = MismatchConfig.build(merge(base, own), dotted_fields_set(own))
+    if not config.use_rollout_log_probs:
+        raise ValueError(
+            f"algorithm {config.algorithm} cannot be had on prime-rl, which makes one optimizer step a batch and no "
+            f"log-probs of π_old: set use_rollout_log_probs = true (1, or with use_tis 3)."
+        )
+    config = on_host(config, "prime-rl", {"denominator": "original"}, _LACKS)
+    if os.environ.get("RANK", "0") == "0":
+        print(start_block("prime-rl", describe(config)), flush=True)
+    return config
+
+
+def describe(config: MismatchConfig) -> list[str]:
+    """Lines of the start-up block."""
+    lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
+    lines.append("divided as in prime-rl: by the step's tokens; rejected ones still count")
+    lines.append("second forward pass: no")
+    return lines + [f"! {warning}" for warning in bound_warnings(config)]

@@ -1,0 +1,139 @@
+"""SkyRL: a registered policy loss, `trainer.algorithm.policy_loss_type=mismatch`, from an entry script of one's own.
+
+```python
+cfg = SkyRLTrainConfig.from_cli_overrides(overrides)
+register(cfg, mp.preset("token_is"))  # before validate_cfg and initialize_ray
+```
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from torch import Tensor
+
+from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.core.loss import token_loss
+from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.data.sampling import filter_bias
+from mismatch_plugin.hooks.base import start_block
+from mismatch_plugin.hooks.own_doors import on_host
+
+NAME = "mismatch"
+_ALGORITHM = "trainer.algorithm"
+_LACKS = {
+    "ppo.eps_clip": f"set {_ALGORITHM}.eps_clip_low and eps_clip_high (cispo.* for cispo)",
+    "aggregation": f"set {_ALGORITHM}.loss_reduction",
+    "denominator": "advantages arrive divided by the mini-batch's tokens or sequences, rejected ones included",
+    "length_norm": f"set {_ALGORITHM}.loss_reduction and max_seq_len",
+    "tis.batch_normalize": "its loss sees one micro-batch at a time",
+    "terms.entropy_coef": f"set {_ALGORITHM}.use_entropy_loss and entropy_loss_coef",
+    "terms.kl": f"set {_ALGORITHM}.use_kl_loss, kl_loss_coef and kl_estimator_type",
+    "terms.rollout_kl": "only its advantages carry the divisor, which a penalty without advantage would lack",
+    "rs.group": "advantages are made before its loss, which knows no groups",
+    "rs.min_group": "advantages are made before its loss, which knows no groups",
+    "rs.max_staleness": "its loss gets no weight versions (set trainer.fully_async.max_staleness_steps)",
+    "log_prob_backend": "it computes log-probs itself",
+    "inplace_logits": "it computes log-probs itself",
+    "fused_head": "it computes log-probs itself",
+    "verify_weights": "its weight updates are not watched",
+    "report_dir": "its tracker gets the metrics",
+}
+
+
+def register(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+    """Register the loss `mismatch` with these settings; SkyRL's registry takes it to the workers. Prints the block.
+
+    cfg: SkyRL's whole configuration. The package must be importable where workers run.
+    Returns what will run. Raises: ValueError, one sentence, as `settings`.
+    """
+    config = settings(cfg, config)
+    registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+    registry.register(NAME, partial(policy_loss, mismatch=config))
+    print(start_block("skyrl", describe(config, cfg)), flush=True)
+    return config
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    config: Any = None,
+    loss_mask: Tensor | None = None,
+    rollout_logprobs: Tensor | None = None,
+    *,
+    mismatch: MismatchConfig,
+) -> tuple[Tensor, dict[str, float]]:
+    """SkyRL's policy loss: (Σ of the corrected loss over the micro-batch, metrics that it averages).
+
+    All [B, S] padded; log_probs carries gradient. Advantages arrive divided by the mini-batch's tokens or sequences
+    (`loss_reduction`), so the plain sum is the mini-batch's mean. config: SkyRL's, read by `register` already.
+    Collectives: none. Host syncs: one, for the metrics, as in SkyRL's own losses.
+    Raises: ValueError where rollout log-probs are missing; InvalidLogProbError; GateError.
+    """
+    if rollout_logprobs is None and mismatch.needs_rollout_log_probs:
+        raise ValueError(
+            f"algorithm {mismatch.algorithm} needs the engine's log-probs, and the batch has none: set "
+            f"generator.sampling_params.logprobs=1, and let a generator of your own return rollout_logprobs."
+        )
+    mask = log_probs.new_ones(log_probs.shape, dtype=bool) if loss_mask is None else loss_mask != 0
+    count, width = log_probs.shape
+    packed = PackedSequences(
+        loss_mask=mask.flatten(),
+        lengths=(width,) * count,
+        rollout_log_probs=None if rollout_logprobs is None else rollout_logprobs.detach().flatten(),
+        old_log_probs=None if mismatch.use_rollout_log_probs else old_log_probs.detach().flatten(),
+        advantages=advantages.detach().flatten(),
+        padded_width=width,
+    )
+    token = token_loss(log_probs, packed, mismatch)
+    tokens = packed.loss_mask.sum().clamp(min=1)
+    statistics = token.correction.statistics
+    columns = {f"clip_sum_{name}": (column * packed.loss_mask).sum() / tokens for name, column in token.clip_columns()}
+    metrics = statistics.metrics(averaged_only=True)  # raises where a log-prob is invalid
+    if "clip_sum_clip_high" in columns:
+        metrics["clip_ratio"] = float(columns["clip_sum_clip_high"] + columns["clip_sum_clip_low"])
+    return token.total().sum(), metrics
+
+
+def settings(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+    """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing.
+
+    Raises: ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there.
+    """
+    algorithm = cfg.trainer.algorithm
+    if algorithm.policy_loss_type != NAME:
+        raise ValueError(
+            f"{_ALGORITHM}.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set it to "
+            f"{NAME}."
+        )
+    theirs = import_module("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
+    if theirs.off_policy_correction_enabled(algorithm.off_policy_correction) or algorithm.use_tis:
+        raise ValueError(f"{_ALGORITHM}.off_policy_correction is next to the loss {NAME}: leave one of them out.")
+    if config.needs_rollout_log_probs and cfg.generator.sampling_params.logprobs is None:
+        raise ValueError(
+            f"algorithm {config.algorithm} needs the engine's log-probs: set generator.sampling_params.logprobs=1."
+        )
+    low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
+    if config.objective == "cispo":
+        low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
+    decided: dict[str, Any] = {"denominator": "original"}
+    if config.algorithm != 3:  # REINFORCE has no clip
+        decided["ppo"] = {"eps_clip_low": low, "eps_clip_high": high}
+    return on_host(config, "SkyRL", decided, _LACKS)
+
+
+def describe(config: MismatchConfig, cfg: Any) -> list[str]:
+    """Lines of the start-up block: what will run, and what of it is SkyRL's."""
+    lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
+    lines.append(f"divided as in SkyRL, {cfg.trainer.algorithm.loss_reduction}: rejected tokens still count")
+    lines.append(f"second forward pass: yes{', unused' if config.use_rollout_log_probs else ''}")
+    if config.gate_kl is not None:
+        lines.append("the gate judges each micro-batch, in the worker that holds it")
+    sampling = cfg.generator.sampling_params
+    if bias := filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True):
+        lines.append(f"! sampling filter: {bias}. SkyRL passes no mask on: set generator.sampling_params.top_p=1.0")
+    lines.append("metrics are SkyRL's plain mean over micro-batches; extremes, deviations, quantiles are left out")
+    return lines + [f"! {warning}" for warning in bound_warnings(config)]
