@@ -28,7 +28,10 @@ SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
 rollout log-prob the noise raised."""
 MIN_REPEATED, REPEATED_Z_SCORE, REPEATED_SHARE = 20, 6.0, 0.04
-UNRELATED_CORRELATION, UNRELATED_GAP, UNRELATED_TOKENS = 0.3, 0.5, 50
+UNRELATED_TOKENS, UNRELATED_GAP, UNRELATED_CORRELATION = 50, 0.5, 0.3
+FAR_UNRELATED_GAP, FAR_UNRELATED_CORRELATION = 3.0, 0.45
+"""At least so many tokens, so large a mean |gap| in nats, and at most so large a rank correlation; that far apart more
+of it is left (measured: logits of the token's own position .21 to .44 at 3 to 4 nats, a lost prompt from .5 on)."""
 RENORMALISED_Z_SCORE, ONE_SIDED, NEGATIVE, MISSING_MASS, NO_BIAS = 6.0, 0.4, 0.65, 0.003, 1e-3
 """A renormalised side: the other lacks mass, in standard errors and in all; gaps have one sign, by size and number.
 With a bias of less than the last in nats a filter cut nothing."""
@@ -168,7 +171,7 @@ def find_unrelated(batch: Batch) -> Outcome:
     if len(tokens) < UNRELATED_TOKENS or gap.mean() < UNRELATED_GAP:
         return [], batch
     correlation = rank_correlation(tokens.rollout, tokens.training)
-    if not correlation < UNRELATED_CORRELATION:
+    if not correlation < (UNRELATED_CORRELATION if gap.mean() < FAR_UNRELATED_GAP else FAR_UNRELATED_CORRELATION):
         return [], batch
     worst = int(np.argmax(gap > UNRELATED_GAP))
     finding = batch.finding(

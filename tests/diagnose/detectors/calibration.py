@@ -61,7 +61,7 @@ _REPEATED = {"REPEATED_Z_SCORE": 0.0, "REPEATED_SHARE": 0.0}
 _ENTROPY = {"MIN_ENTROPY_GAP_NATS": 0.0, "ENTROPY_Z_SCORE": 0.0}
 _OFFSET = {"MIN_OFFSET_NATS": 0.0, "OFFSET_TIMES_TYPICAL": 3.0, "OFFSET_TIMES_OTHER_IDS": 0.0}
 _DECAY = {"DECAY": 0.0, "STANDARD_ERRORS": -1e9, "MIN_GAP_NATS": 0.0}
-_RANKS = {"LARGEST_P": 1.0, "PAIRS_FURTHER": 0.5, "RATIO": 1.0}
+_RANKS = {"LARGEST_P": 1.0, "PAIRS_FURTHER": 0.5}
 _SPLIT = {"SPLIT_RATIO": 1.0, "SEPARATION": 0.0, "SPLIT_GAP": 0.0}
 STATISTICS = (
     Statistic(distribution.find_temperature, "temperature", "standard_errors", distribution, "SLOPE_Z_SCORE", _SLOPE),
@@ -80,7 +80,6 @@ STATISTICS = (
     Statistic(tokens.find_wrong_prompt, "wrong_prompt", "ratio", tokens, "DECAY", _DECAY),
     Statistic(tokens.find_wrong_prompt, "wrong_prompt", "deviations", tokens, "STANDARD_ERRORS", _DECAY),
     Statistic(weights.find_stale_server, "stale_server", "area", weights, "PAIRS_FURTHER", _RANKS),
-    Statistic(weights.find_stale_server, "stale_server", "ratio", weights, "RATIO", _RANKS),
     Statistic(weights.find_split, "stale_server", "ratio", weights, "SPLIT_RATIO", _SPLIT),
     Statistic(weights.find_split, "stale_server", "separation", weights, "SEPARATION", _SPLIT),
 )
