@@ -243,7 +243,8 @@ def _far_tokens(batch: Batch) -> tuple[Tokens, Floats, Bools, list[Ints]]:
     kinds = [(later == count) & (tokens.occurred == again) for count in np.unique(later) for again in (True, False)]
     ordinary = _ordinary(tokens, size, kinds, lambda values: float(np.quantile(values, QUANTILE)))
     told = np.minimum(tokens.rollout, tokens.training) < -CERTAIN
-    told &= (tokens.rollout != 0.0) & (tokens.training != 0.0)  # a fill is a number's fault
+    for values in (tokens.rollout, tokens.training):  # a fill or a floor is a number's fault
+        told &= (values != 0.0) & (values != values.min(initial=0.0))
     tokens, size, later = tokens.where(told), size[told], later[told]
     starts = np.flatnonzero((np.diff(tokens.sample) != 0) | (np.diff(later) != 0)) + 1
     far = size > np.maximum(FAR_NATS, FAR_TIMES * ordinary[told])

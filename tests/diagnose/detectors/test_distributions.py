@@ -40,8 +40,10 @@ def test_a_temperature_is_the_slope_of_centred_log_probs(recorded: float, side: 
     batch = batch_of([np.log(_P).tolist()], [np.log(half).tolist()], records=records)
     (finding,) = found(find_temperature(batch)[0])
     assert (finding.fault, finding.side) == ("temperature", side)
-    assert finding.statistics == pytest.approx(
-        {"slope": 0.5, "temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0}
+    told = {**finding.statistics}
+    assert told.pop("standard_errors") > 100
+    assert told == pytest.approx(
+        {"slope": 0.5, "temperature_ratio_low": 2.0, "temperature_ratio_high": 2.0, "explained": 1.0}
     )
 
 
@@ -228,6 +230,18 @@ def test_a_penalty_is_an_offset_on_repeated_tokens(sign: int):
     assert (finding.tokens, finding.first.position if finding.first else None) == (80, 40)
 
 
+def test_what_explains_little_of_the_gap_is_named_neither_penalty_nor_temperature():
+    generator = np.random.default_rng(1)
+    rollout = -generator.exponential(1.5, 4000)
+    noise = generator.choice([-1.0, 1.0], 4000)
+    ids = np.arange(4000) % 1500  # most tokens are repeated
+    apart = rollout + np.where(np.arange(4000) >= 1500, 1.0, -1.0) + noise
+    assert found(find_penalty(batch_of([rollout.tolist()], [apart.tolist()], ids=[ids.tolist()]))[0]) == []
+    sharper = 1.035 * rollout + 0.15 * noise  # a tenth of the gap: weights a step on
+    setting = {"sampling": SamplingParameters(temperature=0.7)}
+    assert find_temperature(batch_of([rollout.tolist()], [sharper.tolist()], records=setting))[0] == []
+
+
 def test_penalties_are_sglangs():
     """Repetition divides positive and multiplies negative logits; frequency counts, presence does not."""
     logits, before = torch.tensor([2.0, -2.0, 1.0, 0.5]), np.array([0, 1, 1])
@@ -243,6 +257,11 @@ def test_unrelated_sides():
     assert [item.fault for item in found(find_unrelated(batch_of([rollout.tolist()], [train.tolist()]))[0])] == [
         "unrelated"
     ]
+    rollout = -generator.exponential(2.0, 400)
+    train = 0.8 * rollout - generator.exponential(4.0, 400)  # something is left, but they are 4 nats apart
+    for scale, faults in ((1.0, ["unrelated"]), (0.5, [])):
+        batch = batch_of([(scale * rollout).tolist()], [(scale * train).tolist()])
+        assert [item.fault for item in found(find_unrelated(batch)[0])] == faults
 
 
 # Digits, versions, level
