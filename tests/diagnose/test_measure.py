@@ -13,9 +13,7 @@ import mismatch_plugin as mp
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
-from mismatch_plugin.diagnose import packing
 from mismatch_plugin.diagnose.measure import measure
-from mismatch_plugin.diagnose.packing import packed_of
 from mismatch_plugin.diagnose.result import Size
 from tests.diagnose.dumps import batch_of, drawn
 
@@ -24,33 +22,6 @@ CONFIG = mp.preset("token_is")
 
 def names(size: Size, what: str) -> dict[str, int]:
     return {group.name: group.tokens for group in size.breakdowns[what]}
-
-
-def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
-    batch = drawn()
-    packed, _ = packed_of(batch)
-    metrics, size = measure(batch, CONFIG)
-    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
-    by_hand = batch.tokens.gap
-    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
-    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
-    # What nothing tells has no breakdown.
-    assert set(size.breakdowns) == {"position", "length", "probability"}
-    # They do not depend on the pieces.
-    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
-    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-
-
-def test_what_judges_the_current_policy_is_that_of_the_first_step():
-    batch, current = drawn(), CONFIG.replace(rs={"criteria": ["token:k3:1e-5"], "policy": "current"})
-    metrics, _ = measure(batch, current)
-    other, _ = measure(batch, current.replace(rs={"policy": "auto"}))
-    share = "rollout_corr/accepted_token_fraction"
-    assert metrics[share] == pytest.approx(other[share]) and other[share] < 1
-    nothing = mp.MismatchConfig(rs=mp.Rejection.model_validate({"criteria": ["token:ratio:50:60"]}))
-    metrics, _ = measure(batch, nothing)
-    assert metrics[share] == 0.0 and metrics["rollout_corr/all_rejected"] == 1.0
 
 
 def test_a_bucket_by_hand():
