@@ -155,31 +155,23 @@ class Hints:
     engine: Format | None = None
     trainer: Format | None = None
     moe: bool | None = None
-    routing_replayed: bool = False
-    same_quantisation: bool | None = None
     stale: float = 0.0
 
 
 def pairs_like(hints: Hints) -> tuple[Pair, ...]:
     """The kinds of pair that the hints allow, the likeliest first: without any, dense bf16 and its neighbours."""
+    alike = hints.trainer == hints.engine
     found: tuple[Pair, ...]
     if hints.engine in ("fp8", "fp4"):
-        alike = hints.same_quantisation
-        alike = alike if alike is not None else (True if hints.trainer == hints.engine else None)
-        pairs: dict[bool | None, tuple[Pair, ...]] = {
-            True: ("fp8, both sides alike",),
-            False: ("fp8, quantised differently", "fp8 or fp4 engine, bf16 trainer"),
-            None: ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike"),
-        }
-        found = pairs[alike]
+        found = ("fp8, both sides alike",) if alike else ("fp8 or fp4 engine, bf16 trainer", "fp8, both sides alike")
     elif hints.engine == "int4":
-        found = ("int4, both sides alike",) if hints.same_quantisation else ("int4 engine",)
+        found = ("int4, both sides alike",) if alike else ("int4 engine",)
     elif hints.engine == "int8":
         found = ("int8 engine",)
     elif hints.engine == "fp16" and hints.trainer in ("fp16", None):
         found = ("fp16",)
     elif hints.moe:
-        found = ("MoE bf16, routing replayed",) if hints.routing_replayed else ("MoE bf16",)
+        found = ("MoE bf16",)
     elif hints.trainer == "fp32":
         found = ("bf16 engine, fp32 trainer", "dense bf16")
     elif hints.engine is None and hints.trainer is None and hints.moe is None:

@@ -37,7 +37,7 @@ def level(abs_mean: float, k3_kl: float, **more: Any) -> Mismatch:
 def test_every_pair_has_known_gaps(engine: Any) -> None:
     trainers: tuple[Any, ...] = (None, "fp32", "bf16", "fp8")
     for trainer in trainers:
-        for more in ({}, {"moe": True}, {"moe": True, "routing_replayed": True}, {"same_quantisation": False}):
+        for more in ({}, {"moe": True}):
             for stale in (0.0, 2.0):
                 assert normality(level(0.01, 1e-3), Hints(engine=engine, trainer=trainer, stale=stale, **more)).rows
     assert {row.pair for row in KNOWN} == set(get_args(Pair)) and len(normal_table().rows) == len(KNOWN)
