@@ -318,3 +318,17 @@ def test_what_the_user_knows_of_the_pair_counts(tmp_path: Path) -> None:
     assert told("--moe")["normal"][0]["pair"].startswith("MoE")
     assert told("--expensive-pass", "--one-step")["recommendation"]["preset"] == "pg_is"
     assert _inspect(RECORDS, path, "--engine", "fp12").exit_code == 2
+
+
+def test_json_says_verdict_findings_predictions_and_flags(clean: dict[str, Any]) -> None:
+    assert (clean["verdict"], clean["format"], clean["findings"]) == ("normal", "records", [])
+    assert clean["gate"]["passed"] and clean["gate"]["value"] < clean["gate"]["bar"] == 0.01
+    assert clean["metrics"]["rollout_corr/k3_kl"] == pytest.approx(clean["mismatch"]["k3_kl"], rel=1e-9)
+    own = clean["predictions"][0]
+    assert own["own"] and own["algorithm"] == 2 and own["settings"]["tis"]["upper_bound"] == 3.0
+    assert {"setting", "kept", "ess", "bias", "noise", "second_pass"} <= own.keys()
+    assert {0, 1, 2, 3} == {item["algorithm"] for item in clean["predictions"]}
+    advice = clean["recommendation"]
+    assert advice["preset"] == "seq_is" and set(advice["flags"]) == HOSTS and advice["reasons"]
+    assert "--mismatch-preset seq_is" in advice["flags"]["verl"]
+    assert next(item for item in clean["predictions"] if item["setting"] == advice["setting"])["kept"] == 1.0

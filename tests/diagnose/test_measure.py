@@ -13,7 +13,9 @@ import mismatch_plugin as mp
 from mismatch_plugin.data.read import InputError
 from mismatch_plugin.data.served import Served
 from mismatch_plugin.data.versions import WeightSpan
+from mismatch_plugin.diagnose import packing
 from mismatch_plugin.diagnose.measure import measure
+from mismatch_plugin.diagnose.packing import packed_of
 from mismatch_plugin.diagnose.result import Size
 from tests.diagnose.dumps import batch_of, drawn
 
@@ -109,3 +111,19 @@ def test_the_distribution_of_few_of_equal_and_of_far_tokens():
     assert metrics["rollout_corr/kl"] == pytest.approx(0.5) and names(size, "position") == {"0": 1}
     with pytest.raises(InputError, match="nothing to measure"):
         measure(batch_of([[math.nan]], [[-1.5]]), CONFIG)
+
+
+def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
+    batch = drawn()
+    packed, _ = packed_of(batch)
+    metrics, size = measure(batch, CONFIG)
+    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
+    by_hand = batch.tokens.gap
+    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
+    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
+    # What nothing tells has no breakdown.
+    assert set(size.breakdowns) == {"position", "length", "probability"}
+    # They do not depend on the pieces.
+    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
+    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)

@@ -238,6 +238,9 @@ def test_it_says_why_and_what_to_watch() -> None:
     for name, told in metrics.items():
         assert float(told.split(";")[0]) == pytest.approx(reported[name], rel=0.06), name
     assert set(metrics) >= {"rollout_corr/accepted_token_fraction", "rollout_corr/k3_kl"}
+    for k3_kl, bar in ((0.01, "above 0.02 "), (1e-12, "above 0.0001 ")):  # rounding that doubles is no change
+        found = recommend(replace(LONG, k3_kl=k3_kl))
+        assert found is not None and bar in found.watch[0]
 
 
 # The figures ----------------------------------------------------------------------------------------------------------

@@ -270,3 +270,49 @@ def test_what_cannot_be_read_is_one_sentence_or_json(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[" * 100_000)
     status, output = inspect(tmp_path)
     assert status == 2 and "settings.json is not valid" in output
+
+
+@pytest.mark.parametrize("metric", [KL, K3, GAP])
+def test_each_of_three_metrics_tells_the_size(metric: str) -> None:
+    """Whichever says most: k1 of noise is 0, and what others record is the mean |log ratio| alone."""
+    ends = (0.036, 0.11, 0.35) if metric == GAP else (1e-3, 1e-2, 0.1)
+    words = ["small mismatch, as of", "moderate mismatch", "noticeable mismatch", "large mismatch"]
+    others = dict.fromkeys((KL, K3, GAP), 0.0) if metric != KL else {}
+    for index, end in enumerate(ends):
+        below, above = (judge([{**others, metric: factor * end}] * 3, None) for factor in (0.95, 1.05))
+        assert below.data.startswith(words[index]) and below.sound and below.verdict == "normal"
+        assert above.data.startswith(words[index + 1]) and above.sound is (index < 2)
+        assert (above.verdict == "large") is (index == 2) is ("ind the cause with mismatch-plugin" in above.data)
+
+
+def test_a_correction_that_works_is_sound_on_data_that_are_not() -> None:
+    """χ² is of the data, and no correction changes it: the second verdict says what is left of it."""
+    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 4
+    old = [row + torch.tensor([2.0, *[0.0] * 29]) for row in rollout]  # one ρ of e² in thirty: χ² 1.8, KL −.07
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 4)
+    for name, sound in (("disabled", False), ("token_is", True)):
+        config = mp.preset(name)
+        found = judge([mp.correct(packed, config).statistics.metrics()] * 3, config)
+        assert "large mismatch" in found.data and "chi2_token" in found.data and found.sound is sound
+        assert found.correction.startswith("holds (mean weight 1," if sound else "none: the loss takes the data as")
+    shifted = judge([metrics(math.log(0.7))] * 3)  # weights hold at ρ = .7 everywhere; somebody's fault all the same
+    assert shifted.correction.startswith("holds") and not shifted.sound
+    assert "No correction repairs a shift" in shifted.data
+
+
+def test_the_verdict_comes_first_and_fits_one_screen(tmp_path: Path) -> None:
+    rollout = [torch.full((30,), -3.0, dtype=torch.float64)] * 8
+    old = [row + 0.1 * torch.randn(30, generator=torch.Generator().manual_seed(0)) for row in rollout]
+    packed = mp.PackedSequences.from_lists(rollout_log_probs=rollout, old_log_probs=old, loss_masks=[[1] * 30] * 8)
+    for name in ("disabled", "token_is"):
+        step = mp.correct(packed, mp.preset(name)).statistics.metrics()
+        path = export(tmp_path / f"{name}.jsonl", [step] * 30)
+        status, output = inspect(path)  # without its settings: what is recommended is shown
+        lines = output.splitlines()
+        assert status == 0 and len(lines) <= 24, output
+        starts = [next(i for i, line in enumerate(lines) if line.startswith(start)) for start in
+                  ("data: ", "correction: ", "setting: ", "--mismatch-preset", "trend: ", "30 steps")]  # fmt: skip
+        assert starts == sorted(starts) and starts[0] == 0
+        assert "rollout_is_std" not in output and "more metrics: --all or --json" in lines[-1]
+        every = inspect(path, "--all")[1]
+        assert "rollout_is_std" in every and "more metrics" not in every and every.startswith("data: ")

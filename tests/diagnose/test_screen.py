@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +194,19 @@ def test_bounds_stay_whole_and_long_names_are_wrapped():
 )
 def test_a_share_is_100_percent_only_where_nothing_is_missing(value: float, text: str):
     assert words.share(value) == text
+
+
+def test_json_holds_numbers_and_no_histograms():
+    of = diagnosis("normal", metrics={"rollout_corr/kl": math.inf, "rollout_corr/k3_kl": math.nan})
+    body = json.loads(of.model_dump_json(indent=2), parse_constant=lambda name: pytest.fail(name))
+    assert {"verdict", "findings", "mismatch", "metrics", "predictions", "recommendation"} <= body.keys()
+    assert body["metrics"] == {"rollout_corr/kl": "Infinity", "rollout_corr/k3_kl": "NaN"}
+    assert "histograms" not in body and Diagnosis.model_validate(body).headline == of.headline
+
+
+@pytest.mark.parametrize(("value", "text"), [(-0.25, "–"), (0.25, "0.25"), (15_234.0, "15,200"), (8.342e13, "8e13")])
+def test_figures_name_their_level_and_chi_squared_below_0_is_none(value: float, text: str):
+    metrics = {"rollout_corr/chi2_token": value, "rollout_corr/rollout_is_ratio_unit_eff_sample_size": 0.5}
+    for level in ("sequence", "geometric"):
+        rows = words.size_rows(BASE.model_copy(update={"metrics": metrics, "level": level}))
+        assert ("χ² of token ratios", text, "") in rows and (f"ESS of {level} ratios", "50.0 %", "") in rows
