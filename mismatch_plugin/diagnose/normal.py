@@ -202,7 +202,9 @@ def normality(level: Mismatch, hints: Hints | None = None) -> Answer:
         if known and max(times.values()) <= LOOSE:
             below = all(_value(level, name) < min(row.low for row in rows) for name, rows in known.items())
             size = "within twice what is" if max(times.values()) > 1.0 else "below what is" if below else "as"
-            highs = {name: max((row.high for row in rows if not row.ours), default=0.0) for name, rows in known.items()}
+            highs: dict[Figure, float] = {
+                name: max((row.high for row in rows if not row.ours), default=0.0) for name, rows in known.items()
+            }
             ours = any(_value(level, name) > LOOSE * high for name, high in highs.items())
             measured = "measured on our tiny models" if ours else "published"
             sentence = f"normal, {size} {measured} for {pair}: {_shown(level, known)}."
