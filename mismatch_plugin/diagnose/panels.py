@@ -64,7 +64,7 @@ PANELS = (
            "rollout_is_masked_fraction": "tokens that a criterion rejects"},
           {"rollout_rs_masked_fraction": "tokens that a criterion rejects"}),
     Panel("KL(rollout ‖ train)",
-          _axis("nat a token", Line(0.0, ""), Line(_KL, f"warning above {_KL:g}"),
+          _axis("nats per token", Line(0.0, ""), Line(_KL, f"warning above {_KL:g}"),
                 Line(-_KL, f"warning below −{_KL:g}", under=True), floor=1e-5),
           {"kl": "KL: mean of −log ratio", "k3_kl": "k3: never negative"},
           {ABS_GAP: "mean |log ratio|"}),

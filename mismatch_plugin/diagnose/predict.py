@@ -173,13 +173,8 @@ def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfi
 
 
 def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:
-    """Which settings are not predicted, and why. grouped: rewards and groups are there."""
+    """What of the user's own settings is not predicted, and why. grouped: rewards and groups are there."""
     notes: list[str] = []
-    if packed.advantages is None:
-        built = {preset.short: config_of(preset.settings(**preset.required)) for preset in PRESETS}
-        names = [name for name, config in built.items() if config.needs_advantages]
-        what = f"criteria with a condition on the advantage ({', '.join(names)})"
-        notes.append(f"{what} are not predicted: there are no advantages")
     own = own or MismatchConfig()
     if _lacks_versions(own, packed):
         notes.append("rs.max_staleness of your settings is not predicted: some tokens or the trainer have no version")

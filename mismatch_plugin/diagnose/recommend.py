@@ -296,8 +296,9 @@ def _recommendation(
     """With why, and what to look at in the first ten steps with the values to expect."""
     longest = f", longest response {figures.max_length:,.0f} tokens" if figures.max_length < math.inf else ""
     reasons = [f"{run}k3 {figure(figures.k3_kl, 2)} nats per token{longest}", *reasons]
+    grown = max(GROWN * figures.k3_kl, SMALL_K3 / 10)  # rounding may double
     watch = [
-        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(GROWN * figures.k3_kl, 2)} something has "
+        f"{PREFIX}k3_kl near {figure(figures.k3_kl, 2)}; above {figure(grown, 2)} something has "
         f"changed (weights that did not arrive, a filter, a temperature)"
     ]
     if found is not None:

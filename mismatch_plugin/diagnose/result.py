@@ -11,7 +11,7 @@ from mismatch_plugin.diagnose.findings import Finding, Mismatch, Undecided
 Verdict = Literal["fault", "large", "normal", "undecided"]
 VERDICTS: dict[Verdict, str] = {
     "fault": "Fault found",
-    "large": "Large mismatch",
+    "large": "Above normal",
     "normal": "Normal",
     "undecided": "Not decided",
 }

@@ -140,7 +140,8 @@ def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
     assert advice is not None
     if host is not None and host not in advice.flags:
         raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(advice.flags)}.")
-    screen.say(f"Recommended: {advice.setting}. {advice.reasons[0] if advice.reasons else ''}", "bold")
+    why = ". ".join(reason[:1].upper() + reason[1:] for reason in advice.reasons[:2])
+    screen.say(f"Recommended: {advice.setting}. {words.sentence(why)}", "bold")
     names: dict[str, str] = {**HOSTS}
     others = ", ".join(name for name in advice.flags if name != host)
     if host is None:

@@ -159,7 +159,7 @@ def diagnosis(verdict: Verdict, **changes: Any) -> Diagnosis:
     )  # fmt: skip
     headlines = {
         "fault": f"Fault found: the rollout weights were never updated (k3 {k3:.2g} nats per token).",
-        "large": f"Large mismatch: k3 {k3:.2g} nats per token, and nothing is broken.",
+        "large": f"Above normal: k3 {k3:.2g} nats per token, and nothing is broken.",
         "normal": f"Normal: k3 {k3:.2g} nats per token, as of two engines in bf16.",
         "undecided": f"Not decided: {tokens} tokens are too few (1000 are needed).",
     }

@@ -26,33 +26,6 @@ def names(size: Size, what: str) -> dict[str, int]:
     return {group.name: group.tokens for group in size.breakdowns[what]}
 
 
-def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
-    batch = drawn()
-    packed, _ = packed_of(batch)
-    metrics, size = measure(batch, CONFIG)
-    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
-    by_hand = batch.tokens.gap
-    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
-    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
-    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
-    # What nothing tells has no breakdown.
-    assert set(size.breakdowns) == {"position", "length", "probability"}
-    # They do not depend on the pieces.
-    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
-    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)
-
-
-def test_what_judges_the_current_policy_is_that_of_the_first_step():
-    batch, current = drawn(), CONFIG.replace(rs={"criteria": ["token:k3:1e-5"], "policy": "current"})
-    metrics, _ = measure(batch, current)
-    other, _ = measure(batch, current.replace(rs={"policy": "auto"}))
-    share = "rollout_corr/accepted_token_fraction"
-    assert metrics[share] == pytest.approx(other[share]) and other[share] < 1
-    nothing = mp.MismatchConfig(rs=mp.Rejection.model_validate({"criteria": ["token:ratio:50:60"]}))
-    metrics, _ = measure(batch, nothing)
-    assert metrics[share] == 0.0 and metrics["rollout_corr/all_rejected"] == 1.0
-
-
 def test_a_bucket_by_hand():
     batch = batch_of([[-1.0, -2.0]], [[-0.9, -2.2]])
     (group,) = measure(batch, CONFIG)[1].breakdowns["length"]
@@ -138,3 +111,19 @@ def test_the_distribution_of_few_of_equal_and_of_far_tokens():
     assert metrics["rollout_corr/kl"] == pytest.approx(0.5) and names(size, "position") == {"0": 1}
     with pytest.raises(InputError, match="nothing to measure"):
         measure(batch_of([[math.nan]], [[-1.5]]), CONFIG)
+
+
+def test_metrics_are_those_that_training_reports(monkeypatch: pytest.MonkeyPatch):
+    batch = drawn()
+    packed, _ = packed_of(batch)
+    metrics, size = measure(batch, CONFIG)
+    assert metrics == mp.correct(packed, CONFIG.replace(metrics="full")).statistics.metrics()
+    by_hand = batch.tokens.gap
+    assert metrics["rollout_corr/kl"] == pytest.approx(-by_hand.mean())
+    assert metrics["rollout_corr/k3_kl"] == pytest.approx((np.expm1(by_hand) - by_hand).mean())
+    assert measure(batch, CONFIG, packed) == (metrics, size), "the packed batch may be given"
+    # What nothing tells has no breakdown.
+    assert set(size.breakdowns) == {"position", "length", "probability"}
+    # They do not depend on the pieces.
+    monkeypatch.setattr(packing.pieces, "__defaults__", (37,))
+    assert measure(batch, CONFIG)[0] == pytest.approx(metrics, rel=1e-9, abs=1e-12)

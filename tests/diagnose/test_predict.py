@@ -191,12 +191,11 @@ def test_without_advantages_they_count_as_one():
     assert other.noise == item.noise
 
 
-def test_without_advantages_nothing_with_a_condition_is_predicted_and_it_is_said():
+def test_without_advantages_nothing_with_a_condition_is_predicted():
     conditional, without = {"opsm", "dppo_tv", "dppo_kl"}, PACKED.replace(advantages=None)
     assert conditional <= {name.split(",")[0] for name, _, _ in SETTINGS}
     assert not conditional & {name.split(",")[0] for name, _, _ in settings_for(without, None, bounds_for(without))}
-    (note,) = left_out(without, None, True)
-    assert all(name in note for name in conditional) and left_out(PACKED, None, True) == ()
+    assert left_out(PACKED, None, True) == ()
 
 
 def test_of_more_tokens_whole_responses_are_drawn():
@@ -265,3 +264,20 @@ def test_what_excluding_the_rejected_changes_in_their_groups_by_hand():
     # Advantages 1.155, 0, −0.577, −0.577 and ±0.707: what is rejected has none to lose.
     assert (exclude.kept_positive, exclude.kept_negative, exclude.noise) == pytest.approx((1.0, 1.0, 1.0))
     assert predict_one(packed, mp.MismatchConfig(), "", groups).groups_changed is None
+
+
+def test_no_weights_a_clip_nothing_left_and_a_dry_run_by_hand():
+    item = of_hand()
+    assert (item.kept, item.mean_weight, item.max_weight, item.ess, item.noise) == pytest.approx((1, 1, 1, 1, 1))
+    assert item.bias == pytest.approx(6.0 / 11.0)  # Σ (1 − ρ) A = 0 − 0.5 + 0.5 + 6
+    item = of_hand(use_rollout_log_probs=True)
+    # clipped: ρ 1.5 > 1.2 with A > 0; not ρ 0.5 with A > 0, nor ρ 4 with A < 0: w = 1, 0, 0.5, 4
+    assert (item.max_weight, item.mean_weight) == pytest.approx((4.0, 5.5 / 4))
+    assert (item.bias, item.second_pass) == (pytest.approx(1.5 / 11.0), False)
+    item = of_hand(rs={"criteria": ["token:ratio:50:60"]})
+    assert (item.kept, item.kept_positive, item.mean_weight, item.max_weight, item.ess) == (0.0, 0.0, 0.0, 0.0, 0.0)
+    assert math.isinf(item.noise) and item.bias == pytest.approx(5.0 / 11.0)
+    assert Prediction.model_validate_json(item.model_dump_json()) == item
+    tis = {"level": "token", "mode": "mask", "upper_bound": 1.2}
+    dry, wet = (of_hand(use_tis=True, tis=tis, dry_run=dry) for dry in (True, False))
+    assert dry.kept == wet.kept == 0.25 and dry.model_copy(update={"settings": wet.settings}) == wet

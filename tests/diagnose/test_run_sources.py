@@ -36,17 +36,6 @@ def lines(*rows: Mapping[str, object]) -> str:
 # Names and steps.
 
 
-@pytest.mark.parametrize("before", ["", "train/", "actor/metrics/", "my run, no. 2 - train/"])
-def test_names_may_have_anything_before_them(tmp_path: Path, before: str) -> None:
-    rows = [
-        {"step": 3, f"{before}{KL}": 0.1, "loss": 2.0},
-        {"step": 4, "val/acc": 1.0},
-        {"step": 5, f"{before}{KL}": 0},
-    ]
-    source = read_source(write(tmp_path, "history.jsonl", lines(*rows)))
-    assert source.rows == ({KL: 0.1}, {KL: 0.0}) and source.numbers == (3.0, 5.0) and source.notes == ()
-
-
 def test_a_jsonl_export_of_wandb(tmp_path: Path) -> None:
     """`run.history()` as lines: every column in every row, null where nothing was logged, NaN as text."""
     own = {"_runtime": 3.5, "_timestamp": 1.7e9}
