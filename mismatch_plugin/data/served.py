@@ -44,6 +44,9 @@ class ServedKV(BaseModel):
     fingerprint: Text | None
     """None: of an update that was half done."""
     tokens: int = Field(ge=1, lt=2**31)
+    cached: int = Field(default=0, ge=0, lt=2**31)
+    """Of these, those that came from the cache when the weights had changed already. The others are the request's own,
+    from before an update in place."""
 
 
 class LastUpdate(BaseModel):
@@ -63,7 +66,7 @@ class LastUpdate(BaseModel):
     stays the same bit for bit. Where a rank kept all it has, none of these changed."""
     unchanged: tuple[Text, ...] = ()
     """The first few matrices that it left as they were."""
-    changed_elements: float | None = Field(None, ge=0, le=1)
+    changed_elements: float | None = Field(default=None, ge=0, le=1)
     """Share, by values, of some hundred elements of each matrix of each rank (of a pipeline, of its first stage)."""
 
 

@@ -18,7 +18,10 @@ from examples.sglang_server import CpuServer, start_cpu_server
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import META_KEY
+from mismatch_plugin.diagnose.batch import make_batch
+from mismatch_plugin.diagnose.detectors.run import check_batch
 from mismatch_plugin.sglang.client import GenerateError, SGLangClient
+from mismatch_plugin.sglang.replies import parse_generate
 from tests.sglang.test_plugin_on_sglang import State, post, run, send, served
 
 PREFIX = [5 + 3 * position % 200 for position in range(48)]
@@ -55,6 +58,10 @@ def weights(step: int) -> State:
     return {name: tensor + step * 1e-3 * torch.randn(tensor.shape, generator=draw) for name, tensor in state.items()}
 
 
+def faults(records: list[Sample]) -> list[str]:
+    return [item.fault for item in check_batch(make_batch(records)).findings]
+
+
 def kv(record: Sample) -> list[int]:
     assert record.served is not None and record.served.kv is not None
     return [span.tokens for span in record.served.kv]
@@ -69,8 +76,10 @@ def test_updates_in_place_without_a_flush_show_at_the_first_hit(servers: list[Cp
         for server in servers:
             send(server, weights(step), f"v{step}", flush_cache=step == 0)
             bodies.append(post(server, input_ids=PROMPTS[step % 8], sampling_params=greedy))
-        (told,) = bodies[0]["meta_info"].pop(META_KEY)
-        hits.append([span["tokens"] for span in told["kv"]])
+        (record,) = parse_generate(bodies[0], [PROMPTS[step % 8]], SamplingParameters.from_sglang(greedy))
+        assert faults([record]) == (["stale_cache"] if step else [])
+        hits.append(kv(record))
+        del bodies[0]["meta_info"][META_KEY]
         for body in bodies:
             for name in ("id", "e2e_latency", "response_sent_to_client_ts"):
                 body["meta_info"].pop(name, None)
@@ -88,6 +97,7 @@ def test_a_thousand_replies_after_updates_with_a_flush_show_nothing(servers: lis
 
     records = run(servers[0], job)
     assert len(records) > 1000 and not any(kv(record) for record in records)
+    assert faults(records) == ["mixed_versions"]  # which is true: seventeen
 
 
 def test_requests_under_way_keep_theirs_in_place_and_lose_them_when_retracted(servers: list[CpuServer]) -> None:
@@ -105,6 +115,7 @@ def test_requests_under_way_keep_theirs_in_place_and_lose_them_when_retracted(se
     for record in run(servers[0], lambda client: job(client, "in_place")):
         first, second = served(record).weights
         assert abs(sum(kv(record)) - (len(PROMPTS[0]) + first.end)) <= 1 and second.end == 300
+        assert "stale_cache" not in faults([record])
     assert not any(kv(record) for record in run(servers[0], lambda client: job(client, "retract")))
 
 

@@ -67,11 +67,11 @@ class Server:
             SimpleNamespace(sampling_info=None, reqs=[req], prefix_lens=[prefix], forward_mode=mode, **told)
         )
 
-    def kv(self, req: Request) -> list[tuple[str | None, int]]:
+    def kv(self, req: Request) -> list[tuple[str | None, int, int]]:
         """What a reply of now would tell of the request."""
         told = self.state.cache.of(req, self.state.weights.fingerprint)
         assert told is not None
-        return [(span["fingerprint"], span["tokens"]) for span in told]
+        return [(span["fingerprint"], span["tokens"], span["cached"]) for span in told]
 
     def since(self) -> str | None:
         """What a reply of now would tell of its last token."""
@@ -222,7 +222,7 @@ def test_keys_and_values_of_older_weights_are_told_until_the_flush(server: Serve
             server.prefill(Request(), [1, 2, 5, 6], 2)
     req = Request()
     server.prefill(req, [1, 2, 5, 7, 8], 3)
-    assert server.kv(req) == [(prints[0], 2), (prints[1], 1)]
+    assert server.kv(req) == [(prints[0], 2, 2), (prints[1], 1, 1)]
     again = Request()
     server.prefill(again, [7, 8, 9, 10], 2)
     assert server.kv(again) == []  # all of them are of now
@@ -256,12 +256,12 @@ def test_a_request_that_an_update_in_place_meets_keeps_its_keys_and_values(serve
     req.output_ids += [4]
     server.move(3)
     server.state.end(0)
-    assert server.kv(req) == [(first, 6), (None, 1)]
+    assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
     half = Request()
     server.prefill(half, [7, 8, 9], 2)
-    assert server.kv(half) == [(None, 2)]
+    assert server.kv(half) == [(None, 2, 2)]
     server.update(3, "again")  # the same weights
-    assert server.kv(req) == [(first, 6), (None, 1)]
+    assert server.kv(req) == [(first, 6, 0), (None, 1, 0)]
 
 
 def test_an_exception_in_the_end_leaves_no_rank_behind(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

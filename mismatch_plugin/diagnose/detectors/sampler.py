@@ -34,24 +34,23 @@ LIKELY_AGAIN = np.log(1e-9)
 
 
 def find_stale_cache(batch: Batch) -> Outcome:
-    """Samples computed with keys and values of weights that made none of their tokens."""
+    """Samples that took keys and values out of a cache that older weights had filled."""
     found: list[tuple[Sample, list[ServedKV]]] = []
     for sample in batch:
-        if (served := sample.served) is not None and served.kv and sample.mask.any():
-            own = {span.fingerprint for span in served.weights}
-            if old := [span for span in served.kv if span.fingerprint not in own]:
-                found.append((sample, old))
+        kept = sample.served.kv if sample.served is not None and sample.mask.any() else None
+        if old := [span for span in kept or () if span.cached]:
+            found.append((sample, old))
     if not found:
         return [], batch
     samples = [sample for sample, _ in found]
-    tokens = sum(span.tokens for _, old in found for span in old)
+    tokens = sum(span.cached for _, old in found for span in old)
     prints = dict.fromkeys(span.fingerprint or "a half done update" for _, old in found for span in old)
     first = samples[0]
     assert first.served is not None
     evidence = (
-        f"{len(found)} of {len(batch)} samples of {few(s.served.worker for s in samples if s.served)} were computed "
-        f"with keys and values of older weights: {tokens} tokens of {', '.join([*prints][:MOST_NAMES])}, under "
-        f"responses of {first.served.weights[-1].fingerprint}."
+        f"{len(found)} of {len(batch)} samples of {few(s.served.worker for s in samples if s.served)} took "
+        f"keys and values of older weights out of the cache: {tokens} tokens of {', '.join([*prints][:MOST_NAMES])}, "
+        f"under responses of {first.served.weights[-1].fingerprint}."
     )
     told = {"first": first_place(first, first.mask), "confidence": "certain", "statistics": {"kv_tokens": tokens}}
     return [batch.finding("stale_cache", "rollout", evidence, CACHE_FIX, samples, **told)], batch

@@ -16,7 +16,8 @@ from torch import Tensor
 
 logger = logging.getLogger("mismatch_plugin")
 _KV = "mismatch_plugin_kv"
-"""Attribute of SGLang's requests: epoch → how many tokens it uses keys and values of, of epochs that have ended."""
+"""Attribute of SGLang's requests: epoch that has ended → (how many tokens it uses keys and values of, how many of these
+came from the cache after the epoch's end)."""
 
 
 class KVEpochs:
@@ -48,8 +49,10 @@ class KVEpochs:
             self._old = True
         for req in running:
             held = dict(getattr(req, _KV, {}))
-            held[now] = len(req.origin_input_ids) + len(req.output_ids) - 1 - sum(held.values())
-            setattr(req, _KV, {epoch: tokens for epoch, tokens in held.items() if tokens > 0})
+            known = sum(tokens for tokens, _ in held.values())
+            if (own := len(req.origin_input_ids) + len(req.output_ids) - 1 - known) > 0:
+                held[now] = own, 0
+            setattr(req, _KV, held)
 
     def flushed(self) -> None:
         """The cache is empty; requests that wait compute all of theirs again."""
@@ -67,19 +70,23 @@ class KVEpochs:
             self._slots.index_fill_(0, batch.out_cache_loc, len(self._ended))
             if batch.forward_mode.is_extend():
                 rows = self._scheduler.req_to_token_pool.req_to_token
-                places = batch.req_pool_indices.tolist()
-                for req, place, prefix in zip(batch.reqs, places, batch.prefix_lens, strict=True):
+                prompts = len(batch.reqs) - len(getattr(batch, "decoding_reqs", None) or ())  # others are behind them
+                places = batch.req_pool_indices[:prompts].tolist()
+                for req, place, prefix in zip(batch.reqs, places, batch.prefix_lens, strict=False):
                     counts = self._slots[rows[place, :prefix].long()].bincount().tolist()
-                    setattr(req, _KV, {epoch: n for epoch, n in enumerate(counts[: len(self._ended)]) if n})
+                    setattr(req, _KV, {epoch: (n, n) for epoch, n in enumerate(counts[: len(self._ended)]) if n})
         except Exception:
             self._known = self._old = False
             logger.exception("mismatch_plugin: which weights computed keys and values is not told any more")
 
     def of(self, req: Any, now: str | None) -> list[dict[str, Any]] | None:
-        """How many tokens of the request have keys and values of weights other than `now`, by fingerprint."""
+        """The tokens of the request with keys and values of weights other than `now`, as `data.served.ServedKV`."""
         if not self._known:
             return None
-        tokens: dict[str | None, int] = {}
-        for epoch, count in getattr(req, _KV, {}).items():
-            tokens[self._ended[epoch]] = tokens.get(self._ended[epoch], 0) + count
-        return [{"fingerprint": told, "tokens": n} for told, n in tokens.items() if told != now or told is None]
+        found: dict[str | None, dict[str, Any]] = {}
+        for epoch, (tokens, cached) in getattr(req, _KV, {}).items():
+            if (told := self._ended[epoch]) is None or told != now:
+                of = found.setdefault(told, {"fingerprint": told, "tokens": 0, "cached": 0})
+                of["tokens"] += tokens
+                of["cached"] += cached
+        return [*found.values()]

@@ -11,9 +11,9 @@ import torch
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
 from mismatch_plugin.data.served import ServedKV
-from tests.diagnose.detectors.test_served import Weights, checked, faults, record, update
+from tests.diagnose.detectors.test_served import Span, Weights, checked, faults, record, update
 
-OLD = [ServedKV(fingerprint="f4", tokens=48)]
+OLD = [ServedKV(fingerprint="f4", tokens=50, cached=48)]
 
 
 def test_keys_and_values_of_older_weights_are_named_from_one_reply():
@@ -22,14 +22,17 @@ def test_keys_and_values_of_older_weights_are_named_from_one_reply():
     (finding,) = result.findings
     assert (finding.fault, finding.confidence, finding.samples) == ("stale_cache", "certain", 1)
     assert "48 tokens of f4, under responses of f5" in finding.evidence and "b:1" in finding.evidence
-    half = record(last=update(4), kv=[ServedKV(fingerprint=None, tokens=3)])
+    half = record(last=update(4), kv=[ServedKV(fingerprint=None, tokens=3, cached=3)])
     assert "3 tokens of a half done update" in checked(half).findings[0].evidence
 
 
 def test_keys_and_values_that_are_the_responses_own_are_no_fault():
+    """From before an update in place; those of an earlier turn, which the cache kept over an update, are one."""
     both: list[Weights] = [("f4", "4", 0, 3), ("f5", "5", 3, 8)]
-    in_place = record([("4", 0, 3), ("5", 3, 8)], both, last=update(4), kv=OLD)
-    assert "stale_cache" not in faults(in_place)
+    spans: list[Span] = [("4", 0, 3), ("5", 3, 8)]
+    own = [ServedKV(fingerprint="f4", tokens=48)]
+    assert "stale_cache" not in faults(record(spans, both, last=update(4), kv=own))
+    assert "stale_cache" in faults(record(spans, both, last=update(4), kv=OLD))
     assert faults(record(last=update(4), kv=OLD, mask=[0] * 8)) == []
     assert faults(record(last=update(4), kv=None)) == []
 
