@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -47,11 +47,11 @@ class Statistic(NamedTuple):
     name: str
     module: ModuleType
     constant: str
-    opened: dict[str, object]
+    opened: dict[str, float]
 
     def of(self, batch: Batch) -> float:
         """NaN where the detector's other conditions are not met."""
-        with patch.multiple(self.module, **self.opened):
+        with patch.multiple(self.module, **dict[str, Any](self.opened)):
             items = [item for item in self.find(batch)[0] if isinstance(item, Finding) and item.fault == self.fault]
         return abs(float(items[0].statistics.get(self.name, np.nan))) if items else np.nan
 
