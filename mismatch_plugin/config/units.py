@@ -16,14 +16,12 @@ Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 
 @dataclass(frozen=True)
 class Unit:
-    """cut: single tokens, what `PackedSequences.unit_ids` numbers, or whole sequences. aggregate: over a part of that;
-    `running` is the sum up to each token. needs_ids: without `unit_ids` it is refused; else the mask has its runs."""
+    """cut: single tokens, what `PackedSequences.unit_ids` numbers (without them: the runs of the mask), or sequences.
+    aggregate: over a part of that; `running` is the sum up to each token. ratio: what it is, in words."""
 
     cut: Literal["token", "ids", "sequence"]
     aggregate: Literal["one", "sum", "mean", "max", "running"]
     ratio: str = field(default="", compare=False)
-    """What its ratio is, in words."""
-    needs_ids: bool = False
 
     @property
     def level(self) -> str:

@@ -280,11 +280,6 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
             f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
             f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
         )
-    if config.weighted and config.unit.needs_ids and packed.unit_ids is None:
-        raise ValueError(
-            f"unit_ids is missing: --tis-level {config.tis.level} needs the number of each token's unit in its "
-            f"response, from 0 upwards: pass it, or choose turn, which finds its units in the mask."
-        )
     validate_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no
     # fill of a 0.0 either. The step finds those of π_θ.
