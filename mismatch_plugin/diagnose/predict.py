@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.correction import Correction, correct
@@ -20,7 +20,6 @@ from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.flags import config_of
 from mismatch_plugin.diagnose.levels import GROWN, KEEPS, Bounds, LevelUnits, bounds_for, growing, levels_of, units_in
 from mismatch_plugin.diagnose.packing import Groups
@@ -125,8 +124,8 @@ def _of_bounds(packed: PackedSequences, bounds: Bounds) -> Named:
                 for algorithm in (2, 3):
                     given = tis if mode == "truncate" else {**tis, "lower_bound": lower}
                     yield _setting(algorithm, f"{level}, {mode} {shown}", {"tis": given})
-            if level in LEVEL_TO_AGGREGATE:
-                rule = {"aggregate": LEVEL_TO_AGGREGATE[level], "statistic": "ratio", "lower_bound": lower}
+            if level in RS_LEVELS:
+                rule = {"aggregate": level, "statistic": "ratio", "lower_bound": lower}
                 for algorithm in (0, 1):
                     rs = {"criteria": [{**rule, "upper_bound": upper}]}
                     yield _setting(algorithm, f"reject {level} ratio outside {between}", {"rs": rs})
@@ -242,7 +241,7 @@ class _Data:
         mean is no ratio of probabilities, that of the whole response; the noise of A."""
         if name not in self._levels:
             of = units_in(name, self.packed)
-            if of.units.multiplies or of.units.per_token:
+            if of.unit.multiplies or of.unit.per_token:
                 advantages_U = of.total(self.advantages_T)
                 values = bounded_exp(of.log_ratio_U) * advantages_U
                 total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(advantages_U)
@@ -272,7 +271,7 @@ class _Data:
 
     @torch.no_grad()
     def _figures(self, config: MismatchConfig, correction: Correction) -> dict[str, Any]:
-        metrics, units = correction.statistics.metrics(), units_of(config)
+        metrics, units = correction.statistics.metrics(), config.unit
         tokens_N, kept_N, weights_T = self.tokens_N, correction.kept_N, correction.applied
         found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
         found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in self.signs.items()}

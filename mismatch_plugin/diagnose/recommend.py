@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.flags import HOSTS, flags_for, preset_of
 from mismatch_plugin.diagnose.levels import SHARES, Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
@@ -308,7 +307,7 @@ def _recommendation(
         )
         after = f"{PREFIX}rollout_is_weight_after_"
         if config.weighted:
-            of = units_of(config).ess
+            of = config.unit.ess
             watch.append(f"{after}mean near {found.mean_weight:.3g}; below 0.5 the step shrinks")
             watch.append(f"{after}{of}eff_sample_size near {found.ess:.2g}; below 0.3 few units lead")
         if config.rejects:
