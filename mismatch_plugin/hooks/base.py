@@ -8,6 +8,7 @@ one `MismatchConfig` that comes out.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,8 +19,11 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names
+from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
+from mismatch_plugin.config.words import config_of_words
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
 
@@ -182,6 +186,21 @@ class Host:
 
 
 # The way of a setting -------------------------------------------------------------------------------------------------
+
+
+def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ours, base) for `resolve`, from what a host's own door takes.
+
+    given: a configuration, nested settings (`preset: NAME` among them makes the base), flags as one string
+    ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("-"):
+        given = config_of_words(shlex.split(given), "the settings")
+    if isinstance(given, MismatchConfig):
+        return given.model_dump(exclude_unset=True), {}
+    own = dict(given) if isinstance(given, Mapping) else read_file(given)
+    name = own.pop("preset", None)
+    return own, {} if name is None else find_preset(name).settings()
 
 
 def resolve(
