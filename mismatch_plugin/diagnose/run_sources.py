@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.diagnose.flags import HOSTS, Host
 from mismatch_plugin.files import read_lines, read_text, validate_regular_file
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
@@ -39,40 +39,9 @@ _ACCEPTED = (
 ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
-_OF_MIS = (
-    *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
-    *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
-)
-_NAMES: dict[str, dict[str, str]] = {
-    "slime": {  # and miles
-        "train_rollout_logprob_abs_diff": ABS_GAP,
-        "train_rollout_kl": "k3_kl",
-        "tis": "rollout_is_ratio_mean",
-        **{f"mis_{name}": name for name in _OF_MIS},
-        "mis_tis_weight_before_bound": "rollout_is_mean",
-        "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
-        "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
-    },
-    "verl": {
-        "training/rollout_probs_diff_mean": "probability_difference_mean",
-        "training/rollout_probs_diff_max": "probability_difference_max",
-        "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
-    },
-    "nemo-rl": {
-        "gen_kl_error": "k3_kl",
-        "token_mult_prob_error": "token_mult_prob_error",
-        "sampling_importance_ratio": "rollout_is_weight_after_mean",
-    },
-    "trl": {
-        "sampling/sampling_logp_difference/mean": ABS_GAP,
-        "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
-        "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
-        "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
-    },
-    "prime-rl": {"mismatch_kl/all/mean": "k3_kl", "mismatch_kl/mean": "k3_kl"},  # now and before
-}
-"""Trainer → what it records without the plugin → our name. docs/metric_names.md says where they differ."""
+_NAMES = {name: host.metrics for name, host in HOSTS.items() if host.metrics}
 KNOWN = {name: ours for names in _NAMES.values() for name, ours in names.items()}
+"""What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +53,7 @@ class Source:
     numbers: tuple[float, ...]
     path: Path
     notes: tuple[str, ...] = ()
-    host: Host | None = None
+    host: str | None = None
 
 
 class _Column(NamedTuple):
@@ -167,7 +136,7 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
-    host: Host | None = next((h for h in HOSTS for column in columns if column.metric in _NAMES.get(h, ())), None)
+    host: str | None = next((h for h in HOSTS for column in columns if column.metric in _NAMES.get(h, ())), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])
