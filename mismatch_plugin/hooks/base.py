@@ -20,6 +20,7 @@ from typing import Any, Literal, NoReturn
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.fields import flag_names
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
+from mismatch_plugin.hooks.tree import put
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
 
@@ -70,6 +71,11 @@ METHODS: dict[str, Method] = {
         "`--rs-max-staleness`",
         ("rs.max_staleness",),
         lambda c: f"<rs.max_staleness> {c.rs.max_staleness}" if c.rs.max_staleness is not None else "",
+    ),
+    "normalisation": Method(
+        "batch normalisation",
+        ("tis.batch_normalize",),
+        lambda c: "<tis.batch_normalize>" if c.normalizes else "",
     ),
     "accepted": Method(
         "denominator `accepted`",
@@ -219,6 +225,18 @@ def resolve(
         return config
     with ignore_mismatch_warnings():  # said by the first build
         return MismatchConfig.build(merge(data, {"tis": {"batch_normalize_scope": given}}), by_hand)
+
+
+def resolve_config(host: Host, config: MismatchConfig, theirs: dict[str, Any]) -> MismatchConfig:
+    """`resolve` for settings that were read already, from a file, flags, a preset or by hand, at a host's own door."""
+    given = config.model_dump(exclude_unset=True)
+    paths = dotted_fields_set(given)
+    by_hand = paths if config._by_hand is None else paths & config._by_hand
+    ours: dict[str, Any] = {}
+    for path in by_hand:
+        put(ours, path, get_path(given, path))
+    with ignore_mismatch_warnings():  # said when they were read
+        return resolve(host, ours, theirs, base=given, by_hand=by_hand)
 
 
 def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
