@@ -80,10 +80,11 @@ def prepare(source: str) -> Any:
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
     own = dist.init_process_group
     dist.init_process_group = lambda backend=None, timeout=None, device_id=None: own("gloo", timeout=timeout)
-    from prime_rl.trainer import parallel_dims
+    from prime_rl.trainer import parallel_dims, perf
     from prime_rl.trainer.rl import train
 
     parallel_dims.device_type = "cpu"
+    perf.PerfCounter._mfu_from_tps = lambda *_: 0.0
     return train
 
 

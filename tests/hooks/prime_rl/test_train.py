@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.data.read import load_dump
+from mismatch_plugin.data.read import read
 from mismatch_plugin.diagnose.run_sources import read_source
 from mismatch_plugin.hooks.prime_rl import settings
 
@@ -101,7 +101,7 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path, monkeypat
 
     monkeypatch.setattr(prime, "compute_loss", compute_loss)
     monkeypatch.setattr(prime, "FakeDataLoader", Rollouts)
-    off = dict.fromkeys(("ac", "ac_offloading", "compile"))
+    off: dict[str, Any] = {"ac": None, "ac_offloading": None, "compile": None, "optim_cpu_offload": False}
     config = prime.TrainerConfig.model_validate(
         {
             "model": {"name": str(tmp_path / "model"), "impl": "hf", "attn": "flash_attention_2", "seq_len": 64, **off},
@@ -109,7 +109,7 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path, monkeypat
             "loss": {
                 "type": "custom", "import_path": "mismatch_plugin.hooks.prime_rl.policy_loss", "kwargs": CASES[case]
             },
-            "optim": {"lr": 1e-3}, "enable_token_export": True, "monitors": {"file": {}},
+            "optim": {"lr": 1e-3, "max_norm": None}, "enable_token_export": True, "monitors": {"file": {}},
         }
     )  # fmt: skip
     config.model.attn = "sdpa"  # its flash attention has no CPU kernel
