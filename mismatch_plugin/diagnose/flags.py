@@ -10,7 +10,7 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.fields import leaf_fields, value_and_default
 from mismatch_plugin.config.presets import COMPLETE, find_preset
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
-from mismatch_plugin.hooks.base import METHODS
+from mismatch_plugin.hooks.base import METHODS, Lack
 from mismatch_plugin.hooks.hosts import HOSTS as TRAINERS
 from mismatch_plugin.report.presets import as_flags, quiet_preset
 
@@ -86,7 +86,8 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
             _drop(data, path)
         unless = f" without {lack.unless}" if lack.unless else ""
         shown = asked.replace("<", "").replace(">", "")
-        notes.append(f"{shown} cannot be had on {name}{unless}: {lack.why}")
+        instead = "" if lack.instead == Lack.instead else f". {lack.instead}"
+        notes.append(f"{shown} cannot be had on {name}{unless}: {lack.why}{instead}")
     if config.normalizes:
         wanted, given = config.tis.batch_normalize_scope, host.scope(config)
         if given != "step" and wanted not in ("auto", given):

@@ -70,6 +70,9 @@ KNOWN = {
     # prime-rl, now and before
     "mismatch_kl/all/mean": "k3_kl",
     "mismatch_kl/mean": "k3_kl",
+    # SkyRL
+    "rollout_train_logprobs_abs_diff_mean": ABS_GAP,
+    "rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",
 }
 """What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
@@ -98,7 +101,7 @@ def _column(name: str) -> _Column | None:
     if name.endswith(_SPREAD):
         return None
     if PREFIX in name:
-        before, _, rest = name.rpartition(PREFIX)
+        before, _, rest = name.removesuffix("/mean").rpartition(PREFIX)  # prime-rl's trainer logs means of tokens so
         return _Column(0, before, PREFIX + rest, PREFIX + rest)
     for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
         before = name.removesuffix(known)

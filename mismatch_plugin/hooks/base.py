@@ -8,6 +8,7 @@ one `MismatchConfig` that comes out.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,8 +19,11 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names
+from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
+from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.hooks.tree import put
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
@@ -190,6 +194,24 @@ class Host:
 # The way of a setting -------------------------------------------------------------------------------------------------
 
 
+def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(ours, base) for `resolve`, from what a host's own door takes.
+
+    given: a configuration, nested settings (`preset: NAME` among them makes the base), flags as one string
+    ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
+    """
+    if isinstance(given, str) and given.lstrip().startswith("-"):
+        given = config_of_words(shlex.split(given), "the settings")
+    if isinstance(given, MismatchConfig):
+        whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
+        for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
+            put(ours, path, get_path(whole, path))
+        return ours, whole  # what a preset brought, it may bring where it has no effect
+    own = dict(given) if isinstance(given, Mapping) else read_file(given)
+    name = own.pop("preset", None)
+    return own, {} if name is None else find_preset(name).settings()
+
+
 def resolve(
     host: Host,
     ours: dict[str, Any],
@@ -225,18 +247,6 @@ def resolve(
         return config
     with ignore_mismatch_warnings():  # said by the first build
         return MismatchConfig.build(merge(data, {"tis": {"batch_normalize_scope": given}}), by_hand)
-
-
-def resolve_config(host: Host, config: MismatchConfig, theirs: dict[str, Any]) -> MismatchConfig:
-    """`resolve` for settings that were read already, from a file, flags, a preset or by hand, at a host's own door."""
-    given = config.model_dump(exclude_unset=True)
-    paths = dotted_fields_set(given)
-    by_hand = paths if config._by_hand is None else paths & config._by_hand
-    ours: dict[str, Any] = {}
-    for path in by_hand:
-        put(ours, path, get_path(given, path))
-    with ignore_mismatch_warnings():  # said when they were read
-        return resolve(host, ours, theirs, base=given, by_hand=by_hand)
 
 
 def validate_owned(host: Host, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:

@@ -342,7 +342,8 @@ SKYRL = Host(
         "report": Lack("its tracker gets the metrics"),
     },
     denominator="SkyRL's `loss_reduction`",
-    door=f"call mismatch_plugin.hooks.skyrl.register in an entry script, and set {_ALGORITHM}.policy_loss_type=mismatch",
+    door="call mismatch_plugin.hooks.skyrl.register in an entry script, and set "
+    f"{_ALGORITHM}.policy_loss_type=mismatch",
     paste=f"python main_mismatch.py {_ALGORITHM}.policy_loss_type=mismatch … {{flags}}",
     metrics={
         "policy/rollout_train_logprobs_abs_diff_mean": "log_ratio_abs_mean",

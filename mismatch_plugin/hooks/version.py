@@ -5,7 +5,6 @@ Nothing of a host is imported: versions are read from its files, and the commit 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,7 +14,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from mismatch_plugin.hooks.base import Host
 
@@ -26,45 +24,14 @@ _MEGATRON = "megatron/core"
 
 @dataclass(frozen=True)
 class HostVersion:
-    """version: as the host declares it. commit: 40 hex digits. Each None where it cannot be read.
-
-    odd_files: files that the plugin's patches are for and that are neither the recorded ones nor those patched.
-    """
+    """version: as the host declares it. commit: 40 hex digits. Each None where it cannot be read."""
 
     version: str | None
     commit: str | None
-    odd_files: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         at = "" if self.commit is None else f" at {self.commit[:10]}"
         return f"{self.version or 'of unknown version'}{at}"
-
-
-def folder() -> Path:
-    """Where the patches are: inside the installed package, or next to it in a checkout."""
-    here = Path(__file__).parents[1]
-    inside = here / "patches"
-    return inside if inside.is_dir() else here.parent / "patches"
-
-
-def manifest() -> list[dict[str, Any]]:
-    """The patches of `patches/manifest.json`."""
-    return json.loads((folder() / "manifest.json").read_text(encoding="utf-8"))["patches"]
-
-
-def git(root: Path, *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    """git in `root`, not in a repository that merely contains it; None where it is not installed.
-
-    It runs no program but itself: what a checkout's configuration can make git run (file system monitor, hooks) is off.
-    """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    environment |= {"GIT_CEILING_DIRECTORIES": str(root.resolve().parent), "GIT_NO_LAZY_FETCH": "1"}
-    switches = ("core.fsmonitor=false", "core.hooksPath=/dev/null", "protocol.allow=never")
-    command = ["git", *(word for switch in switches for word in ("-c", switch)), *arguments]
-    try:
-        return subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    except OSError:
-        return None
 
 
 def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
@@ -77,33 +44,22 @@ def version_line(host: Host, folders: Sequence[Path] = ()) -> str:
     if root is None:
         return f"! host: {host.name} is not found here; the plugin was tested with {tested}"
     found = read_version(host, root)
-    odd = ", ".join(found.odd_files)
     if found.commit is None or tested.commit is None:
-        same = found.version == tested.version and not odd
+        same = found.version == tested.version
     else:
         same = found.commit == tested.commit
     if same:
-        return f"host: {host.name} {found}, the tested version" + (f", with changes of its own in {odd}" if odd else "")
-    there = f"; files that differ: {odd}" if odd else ""
+        return f"host: {host.name} {found}, the tested version"
     return (
-        f"! host: {host.name} {found} is not the tested version, {tested}{there}. Use that one, or look at the loss "
-        f"and the metrics of the first steps before a long run"
+        f"! host: {host.name} {found} is not the tested version, {tested}. Use that one, or look at the loss and the "
+        f"metrics of the first steps before a long run"
     )
 
 
 def read_version(host: Host, root: Path) -> HostVersion:
     """What the tree at `root` is: a checkout, or the folder in which the host is installed."""
     version, commit = _distribution(host.distribution or host.name, root)
-    odd = [
-        entry["file"]
-        for entry in manifest()
-        if entry["host"] == host.name
-        and _digest(root / entry["file"]) not in (entry["before"]["sha256"], entry["after"]["sha256"])
-    ]
-    head = git(root, "rev-parse", "HEAD")
-    if head is not None and head.returncode == 0:
-        commit = head.stdout.strip()
-    return HostVersion(_declared(root / host.version_file) or version, commit, tuple(odd))
+    return HostVersion(_declared(root / host.version_file) or version, _checked_out(root) or commit)
 
 
 def validate_megatron_version(folders: Sequence[Path] = ()) -> None:
@@ -129,7 +85,7 @@ def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _declared(path: Path) -> str | None:
-    """The version in a package_info.py, a setup.py, a pyproject.toml or an __init__.py, or in a file that holds nothing else."""
+    """The version in a package_info.py, setup.py, pyproject.toml or __init__.py, or in a file of nothing else."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -155,8 +111,14 @@ def _distribution(name: str, root: Path) -> tuple[str | None, str | None]:
     return found.version, source.get("vcs_info", {}).get("commit_id")
 
 
-def _digest(path: Path) -> str | None:
+def _checked_out(root: Path) -> str | None:
+    """The commit that a checkout is at; None for what is no checkout, also inside of one."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environment["GIT_CEILING_DIRECTORIES"] = str(root.resolve().parent)
     try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        done = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
     except OSError:
         return None
+    return done.stdout.strip() if done.returncode == 0 else None

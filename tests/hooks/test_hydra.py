@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.hydra import put, read_overrides, text
 from mismatch_plugin.hooks.nemo_rl import config as nemo_rl_settings
+from mismatch_plugin.hooks.tree import put, read_overrides, text
 from mismatch_plugin.hooks.verl import config as verl_settings
 from mismatch_plugin.hooks.verl import launch as verl
 from mismatch_plugin.launch.__main__ import prepare

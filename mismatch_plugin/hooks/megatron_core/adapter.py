@@ -26,8 +26,7 @@ from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
 from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
 from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, validate_fused_head
-from mismatch_plugin.parallel.groups import ParallelGroups
-from mismatch_plugin.parallel.log_probs import (
+from mismatch_plugin.log_probs import (
     BORROWED,
     Backend,
     Entropy,
@@ -36,6 +35,7 @@ from mismatch_plugin.parallel.log_probs import (
     vocab_parallel_linear_log_probs,
     vocab_parallel_log_probs,
 )
+from mismatch_plugin.parallel.groups import ParallelGroups
 from mismatch_plugin.parallel.step import Step, StepTotals, deferred_with, end_step
 from mismatch_plugin.report.log import log_step, validate_same_settings
 from mismatch_plugin.report.state import state_of

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, add_arguments
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import Parser, block_lines, resolve_config, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
 from mismatch_plugin.hooks.hosts import PRIME_RL
 from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
@@ -83,7 +83,7 @@ def policy_loss(inputs: LossInputs, **kwargs: Any) -> LossOutputs:
 
 
 def settings(**kwargs: Any) -> MismatchConfig:
-    """The configuration of `[trainer.loss.kwargs]`: our settings, nested, with or without `preset`; or `flags`, a string.
+    """The configuration of `[trainer.loss.kwargs]`: our settings, nested, `preset` among them; or `flags`, a string.
 
     The start-up block is printed once, by the first rank.
     Raises: ValueError, one sentence, for what prime-rl cannot give.
@@ -94,16 +94,11 @@ def settings(**kwargs: Any) -> MismatchConfig:
 @lru_cache(maxsize=16)
 def _resolved(text: str) -> MismatchConfig:
     own = json.loads(text)
-    if "flags" in own:
-        line = own.pop("flags")
-        if own:
-            raise ValueError(f"trainer.loss.kwargs has flags and {', '.join(own)}: give all as flags, or none.")
-        parser = Parser(prog="trainer.loss.kwargs.flags", add_help=False, allow_abbrev=False)
-        add_arguments(parser)
-        config = MismatchConfig.from_args(parser.parse_args(shlex.split(line)))
-    else:
-        config = MismatchConfig._layered(None, own, {})
-    config = resolve_config(PRIME_RL, config, {"denominator": "original"})
+    if "flags" in own and len(own) > 1:
+        more = ", ".join(own.keys() - {"flags"})
+        raise ValueError(f"trainer.loss.kwargs has flags and {more}: give all as flags, or none.")
+    ours, base = given_settings(own.get("flags", own))
+    config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
     if os.environ.get("RANK", "0") == "0":
         print(start_block("prime-rl", [*describe(config), version_line(PRIME_RL)]), flush=True)
     return config

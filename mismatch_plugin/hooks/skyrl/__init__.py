@@ -8,6 +8,7 @@ register(cfg, mp.preset("token_is"))  # before validate_cfg and initialize_ray
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,23 +16,25 @@ from typing import Any
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set, merge
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, resolve_config, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
 from mismatch_plugin.hooks.hosts import SKYRL
 from mismatch_plugin.hooks.version import version_line
 
 NAME = "mismatch"
 
 
-def register(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+def register(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
     """Register the loss `mismatch` with these settings; SkyRL's registry takes it to the workers. Prints the block.
 
-    cfg: SkyRL's whole configuration. The package must be importable where workers run.
+    cfg: SkyRL's whole configuration. given: ours, as a configuration, a mapping, flags in a string, or the path of a
+    file. The package must be importable where workers run.
     Returns what will run. Raises: ValueError, one sentence, as `settings`.
     """
-    config = settings(cfg, config)
+    config = settings(cfg, given)
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     registry.register(NAME, partial(policy_loss, mismatch=config))
     print(start_block("skyrl", [*describe(config, cfg), version_line(SKYRL)]), flush=True)
@@ -80,7 +83,7 @@ def policy_loss(
     return token.total().sum(), metrics
 
 
-def settings(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
     """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing.
 
     Raises: ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there.
@@ -88,23 +91,25 @@ def settings(cfg: Any, config: MismatchConfig) -> MismatchConfig:
     algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type != NAME:
         raise ValueError(
-            f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set it to "
-            f"{NAME}."
+            f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set "
+            f"it to {NAME}."
         )
     theirs = import_module("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
     if theirs.off_policy_correction_enabled(algorithm.off_policy_correction) or algorithm.use_tis:
         raise ValueError(f"trainer.algorithm.off_policy_correction is next to the loss {NAME}: leave one of them out.")
+    ours, base = given_settings(given)
+    both, decided = merge(base, ours), dict[str, Any](denominator="original")
+    if not (both.get("use_tis") and both.get("use_rollout_log_probs")):  # REINFORCE has no clip
+        low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
+        if both.get("objective") == "cispo":
+            low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
+        decided["ppo"] = {"eps_clip_low": min(low, 1.0), "eps_clip_high": high}
+    config = resolve(SKYRL, ours, decided, base=base, by_hand=dotted_fields_set(ours))
     if config.needs_rollout_log_probs and cfg.generator.sampling_params.logprobs is None:
         raise ValueError(
             f"algorithm {config.algorithm} needs the engine's log-probs: set generator.sampling_params.logprobs=1."
         )
-    low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
-    if config.objective == "cispo":
-        low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
-    theirs: dict[str, Any] = {"denominator": "original"}
-    if config.algorithm != 3:  # REINFORCE has no clip
-        theirs["ppo"] = {"eps_clip_low": min(low, 1.0), "eps_clip_high": high}
-    return resolve_config(SKYRL, config, theirs)
+    return config
 
 
 def describe(config: MismatchConfig, cfg: Any) -> list[str]:

@@ -10,16 +10,18 @@ trainer = CorrectedGRPOTrainer(mismatch=mp.preset("token_is"), model=…, reward
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import block_lines, resolve_config, start_block
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
 from mismatch_plugin.hooks.hosts import TRL
 from mismatch_plugin.hooks.version import version_line
 
@@ -27,7 +29,8 @@ _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
 
 
 class CorrectionMixin:
-    """Stands before `GRPOTrainer` among the bases of a class. mismatch: our settings.
+    """Stands before `GRPOTrainer` among the bases of a class. mismatch: our settings, as a configuration,
+    a mapping, flags in a string, or the path of a file.
 
     Once a generation: importance weights and rejection over the process's samples, from π_old and the log-probs of
     vLLM or of a `rollout_func`. In algorithms 0 and 2 TRL's loss is multiplied by w · keep; in algorithm 1 its anchor
@@ -42,7 +45,7 @@ class CorrectionMixin:
     _metrics: Any
     _get_per_token_logps_and_entropies: Any
 
-    def __init__(self, *args: Any, mismatch: MismatchConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mismatch: MismatchConfig | Mapping[str, Any] | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mismatch = settings(mismatch, self.args)
         if self.accelerator.is_main_process:
@@ -104,9 +107,13 @@ class CorrectionMixin:
             return self._get_per_token_logps_and_entropies(self.model, ids, seen, width, batch)[0]
 
 
-def settings(config: MismatchConfig, args: Any) -> MismatchConfig:
-    """Our settings next to TRL's `GRPOConfig`. Raises: ValueError, one sentence, for what cannot be had there."""
-    config = resolve_config(TRL, config, {"denominator": "original"})
+def settings(given: MismatchConfig | Mapping[str, Any] | str, args: Any) -> MismatchConfig:
+    """Our settings (`given_settings`) next to TRL's `GRPOConfig`.
+
+    Raises: ValueError, one sentence, for what cannot be had there.
+    """
+    ours, base = given_settings(given)
+    config = resolve(TRL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
     if config.use_rollout_log_probs and config.rejects_by_log_probs:
         raise ValueError(
             "rejection in algorithm 1 cannot be had in TRL: it judges π_θ, which only its loss has. Leave "

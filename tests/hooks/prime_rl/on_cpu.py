@@ -26,7 +26,9 @@ ABSENT = (
 
 class _Anything(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else cls  # as a decorator, or with options
+        return (
+            args[0] if len(args) == 1 and not kwargs and callable(args[0]) else cls
+        )  # as a decorator, or with options
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):

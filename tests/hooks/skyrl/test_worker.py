@@ -118,7 +118,7 @@ def mini_batch(model: Any, seed: int) -> dict[str, torch.Tensor]:
         ({"use_rollout_log_probs": True}, ("trainer.algorithm.eps_clip_high=0.001",)),
         ({**SEQUENCE, "rs": {"criteria": ["token:k2:0.0001@negative"], "policy": "current"}}, ()),
         ({"use_tis": True, "objective": "cispo", "tis": {"level": "geometric", "mode": "mask"}}, ()),
-        ({"use_tis": True, "use_rollout_log_probs": True, **{"tis": {"level": "turn", "upper_bound": 1.01}}}, ()),
+        ({"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "turn", "upper_bound": 1.01}}, ()),
     ],
 )
 def test_a_workers_steps_are_those_of_policy_loss(

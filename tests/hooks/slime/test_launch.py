@@ -13,7 +13,8 @@ import pytest
 import yaml
 
 from mismatch_plugin.hooks import miles, ray_actors, slime
-from mismatch_plugin.hooks.base import Plan, find_host
+from mismatch_plugin.hooks.base import Plan
+from mismatch_plugin.hooks.hosts import find_host
 from mismatch_plugin.hooks.slime.adapter import RayAdapter
 from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare

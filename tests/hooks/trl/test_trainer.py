@@ -89,7 +89,7 @@ def sample(prompt_ids: list[list[int]], trainer: Any) -> tuple[list[list[int]], 
     )  # fmt: skip
     ids = made.sequences[:, inputs.shape[1] :]
     log_probs = torch.stack(made.logits, 1).float().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    ends = [(row + [1]).index(1) + 1 for row in ids.tolist()]
+    ends = [[*row, 1].index(1) + 1 for row in ids.tolist()]
     cut = [(row[:end], values[:end]) for row, values, end in zip(ids.tolist(), log_probs.tolist(), ends, strict=True)]
     return [row for row, _ in cut], [values for _, values in cut]
 
