@@ -331,17 +331,6 @@ def _read_trl(source: Source) -> Table:
     return read_columns(source, source.content, padded=["response_ids"], log_probs_of="filtered")
 
 
-# prime-rl (559b447) with enable_token_export: token_exports/step_*/rank_*.jsonl, a sequence a line; entry t is of token t.
-
-
-def _read_prime(source: Source) -> Table:
-    leave = ["finish_reason", "sample_id"]
-    renamed = {"trainer_logprobs": "train_log_probs"}
-    columns = Columns([renamed.get(name, name) for name in source.keys], str(source.path), leave=leave)
-    rows = (({renamed.get(k, k): v for k, v in row.items()}, place) for place, row in source.rows())
-    return read_rows(columns, ((place, row) for row, place in rows))
-
-
 # What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
 # the raw logits unless the server runs with --logprobs-mode processed_logprobs.
 
@@ -426,6 +415,10 @@ def _has(*names: str) -> Callable[[Source], bool]:
     return lambda source: {*names} <= {*source.keys}
 
 
+def _read_known(source: Source) -> Table:
+    return read_columns(source, source.content)
+
+
 def _is_older_slime(source: Source) -> bool:
     return _is_rank(source) and not {"cp_rank", "cp_size"} & {*source.keys}
 
@@ -438,11 +431,12 @@ _ALL = (
     Format("miles_train", "miles' --save-debug-train-data, one file a rank", _is_rank, _read_rank, _join_ranks),
     Format("verl", "verl's DataProto, TensorDict or tensors", _is_verl, _read_verl),
     Format("nemo_rl", "NeMo-RL's train_data_step*.jsonl, or its tensors", _has("generation_logprobs"), _read_nemo),
-    Format("prime_rl", "prime-rl's token_exports, .jsonl", _has("trainer_logprobs", "inference_logprobs"), _read_prime),
+    # prime-rl (559b447), enable_token_export: a sequence a line, entry t is of token t.
+    Format("prime_rl", "prime-rl's token_exports, .jsonl", _has("trainer_logprobs", "inference_logprobs"), _read_known),
     Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
     Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, .json or .jsonl", _is_vllm, _read_vllm),
     # The last that is asked: what it cannot read, it says with the names it knows.
-    Format("generic", "columns or rows with known names", _has(), lambda source: read_columns(source, source.content)),
+    Format("generic", "columns or rows with known names", _has(), _read_known),
 )
 FORMATS: dict[str, Format] = {one.name: one for one in _ALL}
 """By the name that --format takes. The first that recognises a file reads it."""

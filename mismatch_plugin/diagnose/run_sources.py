@@ -101,8 +101,8 @@ def _column(name: str) -> _Column | None:
     if name.endswith(_SPREAD):
         return None
     if PREFIX in name:
-        before, _, rest = name.removesuffix("/mean").rpartition(PREFIX)  # prime-rl's trainer logs means of tokens so
-        return _Column(0, before, PREFIX + rest, PREFIX + rest)
+        before, _, rest = name.rpartition(PREFIX)
+        return _Column(0, before, PREFIX + rest, PREFIX + rest.removesuffix("/mean"))  # so prime-rl names a mean
     for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
         before = name.removesuffix(known)
         if before != name and (not before or before[-1] in "/ "):

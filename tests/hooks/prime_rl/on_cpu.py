@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers.integrations.hub_kernels  # before it finds the stand-ins
+import transformers.integrations.hub_kernels  # noqa: F401  # before it finds the stand-ins
 from torch.overrides import TorchFunctionMode
 
 # Kernels, engines and trackers that a dense model on one rank never calls.
 ABSENT = (
-    *("causal_conv1d", "cuda", "cutlass", "deep_ep", "dion", "fla", "flash_attn", "mamba_ssm", "modelexpress", "mooncake"),
-    *("nixl", "openai", "prime_cli", "prometheus_client", "pynvml", "quack", "renderers", "ring_flash_attn", "tilelang"),
-    *("torchao", "torchtitan", "triton", "verifiers", "vllm", "wandb", "wandb_gql", "wandb_workspaces"),
+    *("causal_conv1d", "cuda", "cutlass", "deep_ep", "dion", "fla", "flash_attn", "mamba_ssm", "modelexpress"),
+    *("mooncake", "nixl", "openai", "prime_cli", "prometheus_client", "pynvml", "quack", "renderers"),
+    *("ring_flash_attn", "tilelang", "torchao", "torchtitan", "triton", "verifiers", "vllm", "wandb"),
+    *("wandb_gql", "wandb_workspaces"),
 )  # fmt: skip
 
 
@@ -42,8 +43,7 @@ class _StandIn(metaclass=_Anything):
 
 
 class _Module(ModuleType):
-    __path__: list[str] = []
-    __version__, __file__ = "99.0", "stand-in"
+    __path__, __version__, __file__ = (), "99.0", "stand-in"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

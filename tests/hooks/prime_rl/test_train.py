@@ -3,7 +3,6 @@ export, on rollouts that the same model sampled; `make test-prime-rl`."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 from tests.hooks.prime_rl.on_cpu import on_cpu, prepare  # noqa: E402
 
 prime = prepare(SOURCE)
-STEPS, MICRO_BATCHES, SEQUENCES, PROMPT, LENGTH = 10, 2, 3, 4, 20
+STEPS, MICRO_BATCHES, SEQUENCES, PROMPT, LENGTH = 10, 2, 3, 3, 12
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = Qwen2Config(
     vocab_size=64, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False, eos_token_id=None, **SIZES
@@ -72,7 +71,7 @@ class Rollouts:
 
 WEIGHTS = ("rl_weights", "ce_weights", "ref_kl_weights")
 CASES: dict[str, dict[str, Any]] = {
-    "1": {"use_rollout_log_probs": True, "rs": {"criteria": ["sequence_mean:k3:0.002"]}},
+    "1": {"use_rollout_log_probs": True, "rs": {"criteria": ["sequence_mean:k3:0.02"]}},
     "3 sequence": {"preset": "pg_is", "terms": {"rollout_kl_coef": 0.1}},
     "3 token mask": {"flags": "--use-rollout-log-probs --use-tis --tis-mode mask --tis-upper-bound 1.02"},
 }
@@ -99,6 +98,7 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path, monkeypat
         compared.append(result.correction.tokens.log_ratio.abs().max())
         return loss, metrics
 
+    prime.monitors.MONITORS.clear()  # of the run before
     monkeypatch.setattr(prime, "compute_loss", compute_loss)
     monkeypatch.setattr(prime, "FakeDataLoader", Rollouts)
     off: dict[str, Any] = {"ac": None, "ac_offloading": None, "compile": None, "optim_cpu_offload": False}
@@ -115,4 +115,12 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path, monkeypat
     config.model.attn = "sdpa"  # its flash attention has no CPU kernel
     with on_cpu():
         prime.train(config)
-    assert len(compared) == STEPS * MICRO_BATCHES and 0.001 < max(compared) < 5.0
+    assert len(compared) == STEPS * MICRO_BATCHES and 0.001 < max(compared) < 5.0  # bf16, and an older policy
+    rows = read_source(tmp_path).rows
+    assert len(rows) == STEPS
+    assert all(row["rollout_corr/k3_kl"] > 0.0 and row["rollout_corr/rollout_is_ratio_mean"] > 0.0 for row in rows)
+    dump = read(tmp_path / "token_exports" / "step_1")
+    assert dump.format == "prime_rl" and len(dump.samples) == MICRO_BATCHES * SEQUENCES and dump.has_training
+    gaps = [(s.train_log_probs - s.rollout_log_probs)[s.loss_mask > 0] for s in dump.samples]
+    found = torch.cat([torch.as_tensor(gap) for gap in gaps])
+    assert float((found.exp() - 1 - found).mean()) == pytest.approx(rows[0]["rollout_corr/k3_kl"], rel=1e-3)
