@@ -1,11 +1,12 @@
 """SkyRL's entry script with a correction of the mismatch; our flags stand among SkyRL's overrides.
 
     python examples/skyrl/main_mismatch.py trainer.algorithm.policy_loss_type=mismatch \
-        --use-tis --tis-level sequence --rs-criterion sequence_mean:k3:0.01 trainer.policy.model.path=Qwen/Qwen2.5-1.5B …
+        --use-tis --tis-level sequence --rs-criterion sequence_mean:k3:0.01 trainer.policy.model.path=Qwen/Qwen3-4B …
 
 What is ours: the parser, and `register`.
 """
 
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedFunctionDecorator=false
 import sys
 from argparse import ArgumentParser
 
@@ -20,10 +21,12 @@ from mismatch_plugin.hooks.skyrl import register
 
 @ray.remote(num_cpus=1)
 def skyrl_entrypoint(cfg: SkyRLTrainConfig) -> None:
+    """SkyRL's experiment, in a process of its own."""
     BasePPOExp(cfg).run()
 
 
 def main(arguments: list[str]) -> None:
+    """SkyRL's overrides and our flags, in any order."""
     parser = ArgumentParser(allow_abbrev=False)
     mp.add_arguments(parser)
     args, overrides = parser.parse_known_args(arguments)

@@ -13,6 +13,7 @@ from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
@@ -63,7 +64,7 @@ def policy_loss(
             f"algorithm {mismatch.algorithm} needs the engine's log-probs, and the batch has none: set "
             f"generator.sampling_params.logprobs=1, and let a generator of your own return rollout_logprobs."
         )
-    mask = log_probs.new_ones(log_probs.shape, dtype=bool) if loss_mask is None else loss_mask != 0
+    mask = torch.ones_like(log_probs).bool() if loss_mask is None else loss_mask != 0
     count, width = log_probs.shape
     packed = PackedSequences(
         loss_mask=mask.flatten(),
@@ -94,9 +95,10 @@ def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> Misma
             f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set "
             f"it to {NAME}."
         )
-    theirs = import_module("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
-    if theirs.off_policy_correction_enabled(algorithm.off_policy_correction) or algorithm.use_tis:
-        raise ValueError(f"trainer.algorithm.off_policy_correction is next to the loss {NAME}: leave one of them out.")
+    if algorithm.use_tis or algorithm.off_policy_correction != type(algorithm.off_policy_correction)():
+        raise ValueError(
+            f"trainer.algorithm.off_policy_correction is set, and the loss {NAME} does not read it: leave it out."
+        )
     ours, base = given_settings(given)
     both, decided = merge(base, ours), dict[str, Any](denominator="original")
     if not (both.get("use_tis") and both.get("use_rollout_log_probs")):  # REINFORCE has no clip

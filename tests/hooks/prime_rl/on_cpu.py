@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +44,7 @@ class _StandIn(metaclass=_Anything):
 
 
 class _Module(ModuleType):
-    __path__, __version__, __file__ = (), "99.0", "stand-in"
+    __version__, __file__ = "99.0", "stand-in"
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -57,7 +58,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True) if absent else None
 
     def create_module(self, spec: Any) -> ModuleType:
-        return _Module(spec.name)
+        module = _Module(spec.name)
+        module.__path__ = []
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         pass
@@ -79,12 +82,12 @@ def prepare(source: str) -> Any:
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # there is no compiler for it
     for name in ("set_device", "reset_peak_memory_stats", "empty_cache", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *_: 0)
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"
     own = dist.init_process_group
     dist.init_process_group = lambda backend=None, timeout=None, device_id=None: own("gloo", timeout=timeout)
-    from prime_rl.trainer import parallel_dims, perf
-    from prime_rl.trainer.rl import train
-
+    parallel_dims, perf, train = (
+        import_module(f"prime_rl.trainer.{name}") for name in ("parallel_dims", "perf", "rl.train")
+    )
     parallel_dims.device_type = "cpu"
     perf.PerfCounter._mfu_from_tps = lambda *_: 0.0
     return train

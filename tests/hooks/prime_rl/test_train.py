@@ -25,7 +25,7 @@ from tests.hooks.prime_rl.on_cpu import on_cpu, prepare  # noqa: E402
 
 prime = prepare(SOURCE)
 STEPS, MICRO_BATCHES, SEQUENCES, PROMPT, LENGTH = 10, 2, 3, 3, 12
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = Qwen2Config(
     vocab_size=64, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=False, eos_token_id=None, **SIZES
 )
@@ -89,7 +89,8 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path, monkeypat
         leaf = torch.cat(given["trainer_logprobs"]).detach().requires_grad_()
         again, _ = own(**{**given, "trainer_logprobs": leaf.split(LENGTH)})
         names = {"loss_masks": "loss_mask", "rollout_log_probs": "inference_logprobs", "advantages": "advantages"}
-        packed = mp.PackedSequences.from_lists(**{name: list(given[theirs]) for name, theirs in names.items()})
+        rows: dict[str, Any] = {name: list(given[theirs]) for name, theirs in names.items()}
+        packed = mp.PackedSequences.from_lists(**rows)
         result = mp.policy_loss(leaf, packed, ours)
         wanted = (result.loss_sum + sum(result.terms.values())) / given["rl_scale"]
         torch.testing.assert_close(loss, wanted, rtol=1e-6, atol=1e-6)

@@ -7,6 +7,7 @@ import pickle
 import sys
 import typing
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,17 +28,19 @@ for name in ("flash_attn", "flash_attn.bert_padding"):  # imported, and not call
     sys.modules.setdefault(name, ModuleType(name))
 sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None)
 sys.path[:0] = [SOURCE, str(Path(SOURCE, "skyrl-gym"))]
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]  # pydantic wants it before Python 3.12
+typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it before Python 3.12
 
-from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
-from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
-from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper  # noqa: E402
-from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase  # noqa: E402
-from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
+_WORKERS = "skyrl.backends.skyrl_train.workers"
+TrainingInputBatch = import_module("skyrl.backends.skyrl_train.training_batch").TrainingInputBatch
+HFModelWrapper = import_module(f"{_WORKERS}.model_wrapper").HFModelWrapper
+PolicyWorkerBase = import_module(f"{_WORKERS}.worker").PolicyWorkerBase
+SkyRLTrainConfig = import_module("skyrl.train.config").SkyRLTrainConfig
+ppo_utils = import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
 
 ROWS, WIDTH, PROMPT, MICRO = 6, 8, 3, 2
 SEQUENCE = {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 1.02}}
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = Qwen2Config(vocab_size=32, num_key_value_heads=2, initializer_range=0.3, **SIZES)
 AGGREGATIONS = {
     "token_mean": {"aggregation": "token-mean"},
