@@ -85,12 +85,9 @@ def prepare(source: str) -> Any:
     torch.cuda.current_device = lambda: "cpu"
     own = dist.init_process_group
     dist.init_process_group = lambda backend=None, timeout=None, device_id=None: own("gloo", timeout=timeout)
-    parallel_dims, perf, train = (
-        import_module(f"prime_rl.trainer.{name}") for name in ("parallel_dims", "perf", "rl.train")
-    )
-    parallel_dims.device_type = "cpu"
-    perf.PerfCounter._mfu_from_tps = lambda *_: 0.0
-    return train
+    vars(import_module("prime_rl.trainer.parallel_dims"))["device_type"] = "cpu"
+    import_module("prime_rl.trainer.perf").PerfCounter._mfu_from_tps = lambda *_: 0.0  # of a GPU's peak
+    return import_module("prime_rl.trainer.rl.train")
 
 
 @contextmanager
