@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.compat.verl import SPELLED
 from mismatch_plugin.config.values import unknown
 from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import Host, Lack, Scope
@@ -146,6 +147,7 @@ MEGATRON_LM = Host(
 )
 
 _RC, _ACTOR = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+_BYPASS = f"{_RC}.bypass_mode"
 
 
 def _on_driver(config: MismatchConfig) -> bool:
@@ -156,7 +158,6 @@ def _verl_scope(config: MismatchConfig) -> Scope:
     return "rollout_batch" if _on_driver(config) else "micro_batch"
 
 
-_BYPASS = f"{_RC}.bypass_mode"
 VERL = Host(
     name="verl",
     title="verl",
@@ -174,9 +175,9 @@ VERL = Host(
     },
     shares={
         "objective": f"{_ACTOR}.policy_loss.loss_mode",
-        "use_rollout_log_probs": f"{_RC}.bypass_mode",
-        "use_tis": f"{_RC}.rollout_is, or in bypass mode loss_type",
-        "tis.": f"{_RC}.rollout_is…",
+        "use_rollout_log_probs": _BYPASS,
+        **{path: f"{_RC}.{key}" for path, key in SPELLED.items()},
+        "use_tis": f"{_RC}.rollout_is (in bypass mode loss_type)",
     },
     lacks={
         "current_policy": Lack("its driver rejects before π_θ is there", "Choose auto.", _on_driver, _BYPASS),

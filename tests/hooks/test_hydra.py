@@ -110,7 +110,6 @@ def test_switches_that_are_on_the_line_already_stay(tmp_path: Path) -> None:
         ),
         ("actor_rollout_ref.rollout.calculate_log_probs=false --use-tis", "calculate_log_probs=false contradicts"),
         (f"{_RC}.mismatch.use_tis=true --use-tis", "mismatch.use_tis is on the line next to the plugin's flags"),
-        ("--use-tis --mismatch-entropy-coef 0.1", "terms.entropy_coef is verl's to set"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "ppo.eps_clip_low 0.1 contradicts .*clip_ratio"),
         ("--use-tis --tis-levle token", "did you mean --tis-level"),
     ],
@@ -219,19 +218,19 @@ def test_verl_s_loss_mode_is_the_objective_of_our_loss(
         (f"--use-tis --mismatch-objective cispo {_LOSS_MODE}=gspo", "gspo contradicts --mismatch-objective cispo"),
         (f"--use-tis {_LOSS_MODE}=dppo_tv", "next to it comes preset dppo_tv with bypass_mode, which judges"),
         (f"--use-tis {_LOSS_MODE}=sapo", "sapo is no setting here; next to it comes objective ppo"),
-        (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo", "leave one of them out"),
+        (
+            f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=gspo",
+            "cispo contradicts .*makes it gspo",
+        ),
         (f"+{_RC}.mismatch.use_tis=true +{_RC}.mismatch.objective=cispo {_LOSS_MODE}=vanilla", "needs our loss in the"),
         (
             f"{_RC}.bypass_mode=true +{_RC}.mismatch.metrics=full {_LOSS_MODE}=gspo",
             rf"\(gspo is \+{_RC}.mismatch.objective=gspo there\)",
         ),
-        ("--use-tis --rs-veto-threshold 0.1 --rs-policy current", "rs.policy current needs π_θ"),
-        ("--use-tis --rs-criterion token:tv:0.1@away", "token_tv_away needs advantages"),
         (
             "--use-rollout-log-probs --rs-criterion token:k2:0.5 --mismatch-rollout-kl-coef 0.1",
             "rollout_kl_on all reaches no rejected token in verl.*: choose accepted, or denominator original",
         ),
-        ("--use-tis --mismatch-rollout-kl-coef 0.1", "rollout_kl_coef needs rollout log-probs in the workers' loss"),
     ],
 )
 def test_verl_s_losses_and_ours_that_cannot_be_had_together(line: str, message: str, tmp_path: Path) -> None:
@@ -316,7 +315,7 @@ def test_flags_become_the_block_of_nemo_rl(line: str, algorithm: int, tmp_path: 
         (
             "--use-tis --mismatch-objective gspo loss_fn.use_cispo=true",
             "loss_fn: {}\n",
-            "objective gspo contradicts NeMo-RL's loss_fn, which makes it cispo",
+            "objective gspo contradicts NeMo-RL's loss_fn.* makes it cispo",
         ),
         ("--use-tis loss_fn.positive_example_nll_weight=0.1", "loss_fn: {}\n", "makes another loss"),
         ("--use-tis --mismatch-eps-clip-low 0.1", "loss_fn: {}\n", "eps_clip_low 0.1 contradicts NeMo-RL's loss_fn"),

@@ -21,7 +21,7 @@ from mismatch_plugin.hooks import slime
 from mismatch_plugin.hooks.slime.batch import owned_ranges, pack_local
 from mismatch_plugin.parallel.groups import ParallelGroups
 from tests.hooks.contracts import slime as contract
-from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, hooked, ours, product, weights
+from tests.hooks.contracts.slime_cases import NARROW, TERMS, WEIGHTED_KL, custom, drawn, hooked, ours, product, weights
 from tests.hooks.contracts.slime_compare import HAND_LAYOUTS, compare
 from tests.hooks.contracts.slime_data import STEPS, owned, samples, schedule, step_samples
 from tests.hooks.contracts.slime_data import arguments as build
@@ -65,11 +65,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS)
+DRAWN = drawn(CASES, HAND_LAYOUTS)
+BY_HAND = Runs(run_by_hand, "slime", CASES, HAND_LAYOUTS, DRAWN)
 
 
-@pytest.mark.parametrize("layout", HAND_LAYOUTS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("layout", "name"), DRAWN)
 def test_loss_gradient_and_metrics_equal_one_process(layout: str, name: str):
     compare(BY_HAND(layout, name), BY_HAND.case(layout, name), slime, by_logits=False)
 
