@@ -331,6 +331,25 @@ def _read_trl(source: Source) -> Table:
     return read_columns(source, source.content, padded=["response_ids"], log_probs_of="filtered")
 
 
+# SkyRL (a956457): torch.save(dict(batch), path) of its TrainingInputBatch. sequences [B, S] are padded on the left, and
+# what is of the response, [B, R], ends at the right. It asks vLLM for log-probs without a mode: raw ones.
+
+
+def _read_skyrl(source: Source) -> Table:
+    columns = {name: plain(values) for name, values in source.content.items() if values is not None}
+    rows: list[dict[str, Any]] = []
+    for at, mask in enumerate(columns["response_mask"]):
+        length, row = int(sum(mask)), {name: columns[name][at] for name in columns}
+        tokens = row.pop("sequences")
+        seen = int(sum(row.pop("attention_mask", [1] * len(tokens))))
+        row = {name: values[len(values) - length :] for name, values in row.items() if np.ndim(values) == 1}
+        rows.append({**row, "response_ids": tokens[len(tokens) - length :]})
+        rows[-1]["prompt_ids"] = tokens[len(tokens) - seen : len(tokens) - length]
+    return read_columns(
+        source, {name: [row[name] for row in rows] for name in rows[0]} if rows else columns, log_probs_of="raw"
+    )
+
+
 # What vLLM answers: (chat) completions, batch results and RequestOutputs, one a line or one document. Log-probs are of
 # the raw logits unless the server runs with --logprobs-mode processed_logprobs.
 
@@ -434,6 +453,7 @@ _ALL = (
     # prime-rl (559b447), enable_token_export: a sequence a line, entry t is of token t.
     Format("prime_rl", "prime-rl's token_exports, .jsonl", _has("trainer_logprobs", "inference_logprobs"), _read_known),
     Format("trl", "TRL's batch", _has("completion_ids", "sampling_per_token_logps"), _read_trl),
+    Format("skyrl", "SkyRL's TrainingInputBatch as a dict", _has("sequences", "rollout_logprobs"), _read_skyrl),
     Format("vllm", "replies of vLLM's OpenAI server or RequestOutputs, .json or .jsonl", _is_vllm, _read_vllm),
     # The last that is asked: what it cannot read, it says with the names it knows.
     Format("generic", "columns or rows with known names", _has(), _read_known),

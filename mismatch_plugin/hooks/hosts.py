@@ -346,6 +346,7 @@ SKYRL = Host(
     door="call mismatch_plugin.hooks.skyrl.register in an entry script, and set "
     f"{_ALGORITHM}.policy_loss_type=mismatch",
     paste=f"python main_mismatch.py {_ALGORITHM}.policy_loss_type=mismatch … {{flags}}",
+    dumps=("skyrl",),
     metrics={
         "policy/rollout_train_logprobs_abs_diff_mean": "log_ratio_abs_mean",
         "policy/rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",

@@ -14,10 +14,13 @@ import torch
 from torch import Tensor
 
 import mismatch_plugin as mp
+from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.core.validity import InvalidLogProbError
+from mismatch_plugin.diagnose.flags import available, flags_for
 from mismatch_plugin.hooks import prime_rl, skyrl, trl
 from mismatch_plugin.hooks.hosts import HOSTS
+from mismatch_plugin.report.presets import quiet_preset
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
 MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1]])
@@ -288,3 +291,33 @@ def test_prime_rl_s_example_is_what_its_loss_takes() -> None:
     assert (config.algorithm, config.tis.level, len(config.criteria)) == (3, "sequence", 1)
     with pytest.raises(ValueError, match="has flags and preset: give all as flags, or none"):
         prime_rl.settings(flags="--use-rollout-log-probs", preset="pg_is")
+
+
+@pytest.mark.parametrize("preset", [record.name for record in PRESETS])
+@doors
+def test_what_inspect_shows_is_what_the_door_takes(name: str, preset: str) -> None:
+    """What is left out is said; where the algorithm cannot be had there is nothing to paste."""
+    config = quiet_preset(preset)
+    text, (allowed, notes) = flags_for(config, name), available(config, name)
+    shown = [line for line in text.splitlines() if not line.startswith("#")]
+    if not shown:
+        assert any("cannot be had on" in note for note in notes)
+        return
+    if name == "trl":
+        argument = shown[0].removeprefix("CorrectedGRPOTrainer(mismatch=").removesuffix(", …)")
+        given = eval(argument, {"mp": mp, "inf": float("inf")})
+    elif name == "skyrl":
+        given = shown[0].partition("… ")[2]
+    else:
+        tomllib = pytest.importorskip("tomllib", reason="Python 3.10 reads no TOML")
+        given = tomllib.loads(shown[0])["trainer"]["loss"]["kwargs"]["flags"]
+    if name == "trl" and allowed.use_rollout_log_probs and allowed.rejects:
+        with pytest.raises(ValueError, match="rejection in algorithm 1"):
+            trl.settings(given, SimpleNamespace(**TRL_ARGS))
+        return
+    made = {
+        "trl": lambda: trl.settings(given, SimpleNamespace(**TRL_ARGS)),
+        "skyrl": lambda: skyrl.settings(_skyrl(), given or {}),
+        "prime-rl": lambda: prime_rl.settings(flags=given),
+    }[name]()
+    assert made.replace(denominator=allowed.denominator) == allowed.replace(denominator=allowed.denominator)
