@@ -27,7 +27,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402  # before i
 for name in ("flash_attn", "flash_attn.bert_padding"):  # imported, and not called with remove_microbatch_padding off
     sys.modules.setdefault(name, ModuleType(name))
 sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None)
-sys.path[:0] = [SOURCE, str(Path(SOURCE, "skyrl-gym"))]
+PATH = [SOURCE, str(Path(SOURCE, "skyrl-gym"))]
+sys.path[:0] = PATH
 typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it before Python 3.12
 
 _WORKERS = "skyrl.backends.skyrl_train.workers"
@@ -166,3 +167,26 @@ def test_without_log_probs_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     batch.metadata = {"response_length": WIDTH}
     with pytest.raises(ValueError, match=r"set generator.sampling_params.logprobs=1"):
         made.forward_backward(batch)
+
+
+def test_the_loss_reaches_the_workers_of_ray() -> None:
+    """By SkyRL's registry actor, to a process that has registered nothing."""
+    ray = import_module("ray")
+    register(host(), mp.MismatchConfig(**SEQUENCE))
+    path = os.pathsep.join([*PATH, str(Path(mp.__file__).parents[1])])
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    try:
+        ppo_utils.sync_registries()
+
+        def found() -> tuple[int, str]:
+            import typing
+            from importlib import import_module
+
+            typing.TypedDict = import_module("typing_extensions").TypedDict
+            registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+            return os.getpid(), registry.get("mismatch").keywords["mismatch"].tis.level
+
+        process, level = ray.get(ray.remote(found).remote(), timeout=120)
+    finally:
+        ray.shutdown()
+    assert process != os.getpid() and level == "sequence"
