@@ -247,8 +247,8 @@ def methods_of_hosts_table() -> Table:
     for key, method in METHODS.items():
         cells = [host.lacks.get(key) for host in HOSTS.values()]
         if any(cells):
-            only = [f"only with {lack.unless}: " if lack and lack.unless else "" for lack in cells]
-            said = (f"{with_}{lack.why}" if lack else "yes" for with_, lack in zip(only, cells, strict=True))
+            only = [f"only with {lack.unless}" if lack and lack.unless else "no" for lack in cells]
+            said = (f"{how}: {lack.why}" if lack else "yes" for how, lack in zip(only, cells, strict=True))
             rows.append((method.title, *said))
     return Table("Methods", ("method", *(host.title for host in HOSTS.values())), tuple(rows))
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.files import read_lines, read_text, validate_regular_file
+from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.log import METRICS, number_in, read_steps, record_in
 
 Rows = list[dict[str, float]]
@@ -40,39 +41,8 @@ ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
 
-_SAME = (
-    *("kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "ppl_ratio", "training_ppl", "training_log_ppl"),
-    *("rollout_ppl", "rollout_log_ppl", "chi2_token", "chi2_seq"),
-)
-"""Of mis.py of slime and miles."""
 KNOWN = {
-    # slime and miles
-    "train_rollout_logprob_abs_diff": ABS_GAP,
-    "train_rollout_kl": "k3_kl",
-    "tis": "rollout_is_ratio_mean",
-    **{f"mis_{name}": name for name in _SAME},
-    "mis_tis_weight_before_bound": "rollout_is_mean",
-    "mis_tis_weight_after_bound": "rollout_is_weight_after_mean",
-    "mis_rs_catastrophic_seq_fraction": "rollout_is_veto_fraction",
-    # verl
-    "training/rollout_probs_diff_mean": "probability_difference_mean",
-    "training/rollout_probs_diff_max": "probability_difference_max",
-    "training/rollout_actor_probs_pearson_corr": "rollout_actor_probs_pearson_corr",
-    # NeMo-RL
-    "gen_kl_error": "k3_kl",
-    "token_mult_prob_error": "token_mult_prob_error",
-    "sampling_importance_ratio": "rollout_is_weight_after_mean",
-    # TRL
-    "sampling/sampling_logp_difference/mean": ABS_GAP,
-    "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
-    "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
-    "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
-    # prime-rl, now and before
-    "mismatch_kl/all/mean": "k3_kl",
-    "mismatch_kl/mean": "k3_kl",
-    # SkyRL
-    "rollout_train_logprobs_abs_diff_mean": ABS_GAP,
-    "rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",
+    **{name: ours for host in HOSTS.values() for name, ours in host.metrics.items()},
 }
 """What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 

@@ -286,7 +286,7 @@ TRL = Host(
     },
     lacks={
         "bypass": Lack(
-            "the weights of 3 change with π_θ, which only its loss has",
+            "the weights of 3 change with π_θ, which only its loss has (1 is had)",
             "Leave one of <use_tis> and <use_rollout_log_probs> out.",
             lambda config: config.algorithm == 3,
         ),
@@ -348,8 +348,8 @@ SKYRL = Host(
     paste=f"python main_mismatch.py {_ALGORITHM}.policy_loss_type=mismatch … {{flags}}",
     dumps=("skyrl",),
     metrics={
-        "policy/rollout_train_logprobs_abs_diff_mean": "log_ratio_abs_mean",
-        "policy/rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",
+        "rollout_train_logprobs_abs_diff_mean": "log_ratio_abs_mean",
+        "rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",
     },
 )
 

@@ -175,7 +175,7 @@ def run_steps(
     """
     state = initialize(case.tp, case.cp)
     args, adapter = arguments_of(case), adapter_of(case)
-    adapter.ADAPTER.run.log = lambda args, metrics: None  # no tracker in a test: the metrics themselves are compared
+    adapter.ADAPTER.log = lambda args, metrics: None  # no tracker in a test: the metrics themselves are compared
     dp_rank, dp = state.get_data_parallel_rank(), state.get_data_parallel_world_size()
     everyone = state.get_data_parallel_group(with_context_parallel=True)
     mine = schedule(dp_rank, dp)

@@ -307,7 +307,7 @@ def test_a_bad_log_prob_fails_the_step_and_names_its_place():
 
 def test_a_recomputed_loss_counts_once_and_metrics_are_logged_with_the_host_s_step(tmp_path: Path):
     logged = []
-    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
     args = arguments(**hooked("slime"), **ours(2, report_dir=str(tmp_path)))
     sample, model = samples()[0], Model()
     data = {

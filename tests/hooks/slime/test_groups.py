@@ -181,7 +181,7 @@ def logged_of(case: Case) -> list[dict[str, float]]:
     """What slime's tracker gets of two steps on a rollout."""
     initialize(1, case.cp)
     args, logged = host_arguments(case), []
-    slime.ADAPTER.run.log = lambda args, metrics: logged.append(metrics)
+    slime.ADAPTER.log = lambda args, metrics: logged.append(metrics)
     data = rollout(case, 0, 1, 0)
     slime.group_advantages(args, data)
     for step in range(2):
