@@ -6,6 +6,7 @@
 What is ours: the class, `add_arguments`, `from_args`, and `mismatch=`.
 """
 
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportUntypedFunctionDecorator=false
 from argparse import ArgumentParser
 
 from datasets import load_dataset
@@ -21,6 +22,7 @@ class CorrectedGRPOTrainer(CorrectionMixin, GRPOTrainer):
 
 
 def main() -> None:
+    """The whole script."""
     parser = ArgumentParser(allow_abbrev=False)
     parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
     parser.add_argument("--output-dir", default="grpo-mismatch")

@@ -52,7 +52,7 @@ _SPELLINGS = {
     "rollout_log_probs": "rollout_log_probs rollout_logprobs sampling_per_token_logps generation_logprobs "
     "inference_logprobs sampling_logprobs",
     "log_probs": "old_log_probs train_log_probs train_logprobs old_per_token_logps prev_logprobs old_logprobs "
-    "log_probs",
+    "trainer_logprobs action_log_probs log_probs",
     "advantages": "advantages advantage",
     "entropy": "entropy entropys entropies",
     "reward": "reward rewards score scores token_level_scores rm_scores",

@@ -70,7 +70,7 @@ def _column(name: str) -> _Column | None:
         return None
     if PREFIX in name:
         before, _, rest = name.rpartition(PREFIX)
-        return _Column(0, before, PREFIX + rest, PREFIX + rest)
+        return _Column(0, before, PREFIX + rest, PREFIX + rest.removesuffix("/mean"))  # so prime-rl names a mean
     for rank, (known, ours) in enumerate(KNOWN.items(), start=1):
         before = name.removesuffix(known)
         if before != name and (not before or before[-1] in "/ "):

@@ -24,6 +24,7 @@ from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
 from mismatch_plugin.config.words import config_of_words
+from mismatch_plugin.hooks.tree import put
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
 
@@ -64,6 +65,11 @@ METHODS: dict[str, Method] = {
     "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
     "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
     "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),
+    "normalisation": Method(
+        "batch normalisation",
+        ("tis.batch_normalize",),
+        lambda c: "<tis.batch_normalize>" if c.normalizes else "",
+    ),
     "accepted": Method(
         "denominator `accepted`",
         ("denominator",),
@@ -184,7 +190,10 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
     if isinstance(given, str) and given.lstrip().startswith("-"):
         given = config_of_words(shlex.split(given), "the settings")
     if isinstance(given, MismatchConfig):
-        return given.model_dump(exclude_unset=True), {}
+        whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
+        for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
+            put(ours, path, get_path(whole, path))
+        return ours, whole  # what a preset brought, it may bring where it has no effect
     own = dict(given) if isinstance(given, Mapping) else read_file(given)
     name = own.pop("preset", None)
     return own, {} if name is None else find_preset(name).settings()

@@ -264,7 +264,127 @@ NEMO_RL = Host(
     },
 )
 
-HOSTS: dict[str, Host] = {host.name: host for host in (SLIME, MILES, MEGATRON_LM, VERL, NEMO_RL)}
+# By their own doors alone: an import path, a subclass, a registry.
+
+
+TRL = Host(
+    name="trl",
+    title="TRL",
+    packages=("trl",),
+    repository="huggingface/trl",
+    version="1.16.0",
+    inside="trl/trainer",
+    version_file="VERSION",
+    owns={
+        "ppo.": "epsilon, epsilon_high and delta",
+        "objective": "loss_type and importance_sampling_level",
+        "aggregation": "loss_type",
+        "length_norm": "",
+        "terms.entropy_coef": "entropy_coef",
+        "terms.kl": "beta",
+    },
+    lacks={
+        "bypass": Lack(
+            "the weights of 3 change with π_θ, which only its loss has (1 is had)",
+            "Leave one of <use_tis> and <use_rollout_log_probs> out.",
+            lambda config: config.algorithm == 3,
+        ),
+        "current_policy": Lack("it is corrected once a generation, before there is a π_θ", "Choose auto."),
+        "penalty": Lack("it is corrected before there is a π_θ, which only its loss has"),
+        "groups": Lack("it makes advantages in the call that samples, before anything can be judged"),
+        "versions": Lack("its batch holds no weight versions"),
+        "normalisation": Lack("its weights are made once a generation, by each process for its own samples"),
+        "accepted": Lack("it divides by the original masks", "Choose auto or original."),
+        "log_probs": _OWN_LOG_PROBS,
+        "updates": _UNWATCHED,
+        "report": Lack("its trackers get the metrics (report_to)"),
+    },
+    denominator="TRL's `loss_type`",
+    door="put mismatch_plugin.hooks.trl.CorrectionMixin before GRPOTrainer in a class of yours",
+    paste="CorrectedGRPOTrainer(mismatch={python}, …)",
+    dumps=("trl",),
+    metrics={
+        "sampling/sampling_logp_difference/mean": "log_ratio_abs_mean",
+        "sampling/sampling_logp_difference/max": "log_ratio_abs_max",
+        "sampling/importance_sampling_ratio/mean": "rollout_is_weight_after_mean",
+        "sampling/importance_sampling_ratio/max": "rollout_is_weight_after_max",
+    },
+)
+
+_ALGORITHM = "trainer.algorithm"
+_NO_GROUPS = Lack("its loss comes after the advantages and knows no groups")
+SKYRL = Host(
+    name="skyrl",
+    title="SkyRL",
+    packages=("skyrl",),
+    repository="NovaSky-AI/SkyRL",
+    version="0.3.0",
+    commit="a9564572eb8e91076be43c1bd5e4615e3de17265",
+    inside="skyrl/backends/skyrl_train",
+    version_file="skyrl/__init__.py",
+    owns={
+        "ppo.eps_clip": f"{_ALGORITHM}.eps_clip_low and eps_clip_high (cispo.* for cispo)",
+        "aggregation": f"{_ALGORITHM}.loss_reduction",
+        "length_norm": f"{_ALGORITHM}.loss_reduction and max_seq_len",
+        "terms.entropy_coef": f"{_ALGORITHM}.use_entropy_loss and entropy_loss_coef",
+        "terms.kl": f"{_ALGORITHM}.use_kl_loss, kl_loss_coef and kl_estimator_type",
+    },
+    lacks={
+        "penalty": Lack("its advantages carry the divisor, which a penalty without advantage would lack"),
+        "groups": _NO_GROUPS,
+        "versions": Lack("its loss gets no weight versions", "Set trainer.fully_async.max_staleness_steps."),
+        "normalisation": Lack("its loss sees one micro-batch at a time"),
+        "accepted": Lack(
+            "its advantages arrive divided by all tokens or sequences of the mini-batch", "Choose auto or original."
+        ),
+        "log_probs": _OWN_LOG_PROBS,
+        "updates": _UNWATCHED,
+        "report": Lack("its tracker gets the metrics"),
+    },
+    denominator="SkyRL's `loss_reduction`",
+    door="call mismatch_plugin.hooks.skyrl.register in an entry script, and set "
+    f"{_ALGORITHM}.policy_loss_type=mismatch",
+    paste=f"python main_mismatch.py {_ALGORITHM}.policy_loss_type=mismatch … {{flags}}",
+    dumps=("skyrl",),
+    metrics={
+        "rollout_train_logprobs_abs_diff_mean": "log_ratio_abs_mean",
+        "rollout_train_logprobs_abs_diff_max": "log_ratio_abs_max",
+    },
+)
+
+PRIME_RL = Host(
+    name="prime-rl",
+    title="prime-rl",
+    packages=("prime_rl",),
+    repository="PrimeIntellect-ai/prime-rl",
+    version="0.8.0",
+    commit="559b44772e471d1538537b8805cc77f3824a5e64",
+    inside="prime_rl/trainer/rl",
+    version_file="../pyproject.toml",
+    owns={"aggregation": "", "length_norm": "", "terms.entropy_coef": ""},
+    lacks={
+        "old_log_probs": Lack(
+            "it makes one optimizer step a batch and no log-probs of π_old",
+            "Set <use_rollout_log_probs> (algorithm 1, and with <use_tis> 3).",
+        ),
+        "groups": _NO_GROUPS,
+        "versions": Lack("its loss gets no weight versions", "Set orchestrator.max_off_policy_steps."),
+        "normalisation": Lack("its loss sees one sequence at a time"),
+        "gate": Lack("its loss sees one sequence at a time"),
+        "accepted": _OWN_COUNT,
+        "log_probs": _OWN_LOG_PROBS,
+        "updates": _UNWATCHED,
+        "report": Lack("its monitors get the metrics"),
+    },
+    denominator="the step's tokens, counted by prime-rl",
+    door='set trainer.loss.type = "custom" and its import_path = "mismatch_plugin.hooks.prime_rl.policy_loss"',
+    paste='trainer.loss = {type = "custom", import_path = "mismatch_plugin.hooks.prime_rl.policy_loss", '
+    'kwargs = {flags = "{flags}"}}',
+    dumps=("prime_rl",),
+    metrics={"mismatch_kl/all/mean": "k3_kl", "mismatch_kl/mean": "k3_kl"},
+)
+
+HOSTS: dict[str, Host] = {host.name: host for host in (SLIME, MILES, MEGATRON_LM, VERL, NEMO_RL, TRL, SKYRL, PRIME_RL)}
 """Name → host, in the order in which they are shown."""
 
 

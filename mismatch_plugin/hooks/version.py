@@ -85,7 +85,7 @@ def _holder(inside: str, folders: Sequence[Path]) -> Path | None:
 
 
 def _declared(path: Path) -> str | None:
-    """The version in a package_info.py, in a setup.py or pyproject.toml, or in a file that holds nothing else."""
+    """The version in a package_info.py, setup.py, pyproject.toml or __init__.py, or in a file of nothing else."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -93,7 +93,9 @@ def _declared(path: Path) -> str | None:
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH|PRE_RELEASE)\s*=\s*[\"']?([\w.]*)", text, re.MULTILINE))
     if {"MAJOR", "MINOR", "PATCH"} <= parts.keys():
         return f"{parts['MAJOR']}.{parts['MINOR']}.{parts['PATCH']}{parts.get('PRE_RELEASE', '')}"
-    found = re.search(r"\bversion\s*=\s*[\"']([^\"']+)[\"']", text) or re.fullmatch(r"\s*(\d[\w.+-]*)\s*", text)
+    found = re.search(r"\b(?:__)?version(?:__)?\s*=\s*[\"']([^\"']+)[\"']", text) or re.fullmatch(
+        r"\s*(\d[\w.+-]*)\s*", text
+    )
     return None if found is None else found[1]
 
 

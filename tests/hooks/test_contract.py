@@ -255,6 +255,7 @@ OWNED = {
 ASKED = {
     "groups": "--rs-criterion token:k2:0.5 --rs-group exclude",
     "versions": "--rs-max-staleness 1",
+    "normalisation": "--tis-batch-normalize",
     "accepted": "--rs-criterion token:k2:0.5 --mismatch-denominator accepted",
     "log_probs": "--mismatch-log-prob-backend torch",
     "updates": "--mismatch-verify-weights error",

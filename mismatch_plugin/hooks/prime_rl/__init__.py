@@ -17,35 +17,17 @@ import os
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, bound_warnings
-from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import start_block
-from mismatch_plugin.hooks.own_doors import on_host
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.hosts import PRIME_RL
+from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
-
-_LACKS = {
-    "aggregation": "it sums the losses of tokens",
-    "denominator": "it divides by the step's tokens, counted before the loss",
-    "length_norm": "it divides by the step's tokens, counted before the loss",
-    "tis.batch_normalize": "its loss sees one sequence at a time",
-    "gate_kl": "its loss sees one sequence at a time",
-    "terms.entropy_coef": "its loss gets no entropy",
-    "rs.group": "advantages are made before its loss, which knows no groups",
-    "rs.min_group": "advantages are made before its loss, which knows no groups",
-    "rs.max_staleness": "its loss gets no weight versions (set orchestrator.max_off_policy_steps)",
-    "log_prob_backend": "it computes log-probs itself",
-    "inplace_logits": "it computes log-probs itself",
-    "fused_head": "it computes log-probs itself",
-    "verify_weights": "its weight updates are not watched",
-    "report_dir": "its monitors get the metrics",
-}
 
 
 class LossInputs(Protocol):
@@ -101,34 +83,28 @@ def policy_loss(inputs: LossInputs, **kwargs: Any) -> LossOutputs:
 
 
 def settings(**kwargs: Any) -> MismatchConfig:
-    """The configuration of `[trainer.loss.kwargs]`: our settings, nested, or `preset`, or both.
+    """The configuration of `[trainer.loss.kwargs]`: our settings, nested, `preset` among them; or `flags`, a string.
 
     The start-up block is printed once, by the first rank.
     Raises: ValueError, one sentence, for what prime-rl cannot give.
     """
-    return _build(json.dumps(kwargs, sort_keys=True, default=str))
+    return _resolved(json.dumps(kwargs, sort_keys=True, default=str))
 
 
 @lru_cache(maxsize=16)
-def _build(text: str) -> MismatchConfig:
+def _resolved(text: str) -> MismatchConfig:
     own = json.loads(text)
-    name = own.pop("preset", None)
-    base = {} if name is None else find_preset(name).settings()
-    config = MismatchConfig.build(merge(base, own), dotted_fields_set(own))
-    if not config.use_rollout_log_probs:
-        raise ValueError(
-            f"algorithm {config.algorithm} cannot be had on prime-rl, which makes one optimizer step a batch and no "
-            f"log-probs of π_old: set use_rollout_log_probs = true (1, or with use_tis 3)."
-        )
-    config = on_host(config, "prime-rl", {"denominator": "original"}, _LACKS)
+    if "flags" in own and len(own) > 1:
+        more = ", ".join(own.keys() - {"flags"})
+        raise ValueError(f"trainer.loss.kwargs has flags and {more}: give all as flags, or none.")
+    ours, base = given_settings(own.get("flags", own))
+    config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
     if os.environ.get("RANK", "0") == "0":
-        print(start_block("prime-rl", describe(config)), flush=True)
+        print(start_block("prime-rl", [*describe(config), version_line(PRIME_RL)]), flush=True)
     return config
 
 
 def describe(config: MismatchConfig) -> list[str]:
     """Lines of the start-up block."""
-    lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
-    lines.append("divided as in prime-rl: by the step's tokens; rejected ones still count")
-    lines.append("second forward pass: no")
-    return lines + [f"! {warning}" for warning in bound_warnings(config)]
+    divided = "as in prime-rl: by the step's tokens; rejected ones still count"
+    return block_lines(config, [], divided=divided, second_pass="no")

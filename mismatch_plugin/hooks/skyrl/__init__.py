@@ -8,51 +8,37 @@ register(cfg, mp.preset("token_is"))  # before validate_cfg and initialize_ray
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set, merge
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import start_block
-from mismatch_plugin.hooks.own_doors import on_host
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.hosts import SKYRL
+from mismatch_plugin.hooks.version import version_line
 
 NAME = "mismatch"
-_ALGORITHM = "trainer.algorithm"
-_LACKS = {
-    "ppo.eps_clip": f"set {_ALGORITHM}.eps_clip_low and eps_clip_high (cispo.* for cispo)",
-    "aggregation": f"set {_ALGORITHM}.loss_reduction",
-    "denominator": "advantages arrive divided by the mini-batch's tokens or sequences, rejected ones included",
-    "length_norm": f"set {_ALGORITHM}.loss_reduction and max_seq_len",
-    "tis.batch_normalize": "its loss sees one micro-batch at a time",
-    "terms.entropy_coef": f"set {_ALGORITHM}.use_entropy_loss and entropy_loss_coef",
-    "terms.kl": f"set {_ALGORITHM}.use_kl_loss, kl_loss_coef and kl_estimator_type",
-    "terms.rollout_kl": "only its advantages carry the divisor, which a penalty without advantage would lack",
-    "rs.group": "advantages are made before its loss, which knows no groups",
-    "rs.min_group": "advantages are made before its loss, which knows no groups",
-    "rs.max_staleness": "its loss gets no weight versions (set trainer.fully_async.max_staleness_steps)",
-    "log_prob_backend": "it computes log-probs itself",
-    "inplace_logits": "it computes log-probs itself",
-    "fused_head": "it computes log-probs itself",
-    "verify_weights": "its weight updates are not watched",
-    "report_dir": "its tracker gets the metrics",
-}
 
 
-def register(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+def register(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
     """Register the loss `mismatch` with these settings; SkyRL's registry takes it to the workers. Prints the block.
 
-    cfg: SkyRL's whole configuration. The package must be importable where workers run.
+    cfg: SkyRL's whole configuration. given: ours, as a configuration, a mapping, flags in a string, or the path of a
+    file. The package must be importable where workers run.
     Returns what will run. Raises: ValueError, one sentence, as `settings`.
     """
-    config = settings(cfg, config)
+    config = settings(cfg, given)
     registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
     registry.register(NAME, partial(policy_loss, mismatch=config))
-    print(start_block("skyrl", describe(config, cfg)), flush=True)
+    print(start_block("skyrl", [*describe(config, cfg), version_line(SKYRL)]), flush=True)
     return config
 
 
@@ -78,7 +64,7 @@ def policy_loss(
             f"algorithm {mismatch.algorithm} needs the engine's log-probs, and the batch has none: set "
             f"generator.sampling_params.logprobs=1, and let a generator of your own return rollout_logprobs."
         )
-    mask = log_probs.new_ones(log_probs.shape, dtype=bool) if loss_mask is None else loss_mask != 0
+    mask = torch.ones_like(log_probs).bool() if loss_mask is None else loss_mask != 0
     count, width = log_probs.shape
     packed = PackedSequences(
         loss_mask=mask.flatten(),
@@ -98,7 +84,7 @@ def policy_loss(
     return token.total().sum(), metrics
 
 
-def settings(cfg: Any, config: MismatchConfig) -> MismatchConfig:
+def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> MismatchConfig:
     """Ours with SkyRL's clip bounds. Its old log-probs are π_old; in algorithms 1 and 3 they enter nothing.
 
     Raises: ValueError, one sentence, for what contradicts SkyRL's configuration or cannot be had there.
@@ -106,34 +92,45 @@ def settings(cfg: Any, config: MismatchConfig) -> MismatchConfig:
     algorithm = cfg.trainer.algorithm
     if algorithm.policy_loss_type != NAME:
         raise ValueError(
-            f"{_ALGORITHM}.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set it to "
-            f"{NAME}."
+            f"trainer.algorithm.policy_loss_type is {algorithm.policy_loss_type}, and SkyRL would run that loss: set "
+            f"it to {NAME}."
         )
-    theirs = import_module("skyrl.backends.skyrl_train.utils.off_policy_correction_utils")
-    if theirs.off_policy_correction_enabled(algorithm.off_policy_correction) or algorithm.use_tis:
-        raise ValueError(f"{_ALGORITHM}.off_policy_correction is next to the loss {NAME}: leave one of them out.")
+    if algorithm.use_tis or algorithm.off_policy_correction != type(algorithm.off_policy_correction)():
+        raise ValueError(
+            f"trainer.algorithm.off_policy_correction is set, and the loss {NAME} does not read it: leave it out."
+        )
+    ours, base = given_settings(given)
+    both, decided = merge(base, ours), dict[str, Any](denominator="original")
+    if not (both.get("use_tis") and both.get("use_rollout_log_probs")):  # REINFORCE has no clip
+        low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
+        if both.get("objective") == "cispo":
+            low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
+        decided["ppo"] = {"eps_clip_low": min(low, 1.0), "eps_clip_high": high}
+    config = resolve(SKYRL, ours, decided, base=base, by_hand=dotted_fields_set(ours))
     if config.needs_rollout_log_probs and cfg.generator.sampling_params.logprobs is None:
         raise ValueError(
             f"algorithm {config.algorithm} needs the engine's log-probs: set generator.sampling_params.logprobs=1."
         )
-    low, high = algorithm.eps_clip_low, algorithm.eps_clip_high
-    if config.objective == "cispo":
-        low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
-    decided: dict[str, Any] = {"denominator": "original"}
-    if config.algorithm != 3:  # REINFORCE has no clip
-        decided["ppo"] = {"eps_clip_low": low, "eps_clip_high": high}
-    return on_host(config, "SkyRL", decided, _LACKS)
+    return config
 
 
 def describe(config: MismatchConfig, cfg: Any) -> list[str]:
     """Lines of the start-up block: what will run, and what of it is SkyRL's."""
-    lines = [line for line in config.describe().splitlines() if not line.startswith("loss: ")]
-    lines.append(f"divided as in SkyRL, {cfg.trainer.algorithm.loss_reduction}: rejected tokens still count")
-    lines.append(f"second forward pass: yes{', unused' if config.use_rollout_log_probs else ''}")
+    lines = ["metrics are SkyRL's plain mean over micro-batches; extremes, deviations, quantiles are left out"]
     if config.gate_kl is not None:
         lines.append("the gate judges each micro-batch, in the worker that holds it")
-    sampling = cfg.generator.sampling_params
-    if bias := filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=True):
-        lines.append(f"! sampling filter: {bias}. SkyRL passes no mask on: set generator.sampling_params.top_p=1.0")
-    lines.append("metrics are SkyRL's plain mean over micro-batches; extremes, deviations, quantiles are left out")
-    return lines + [f"! {warning}" for warning in bound_warnings(config)]
+    sampling, engine, notes = cfg.generator.sampling_params, cfg.generator.inference_engine, list[str]()
+    if sampling.temperature != 1.0 and "logprobs_mode" not in (engine.engine_init_kwargs or {}):
+        notes.append(
+            f"temperature {sampling.temperature:g}: vLLM returns log-probs from before it, and the trainer divides by "
+            f"it. Set generator.inference_engine.engine_init_kwargs.logprobs_mode=processed_logprobs"
+        )
+    return block_lines(
+        config,
+        lines,
+        divided=f"as in SkyRL, {cfg.trainer.algorithm.loss_reduction}: rejected tokens still count",
+        second_pass=f"yes{', unused' if config.use_rollout_log_probs else ''}",
+        filtered=filter_bias(top_p=sampling.top_p, top_k=sampling.top_k, min_p=sampling.min_p, renormalised=None),
+        length=sampling.max_generate_length,
+        notes=notes,
+    )

@@ -10,43 +10,27 @@ trainer = CorrectedGRPOTrainer(mismatch=mp.preset("token_is"), model=…, reward
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config import MismatchConfig, bound_warnings
+from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
-from mismatch_plugin.hooks.base import start_block
-from mismatch_plugin.hooks.own_doors import on_host
+from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
+from mismatch_plugin.hooks.hosts import TRL
+from mismatch_plugin.hooks.version import version_line
 
 _LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo")
-_LACKS = {
-    "ppo.": "its loss clips; set epsilon, epsilon_high and delta",
-    "objective": "its loss is chosen by loss_type and importance_sampling_level",
-    "aggregation": "set loss_type",
-    "denominator": "its loss divides by the original masks",
-    "length_norm": "set loss_type dr_grpo",
-    "tis.batch_normalize": "weights are made once a generation, by each process for itself",
-    "terms.entropy_coef": "set entropy_coef of GRPOConfig",
-    "terms.kl": "set beta of GRPOConfig",
-    "terms.rollout_kl": "it needs π_θ, and only its loss has that",
-    "rs.policy": "criteria are judged once a generation, before there is a π_θ",
-    "rs.group": "advantages are made in the same call, before anything can be judged",
-    "rs.min_group": "advantages are made in the same call, before anything can be judged",
-    "rs.max_staleness": "its batch holds no weight versions",
-    "log_prob_backend": "it computes log-probs itself",
-    "inplace_logits": "it computes log-probs itself",
-    "fused_head": "it computes log-probs itself",
-    "verify_weights": "its weight updates are not watched",
-    "report_dir": "its trackers get the metrics (report_to)",
-}
 
 
 class CorrectionMixin:
-    """Stands before `GRPOTrainer` among the bases of a class. mismatch: our settings.
+    """Stands before `GRPOTrainer` among the bases of a class. mismatch: our settings, as a configuration,
+    a mapping, flags in a string, or the path of a file.
 
     Once a generation: importance weights and rejection over the process's samples, from π_old and the log-probs of
     vLLM or of a `rollout_func`. In algorithms 0 and 2 TRL's loss is multiplied by w · keep; in algorithm 1 its anchor
@@ -61,11 +45,11 @@ class CorrectionMixin:
     _metrics: Any
     _get_per_token_logps_and_entropies: Any
 
-    def __init__(self, *args: Any, mismatch: MismatchConfig, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, mismatch: MismatchConfig | Mapping[str, Any] | str, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mismatch = settings(mismatch, self.args)
         if self.accelerator.is_main_process:
-            print(start_block("trl", describe(self.mismatch, self.args)), flush=True)
+            print(start_block("trl", [*describe(self.mismatch, self.args), version_line(TRL)]), flush=True)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         base: Any = super()
@@ -123,21 +107,21 @@ class CorrectionMixin:
             return self._get_per_token_logps_and_entropies(self.model, ids, seen, width, batch)[0]
 
 
-def settings(config: MismatchConfig, args: Any) -> MismatchConfig:
-    """Our settings next to TRL's `GRPOConfig`. Raises: ValueError, one sentence, for what cannot be had there."""
-    if config.algorithm == 3:
+def settings(given: MismatchConfig | Mapping[str, Any] | str, args: Any) -> MismatchConfig:
+    """Our settings (`given_settings`) next to TRL's `GRPOConfig`.
+
+    Raises: ValueError, one sentence, for what cannot be had there.
+    """
+    ours, base = given_settings(given)
+    config = resolve(TRL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
+    if config.use_rollout_log_probs and config.rejects_by_log_probs:
         raise ValueError(
-            "algorithm 3 cannot be had on TRL: its weights change with π_θ, and only TRL's loss has that. Leave one of "
-            "use_tis and use_rollout_log_probs out."
-        )
-    if config.use_rollout_log_probs and config.rejects:
-        raise ValueError(
-            "rejection in algorithm 1 cannot be had on TRL: it judges π_θ, and only TRL's loss has that. Leave "
+            "rejection in algorithm 1 cannot be had in TRL: it judges π_θ, which only its loss has. Leave "
             "use_rollout_log_probs out (algorithm 0), or the criteria."
         )
     if config.use_rollout_log_probs and config.rollout_log_prob_policy == "neutral":
         raise ValueError(
-            "rollout_log_prob_policy neutral cannot be had in algorithm 1 on TRL, where π_θ would be the anchor: "
+            "rollout_log_prob_policy neutral cannot be had in algorithm 1 in TRL, where π_θ would be the anchor: "
             "choose error, drop-token or drop-sequence."
         )
     if args.loss_type not in _LOSS_TYPES:
@@ -145,16 +129,20 @@ def settings(config: MismatchConfig, args: Any) -> MismatchConfig:
             f"loss_type {args.loss_type} makes weights or sums of its own, which ours would contradict: choose one of "
             f"{', '.join(_LOSS_TYPES)}."
         )
-    return on_host(config, "TRL", {"denominator": "original"}, _LACKS)
+    return config
 
 
 def describe(config: MismatchConfig, args: Any) -> list[str]:
     """Lines of the start-up block: what will run, and what of it is TRL's."""
-    lines = [line for line in config.describe().splitlines() if not line.startswith(("loss: ", "objective: "))]
-    lines.append("weights and rejection are made once a generation, by each process for its samples")
-    lines.append(f"objective, clip and divisor as in TRL, {args.loss_type}: rejected tokens still count")
+    lines = ["weights and rejection are made once a generation, by each process for its samples"]
     if args.use_vllm and args.vllm_importance_sampling_correction:
         lines.append(f"TRL's own vllm_importance_sampling_mode {args.vllm_importance_sampling_mode}: replaced by ours")
-    if bias := filter_bias(top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, renormalised=True):
-        lines.append(f"! sampling filter: {bias}. TRL passes no mask on: set top_p=1.0, top_k=0 and min_p=None")
-    return lines + [f"! {warning}" for warning in bound_warnings(config, args.max_completion_length)]
+    return block_lines(
+        config,
+        lines,
+        divided=f"as in TRL, {args.loss_type}, whose objective and clip hold: rejected tokens still count",
+        second_pass="as in TRL, and where it has none" if not config.use_rollout_log_probs else "as in TRL",
+        filtered=filter_bias(top_p=args.top_p, top_k=args.top_k, min_p=args.min_p, renormalised=True),
+        length=args.max_completion_length,
+        leave_out=("objective: ",),
+    )

@@ -7,6 +7,7 @@ import pickle
 import sys
 import typing
 from contextlib import nullcontext
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,18 +27,21 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402  # before i
 for name in ("flash_attn", "flash_attn.bert_padding"):  # imported, and not called with remove_microbatch_padding off
     sys.modules.setdefault(name, ModuleType(name))
 sys.modules["flash_attn.bert_padding"].__dict__.update(pad_input=None, unpad_input=None)
-sys.path[:0] = [SOURCE, str(Path(SOURCE, "skyrl-gym"))]
-typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]  # pydantic wants it before Python 3.12
+PATH = [SOURCE, str(Path(SOURCE, "skyrl-gym"))]
+sys.path[:0] = PATH
+typing.TypedDict = typing_extensions.TypedDict  # pydantic wants it before Python 3.12
 
-from skyrl.backends.skyrl_train.training_batch import TrainingInputBatch  # noqa: E402
-from skyrl.backends.skyrl_train.utils import ppo_utils  # noqa: E402
-from skyrl.backends.skyrl_train.workers.model_wrapper import HFModelWrapper  # noqa: E402
-from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase  # noqa: E402
-from skyrl.train.config import SkyRLTrainConfig  # noqa: E402
+_WORKERS = "skyrl.backends.skyrl_train.workers"
+TrainingInputBatch = import_module("skyrl.backends.skyrl_train.training_batch").TrainingInputBatch
+HFModelWrapper = import_module(f"{_WORKERS}.model_wrapper").HFModelWrapper
+PolicyWorkerBase = import_module(f"{_WORKERS}.worker").PolicyWorkerBase
+SkyRLTrainConfig = import_module("skyrl.train.config").SkyRLTrainConfig
+ppo_utils = import_module("skyrl.backends.skyrl_train.utils.ppo_utils")
+
 
 ROWS, WIDTH, PROMPT, MICRO = 6, 8, 3, 2
 SEQUENCE = {"use_tis": True, "tis": {"level": "sequence", "upper_bound": 1.02}}
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = Qwen2Config(vocab_size=32, num_key_value_heads=2, initializer_range=0.3, **SIZES)
 AGGREGATIONS = {
     "token_mean": {"aggregation": "token-mean"},
@@ -118,7 +122,7 @@ def mini_batch(model: Any, seed: int) -> dict[str, torch.Tensor]:
         ({"use_rollout_log_probs": True}, ("trainer.algorithm.eps_clip_high=0.001",)),
         ({**SEQUENCE, "rs": {"criteria": ["token:k2:0.0001@negative"], "policy": "current"}}, ()),
         ({"use_tis": True, "objective": "cispo", "tis": {"level": "geometric", "mode": "mask"}}, ()),
-        ({"use_tis": True, "use_rollout_log_probs": True, **{"tis": {"level": "turn", "upper_bound": 1.01}}}, ()),
+        ({"use_tis": True, "use_rollout_log_probs": True, "tis": {"level": "turn", "upper_bound": 1.01}}, ()),
     ],
 )
 def test_a_workers_steps_are_those_of_policy_loss(
@@ -163,3 +167,26 @@ def test_without_log_probs_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> Non
     batch.metadata = {"response_length": WIDTH}
     with pytest.raises(ValueError, match=r"set generator.sampling_params.logprobs=1"):
         made.forward_backward(batch)
+
+
+def test_the_loss_reaches_the_workers_of_ray() -> None:
+    """By SkyRL's registry actor, to a process that has registered nothing."""
+    ray = import_module("ray")
+    register(host(), mp.MismatchConfig(**SEQUENCE))
+    path = os.pathsep.join([*PATH, str(Path(mp.__file__).parents[1])])
+    ray.init(num_cpus=1, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
+    try:
+        ppo_utils.sync_registries()
+
+        def found() -> tuple[int, str]:
+            import typing
+            from importlib import import_module
+
+            typing.TypedDict = import_module("typing_extensions").TypedDict
+            registry = import_module("skyrl.backends.skyrl_train.utils.ppo_utils").PolicyLossRegistry
+            return os.getpid(), registry.get("mismatch").keywords["mismatch"].tis.level
+
+        process, level = ray.get(ray.remote(found).remote(), timeout=120)
+    finally:
+        ray.shutdown()
+    assert process != os.getpid() and level == "sequence"

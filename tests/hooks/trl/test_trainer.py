@@ -16,13 +16,13 @@ from mismatch_plugin.diagnose.run_sources import read_source
 from mismatch_plugin.hooks.trl import CorrectionMixin
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: make test-trl")
-from datasets import Dataset  # noqa: E402
+Dataset = pytest.importorskip("datasets").Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 STEPS = 10
 WORDS = ["<pad>", "<eos>", *(f"w{number}" for number in range(30))]
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+SIZES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 MODEL = Qwen2Config(
     vocab_size=len(WORDS), num_key_value_heads=2, initializer_range=0.3, pad_token_id=0, eos_token_id=1, **SIZES
 )
@@ -80,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def sample(prompt_ids: list[list[int]], trainer: Any) -> tuple[list[list[int]], list[list[float]]]:
     """(ids, log-probs) of the policy in bf16, sampled by transformers."""
-    engine = Qwen2ForCausalLM(MODEL)
+    engine: Any = Qwen2ForCausalLM(MODEL)
     engine.load_state_dict(trainer.accelerator.unwrap_model(trainer.model).state_dict())
     inputs, length = torch.tensor(prompt_ids), trainer.args.max_completion_length
     made = engine.bfloat16().eval().generate(
@@ -89,7 +89,7 @@ def sample(prompt_ids: list[list[int]], trainer: Any) -> tuple[list[list[int]], 
     )  # fmt: skip
     ids = made.sequences[:, inputs.shape[1] :]
     log_probs = torch.stack(made.logits, 1).float().log_softmax(-1).gather(-1, ids.unsqueeze(-1)).squeeze(-1)
-    ends = [(row + [1]).index(1) + 1 for row in ids.tolist()]
+    ends = [[*row, 1].index(1) + 1 for row in ids.tolist()]
     cut = [(row[:end], values[:end]) for row, values, end in zip(ids.tolist(), log_probs.tolist(), ends, strict=True)]
     return [row for row, _ in cut], [values for _, values in cut]
 
