@@ -5,6 +5,8 @@
 PREFIX: what your trainer writes before `rollout_corr/`, for example `train/`.
 """
 
+# pyright: basic, reportMissingImports=false
+
 from __future__ import annotations
 
 import sys

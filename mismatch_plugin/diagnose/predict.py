@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.presets import PRESETS
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.correction import Correction, correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
@@ -288,7 +288,7 @@ class _Data:
         if self.groups is not None and config.rejects and not config.needs_advantages:
             changed = group_metrics(self.groups.rewards, self.groups.ids, kept_N, config.rs.least_accepted)
             found["groups_changed"] = changed[f"{PREFIX}rollout_rs_group_changed_fraction"]
-        level, total, absolute, noise = self.level(units.name)
+        level, total, absolute, noise = self.level(units.level)
         values = level.total(weights_T * self.advantages_T)
         bias = abs(float(values.sum()) - total) / absolute if absolute else 0.0
         return found | {"noise": _noise(values) / noise if values.any() else math.inf, "bias": bias}

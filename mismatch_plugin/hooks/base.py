@@ -23,7 +23,6 @@ from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
-from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.hooks.tree import put
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
@@ -188,7 +187,7 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
     ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
     """
     if isinstance(given, str) and given.lstrip().startswith("-"):
-        given = config_of_words(shlex.split(given), "the settings")
+        given = MismatchConfig.from_words(shlex.split(given), "the settings")
     if isinstance(given, MismatchConfig):
         whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
         for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
