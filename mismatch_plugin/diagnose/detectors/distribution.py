@@ -15,7 +15,8 @@ import numpy as np
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.data.sample import Sample
 from mismatch_plugin.data.sampling import SamplingParameters
-from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, medians
+from mismatch_plugin.diagnose.batch import Batch, Outcome, Tokens, median, medians
+from mismatch_plugin.diagnose.detectors.distance import ordinary, telling
 from mismatch_plugin.diagnose.findings import Finding, Item, Side, Undecided, first_place, place_of, too_few
 from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
 
@@ -41,7 +42,7 @@ MAX_LOG_VOCABULARY, MAX_MISFITS, MIN_NEARLY_CERTAIN = 12.5, 0.02, 50
 many nats over the other ids, so large a share outside, and below temperature 1 so many tokens that tell."""
 SURE_ENTROPY, MIN_EXPECTED = 0.1985, 12.0
 """Below this entropy one id has more than 95 %: top-p .95 leaves nothing else there, while a temperature does."""
-MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL, NEARLY_CERTAIN = 0.3, 7.5, 0.05
+MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL = 0.3, 7.5
 """A token is far off by so many nats and so many times what is typical of its log-prob and sample; nearly certain ones
 tell nothing."""
 OFFSET_TIMES_OTHER_IDS, MIN_OTHER_IDS = 6.0, 10
@@ -481,13 +482,11 @@ def find_token_offset(batch: Batch) -> Outcome:
     if len(tokens) < ENOUGH_TOKENS:
         return [], batch
     ids = np.concatenate([sample.response_ids[sample.usable] for sample in batch if sample.usable.any()])
-    first = ~tokens.occurred & (np.minimum(tokens.rollout, tokens.training) < -NEARLY_CERTAIN)
-    rest, order = tokens.gap[first], np.argsort(tokens.rollout[first])
-    typical = np.zeros(len(rest))
-    for part in filter(len, np.array_split(order, 10)):
-        rest[part] -= np.median(rest[part])
-        typical[part] = np.median(np.abs(rest[part]))
-    _, sample = np.unique(tokens.sample[first], return_inverse=True)
+    first = ~tokens.occurred & telling(tokens)
+    new = tokens.where(first)
+    rest = new.gap - ordinary(new, new.gap, median)
+    typical = ordinary(new, np.abs(rest), median)
+    _, sample = np.unique(new.sample, return_inverse=True)
     of_sample = np.maximum(medians(np.abs(rest) / np.maximum(typical, 1e-9), sample), 1.0)[sample]
     far = np.abs(rest) > np.maximum(MIN_OFFSET_NATS, OFFSET_TIMES_TYPICAL * typical * of_sample)
     names, index, often = np.unique(ids[first], return_inverse=True, return_counts=True)
