@@ -130,8 +130,9 @@ def _furthest(batch: Batch, groups: dict[Hashable, list[Scored]]) -> Finding | N
 
 
 def find_split(batch: Batch) -> Outcome:
-    """Two clear populations where no record names a worker."""
-    scored = sorted(score(batch), key=lambda item: item.relative)
+    """Two clear populations where no record names a worker, among the responses of one version."""
+    scored = [item for item in score(batch) if len({span.version for span in item.sample.weight_versions}) < 2]
+    scored.sort(key=lambda item: item.relative)
     if len(scored) < 2 * MIN_SAMPLES or any(item.sample.worker[1] is not None for item in scored):
         return [], batch
     logs = np.log([item.relative for item in scored])
