@@ -59,7 +59,7 @@ def weights(step: int) -> State:
 
 
 def faults(records: list[Sample]) -> list[str]:
-    return [item.fault for item in check_batch(make_batch(records)).findings]
+    return [item.fault for item in check_batch(make_batch(records)).findings if item.counts]
 
 
 def kv(record: Sample) -> list[int]:
