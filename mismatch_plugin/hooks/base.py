@@ -23,7 +23,6 @@ from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
-from mismatch_plugin.config.words import config_of_words
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
 
@@ -182,7 +181,7 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
     ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
     """
     if isinstance(given, str) and given.lstrip().startswith("-"):
-        given = config_of_words(shlex.split(given), "the settings")
+        given = MismatchConfig.from_words(shlex.split(given))
     if isinstance(given, MismatchConfig):
         return given.model_dump(exclude_unset=True), {}
     own = dict(given) if isinstance(given, Mapping) else read_file(given)
