@@ -187,7 +187,7 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
     ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
     """
     if isinstance(given, str) and given.lstrip().startswith("-"):
-        given = MismatchConfig.from_words(shlex.split(given), "the settings")
+        given = MismatchConfig.from_words(shlex.split(given))
     if isinstance(given, MismatchConfig):
         whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
         for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:
