@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion
+from mismatch_plugin.config.criteria import Criterion
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
 from mismatch_plugin.config.settings import Settings
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import number, parse_int
 
 _CRITERIA = "rs.criteria"
@@ -22,7 +23,7 @@ _MORE_FLAGS: dict[str, dict[str, Any]] = {
         "help": "reject what is outside bounds of the ratio: one criterion, see --rs-level",
     },
     "--rs-level": {
-        "choices": list(LEVEL_TO_AGGREGATE),
+        "choices": list(RS_LEVELS),
         "help": "how ratios are aggregated for rejection; token if absent; needs --use-rs",
     },
     "--rs-lower-bound": {
@@ -91,7 +92,7 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     Raises: ValueError where a bound or level of rejection was given without --use-rs, or is none.
     """
     given: dict[str, Any] = {}
-    for leaf in _flagged():
+    for leaf in leaf_fields(Settings):
         value = _read(namespace, _spellings(leaf), off=None if leaf.annotation is bool else False)
         if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
             value = [value]
@@ -114,7 +115,7 @@ def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
                 f"{names[name]} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out."
             )
         return None
-    criterion = given | {"aggregate": LEVEL_TO_AGGREGATE[given.get("aggregate", "token")]}
+    criterion = {"aggregate": "token"} | given
     try:
         Criterion.model_validate(criterion)
     except ValidationError as error:
@@ -124,14 +125,10 @@ def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
 
 def _all_flags() -> list[tuple[list[str], dict[str, Any]]]:
     """(spellings, options of add_argument) of every flag, the rejection flags before --rs-criterion."""
-    flags = [(_spellings(leaf), _options(leaf)) for leaf in _flagged()]
+    flags = [(_spellings(leaf), _options(leaf)) for leaf in leaf_fields(Settings)]
     at = next(index for index, (spellings, _) in enumerate(flags) if "--rs-criterion" in spellings)
     more = [([flag], options) for flag, options in _MORE_FLAGS.items()]
     return [*flags[:at], *more[:4], *flags[at:], *more[4:]]
-
-
-def _flagged() -> list[FieldInfo]:
-    return [leaf for leaf in leaf_fields(Settings) if leaf.meta.get("flag")]
 
 
 def _spellings(leaf: FieldInfo) -> list[str]:

@@ -34,45 +34,32 @@ def validate_finite(
         )
 
 
-def validate_one_policy(
-    old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
-) -> None:
-    """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
-    if old_T.shape != train_T.shape:
-        raise ValueError(
-            f"old_log_probs has shape {tuple(old_T.shape)}, train_log_probs {tuple(train_T.shape)}: they are two names "
-            f"of log π_old, give one of them."
-        )
-    differ = trained_T & (old_T != train_T) & ~(old_T.isnan() & train_T.isnan())
-    if differ.any():
-        token, sequence, position = _first(differ, lengths)
-        raise ValueError(
-            f"old_log_probs of sequence {ids[sequence]} is {float(old_T[token]):g} at position {position}, "
-            f"train_log_probs {float(train_T[token]):g}: they are two names of log π_old, the policy before the step. "
-            f"Give one of them; π_θ goes to policy_loss as log_probs."
-        )
+ONE_POLICY = (
+    "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
+    "π_θ goes to policy_loss as log_probs."
+)
 
 
-_MOST_TURNS = 1000
-"""Or a response's tokens: memory is set aside for every turn up to the last, and a number above is an id."""
+_MOST_UNITS = 1000
+"""Or a response's tokens: memory is set aside for every unit up to the last, and a number above is an id."""
 
 
-def checked_turns(
+def checked_units(
     turn_ids_T: Tensor, counts: tuple[int, ...] | None, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> tuple[int, ...]:
-    """Turns of each sequence: as given, else one more than its last number. Only what is on the CPU is checked."""
+    """Units of each sequence: as given, else one more than its last number. Only what is on the CPU is checked."""
     if counts is not None and turn_ids_T.device.type != "cpu":
         return counts
     rows = turn_ids_T.cpu().split(list(lengths)) if lengths else ()
     known = tuple(int(row[-1]) + 1 if len(row) else 1 for row in rows) if counts is None else counts
     for row, count, label in zip(rows, known, ids, strict=True):
         wrong = torch.cat([row.new_zeros(1), row])[:-1] > row
-        wrong |= (row < 0) | (row >= (count if counts is not None else max(len(row), _MOST_TURNS)))
+        wrong |= (row < 0) | (row >= (count if counts is not None else max(len(row), _MOST_UNITS)))
         if wrong.any():
             position = int(wrong.nonzero()[0])
             among = "" if counts is None else f"{count} "
             raise ValueError(
-                f"turn_ids of sequence {label} is {int(row[position])} at position {position}: number its {among}turns "
+                f"unit_ids of sequence {label} is {int(row[position])} at position {position}: number its {among}units "
                 f"from 0 upwards, and give the tokens between two of them the number of either."
             )
     return known
@@ -215,11 +202,11 @@ def _tensor(row: Any, integer: bool) -> Tensor:
 
 
 def validate_parts(
-    turn_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
+    unit_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
 ) -> None:
-    """Raise ValueError where turns or chunks are those of other sequences."""
-    if turn_counts is not None and len(turn_counts) != len(lengths):
-        raise ValueError(f"turn_counts has {len(turn_counts)} entries for {len(lengths)} sequences.")
+    """Raise ValueError where units or chunks are those of other sequences."""
+    if unit_counts is not None and len(unit_counts) != len(lengths):
+        raise ValueError(f"unit_counts has {len(unit_counts)} entries for {len(lengths)} sequences.")
     if chunk_lengths is None:
         return
     if tuple(map(sum, chunk_lengths)) != lengths or len({*map(len, chunk_lengths)}) > 1:
@@ -227,24 +214,3 @@ def validate_parts(
             f"chunk_lengths {list(chunk_lengths)[:4]} must have as many chunks for every sequence, and add up to its "
             f"tokens on this rank, {list(lengths)[:4]}."
         )
-
-
-def shape_wanted(values: Tensor, lengths: tuple[int, ...], padded_width: int | None) -> str:
-    """What a packed batch holds, and how to bring values of another shape into its."""
-    sequences, tokens = len(lengths), sum(lengths)
-    if padded_width is not None:
-        return (
-            f"{tokens} tokens from [{sequences}, {padded_width}] tensors: pass ({sequences}, "
-            f"{padded_width}), laid out as they were, or ({tokens},) without the padding"
-        )
-    held = f"{tokens} tokens of {sequences} sequences"
-    if values.dim() == 2 and values.shape[1] == 1:
-        return f"{held}: write .squeeze(1)" if values.numel() == tokens else f"{held}: pass one value a token"
-    if values.dim() == 2 and values.shape[0] == sequences and values.numel() == tokens:
-        return f"{held}: write .flatten(), or pack with from_padded, which remembers the layout"
-    if values.dim() == 2 and values.shape[0] == sequences and values.shape[1] >= max(lengths, default=0):
-        return (
-            f"{held}: write torch.cat([row[:n] for row, n in zip(log_probs, packed.lengths)]), or pack with "
-            f"from_padded, which remembers the layout"
-        )
-    return f"{held}: pass one value a token, ({tokens},), sequence after sequence"

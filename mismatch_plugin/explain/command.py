@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,24 +14,6 @@ if TYPE_CHECKING:
 _OWN, _EXAMPLE, _OUTPUT = "Numbers of your own", "Worked example", "Output"
 SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Typer's: what is no option here is a flag of the launch line."""
-
-
-class Mode(str, Enum):
-    """What is done with a ratio outside its bounds."""
-
-    truncate = "truncate"
-    clip = "clip"
-    mask = "mask"
-
-
-class Level(str, Enum):
-    """How ratios are aggregated."""
-
-    token = "token"
-    turn = "turn"
-    sequence = "sequence"
-    geometric = "geometric"
-    prefix = "prefix"
 
 
 def _own(help: str) -> Any:
@@ -58,18 +39,12 @@ def explain(
         int | None, typer.Option(help="Weight version that trains.", rich_help_panel=_OWN, metavar="NUMBER")
     ] = None,
     mode: Annotated[
-        list[Mode] | None,
-        typer.Option(
-            metavar="truncate|clip|mask", help="Show only this mode. May be repeated.", rich_help_panel=_EXAMPLE
-        ),
+        list[str] | None,
+        typer.Option(metavar="MODE", help="Show only this --tis-mode. May be repeated.", rich_help_panel=_EXAMPLE),
     ] = None,
     level: Annotated[
-        list[Level] | None,
-        typer.Option(
-            metavar="token|turn|sequence|geometric|prefix",
-            help="Show only this level. May be repeated.",
-            rich_help_panel=_EXAMPLE,
-        ),
+        list[str] | None,
+        typer.Option(metavar="LEVEL", help="Show only this --tis-level. May be repeated.", rich_help_panel=_EXAMPLE),
     ] = None,
     markdown: Annotated[
         bool,
@@ -116,7 +91,7 @@ def explain(
 def _own_numbers(
     given: dict[str, Numbers], trainer_version: int | None, flags: list[str], markdown: bool, as_json: bool
 ) -> None:
-    from mismatch_plugin.config.words import config_of_words
+    from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.explain.account import account
     from mismatch_plugin.explain.numbers import read_numbers
     from mismatch_plugin.explain.tables import tables
@@ -124,7 +99,7 @@ def _own_numbers(
 
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        config = config_of_words(flags)
+        config = MismatchConfig.from_words(flags)
     numbers = read_numbers(given, trainer_version=trainer_version)
     _validate_used(given, trainer_version, config)
     found = account(numbers, config)
@@ -140,7 +115,7 @@ def _own_numbers(
     if config.gate_kl is not None:
         k3_kl = found.metrics["rollout_corr/k3_kl"]
         verdict = "goes on" if k3_kl <= config.gate_kl else "stops here, before the optimizer's step"
-        typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nat a token, the bar is {config.gate_kl:g}: training {verdict}.")
+        typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nats per token, the bar is {config.gate_kl:g}: training {verdict}.")
 
 
 def _validate_used(given: dict[str, Numbers], trainer_version: int | None, config: MismatchConfig) -> None:
@@ -160,10 +135,16 @@ def _validate_used(given: dict[str, Numbers], trainer_version: int | None, confi
                 raise ValueError(f"--rs-max-staleness compares --versions with --trainer-version: give --{name}.")
 
 
-def _example(modes: Collection[Mode], levels: Collection[Level], markdown: bool) -> None:
-    from mismatch_plugin.explain.example import LEVELS, MODES, example_tables, explain_table
+def _example(modes: Collection[str], levels: Collection[str], markdown: bool) -> None:
+    from mismatch_plugin.config.units import LEVELS
+    from mismatch_plugin.config.values import unknown
+    from mismatch_plugin.explain.example import MODES, example_tables, explain_table
     from mismatch_plugin.report.terminal import show
 
+    for flag, names, known in (("--mode", modes, MODES), ("--level", levels, LEVELS)):
+        for name in names:
+            if name not in known:
+                raise unknown(flag, name, known)
     narrowed = explain_table(
         [name for name in MODES if name in (modes or MODES)], [name for name in LEVELS if name in (levels or LEVELS)]
     )

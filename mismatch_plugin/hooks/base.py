@@ -20,10 +20,9 @@ from typing import Any, Literal, NoReturn
 
 from mismatch_plugin.config import MismatchConfig, bound_warnings
 from mismatch_plugin.config.documents import read_file
-from mismatch_plugin.config.fields import flag_names
+from mismatch_plugin.config.fields import flag_names, value_and_default
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge, unknown
-from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.hooks.tree import put
 
 Scope = Literal["step", "rollout_batch", "micro_batch"]
@@ -39,13 +38,14 @@ class Method:
     asked: Callable[[MismatchConfig], str]
 
 
-def _log_probs_asked(config: MismatchConfig) -> str:
-    asked = {
-        f"<log_prob_backend> {config.log_prob_backend}": config.log_prob_backend != "auto",
-        f"<inplace_logits> {config.inplace_logits}": config.inplace_logits != "auto",
-        "<fused_head>": config.fused_head,
-    }
-    return next((setting for setting, there in asked.items() if there), "")
+def _plain(title: str, path: str, off: Any = None, *more: str) -> Method:
+    """A method that is one setting, asked for where that is not `off`."""
+
+    def asked(config: MismatchConfig) -> str:
+        value = value_and_default(config, path)[0]
+        return "" if value == off or value is None else f"<{path}>" + (f" {value}" if value is not True else "")
+
+    return Method(title, (path, *more), asked)
 
 
 METHODS: dict[str, Method] = {
@@ -61,48 +61,30 @@ METHODS: dict[str, Method] = {
         ("rs.criteria@",),
         lambda c: f"<rs.criteria> {', '.join(c.conditional)}" if c.needs_advantages else "",
     ),
-    "penalty": Method(
-        "`--mismatch-rollout-kl-coef`",
-        ("terms.rollout_kl",),
-        lambda c: f"<terms.rollout_kl_coef> {c.terms.rollout_kl_coef:g}" if c.terms.rollout_kl_coef else "",
-    ),
-    "groups": Method(
-        "`--rs-group`",
-        ("rs.group", "rs.min_group"),
-        lambda c: f"<rs.group> {c.rs.group}" if c.rs.group != "keep" else "",
-    ),
-    "versions": Method(
-        "`--rs-max-staleness`",
-        ("rs.max_staleness",),
-        lambda c: f"<rs.max_staleness> {c.rs.max_staleness}" if c.rs.max_staleness is not None else "",
-    ),
-    "normalisation": Method(
-        "batch normalisation",
-        ("tis.batch_normalize",),
-        lambda c: "<tis.batch_normalize>" if c.normalizes else "",
-    ),
+    "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
+    "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
+    "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),
+    "normalisation": _plain("batch normalisation", "tis.batch_normalize", False, "tis.batch_normalize_scope"),
     "accepted": Method(
         "denominator `accepted`",
         ("denominator",),
         lambda c: "<denominator> accepted" if c.denominator == "accepted" else "",
     ),
     "log_probs": Method(
-        "log-prob backends, fused head", ("log_prob_backend", "inplace_logits", "fused_head"), _log_probs_asked
+        "log-prob backends, fused head",
+        ("log_prob_backend", "inplace_logits", "fused_head"),
+        lambda c: (
+            f"<log_prob_backend> {c.log_prob_backend}" * (c.log_prob_backend != "auto")
+            or f"<inplace_logits> {c.inplace_logits}" * (c.inplace_logits != "auto")
+            or "<fused_head>" * c.fused_head
+        ),
     ),
-    "updates": Method(
-        "`--mismatch-verify-weights`",
-        ("verify_weights",),
-        lambda c: f"<verify_weights> {c.verify_weights}" if c.verify_weights != "warn" else "",
-    ),
-    "report": Method(
-        "`--mismatch-report-dir`", ("report_dir",), lambda c: "<report_dir>" if c.report_dir is not None else ""
-    ),
+    "updates": _plain("`--mismatch-verify-weights`", "verify_weights", "warn"),
+    "report": _plain("`--mismatch-report-dir`", "report_dir"),
     "metrics": Method(
         "`--mismatch-metrics full`", ("metrics",), lambda c: "<metrics> full" if c.metrics == "full" else ""
     ),
-    "gate": Method(
-        "`--mismatch-gate-kl`", ("gate_kl",), lambda c: "" if c.gate_kl is None else f"<gate_kl> {c.gate_kl:g}"
-    ),
+    "gate": _plain("`--mismatch-gate-kl`", "gate_kl"),
 }
 
 
@@ -201,7 +183,7 @@ def given_settings(given: MismatchConfig | Mapping[str, Any] | str) -> tuple[dic
     ("--use-tis …"), or the path of a settings file. Raises ValueError for what is none of these.
     """
     if isinstance(given, str) and given.lstrip().startswith("-"):
-        given = config_of_words(shlex.split(given), "the settings")
+        given = MismatchConfig.from_words(shlex.split(given))
     if isinstance(given, MismatchConfig):
         whole, ours = given.model_dump(exclude_unset=True), dict[str, Any]()
         for path in dotted_fields_set(whole) if given._by_hand is None else dotted_fields_set(whole) & given._by_hand:

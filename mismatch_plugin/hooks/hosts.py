@@ -5,7 +5,6 @@ from __future__ import annotations
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.compat.verl import SPELLED
 from mismatch_plugin.config.values import unknown
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import Host, Lack, Scope
 
 _APPLY = "mismatch-plugin patch apply --host {} --root DIR"
@@ -97,7 +96,7 @@ def needs_loss_mask(config: MismatchConfig) -> str:
     idle = config.algorithm == 0 and not config.rejects and config.objective == "ppo"
     needs = {
         f"objective {config.objective}": config.policy_objective == "gspo",
-        f"level {tis.level}": config.weighted and not units_of(config).per_token,
+        f"level {tis.level}": config.weighted and not config.unit.per_token,
         "batch normalisation": config.normalizes,
         **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
         "the veto": config.rs.veto_threshold is not None,

@@ -22,7 +22,6 @@ from torch import Tensor
 import mismatch_plugin as mp
 from mismatch_plugin.config.fields import flag_names, leaf_fields, value_and_default
 from mismatch_plugin.config.values import dotted_fields_set, ignore_mismatch_warnings
-from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.hooks.base import METHODS, Plan, peek
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.launch.__main__ import prepare
@@ -214,7 +213,7 @@ def test_flags_arrive_and_the_loss_is_policy_loss(name: str, words: str, tmp_pat
     """Settings as given, beside what the host decides; loss and gradient as `policy_loss` on the same tokens."""
     (tmp_path / "mismatch.yaml").write_text("use_tis: true\ntis: {mode: clip, upper_bound: 1.15}\n")
     words = words.replace("FILE", str(tmp_path / "mismatch.yaml"))
-    asked = config_of_words(words.split())
+    asked = mp.MismatchConfig.from_words(words.split())
     if lacking := HOSTS[name].lacking(asked):
         with pytest.raises(ValueError, match=next(iter(lacking.values()))[1].why.replace("…", ".")):
             _plan(name, words, tmp_path, ROWS[name].neutral)
@@ -286,7 +285,7 @@ def test_what_the_host_decides_is_refused_and_the_rest_arrives(name: str, tmp_pa
 @pytest.mark.parametrize("name", ROWS)
 def test_a_method_is_had_or_refused_with_the_reason(name: str, key: str, tmp_path: Path) -> None:
     words = f"--use-tis {ASKED[key]}".replace("REPORT", str(tmp_path / "run"))
-    asked = config_of_words(words.split())
+    asked = mp.MismatchConfig.from_words(words.split())
     assert METHODS[key].asked(asked)
     if key in host_lacks(name, asked):
         lack = HOSTS[name].lacks[key]

@@ -18,21 +18,10 @@ from mismatch_plugin.core.correction_state import CorrectionState, any_of
 from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.metrics.units import (
-    clamped,
-    masked_with_units,
-    mean_ratio,
-    measures_parts,
-    outside_bounds,
-    own_factor,
-    token_weight_rows,
-    unit_ratio_rows,
-    unit_weight_rows,
-    weight_columns,
-)
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import ActingBounds
+from mismatch_plugin.core.units import ActingBounds, center, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS
+from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -44,7 +33,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
         yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
     yield Column("log_ratio", log_ratio)
     yield Column("tokens", tokens.mask)
-    if not state.units.needs_second_reduction:
+    if not state.unit.needs_second_reduction:
         yield from _verdict_columns(state, masked_T, rejected_T)
     if not state.measured:
         return
@@ -55,10 +44,10 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
     yield Column("k3", torch.sub(ratio, bounded, out=bounded))
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
-    if state.units.per_token:
+    if state.unit.per_token:
         yield Column("clamped", clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
     bounds = state.bounds
-    if bounds is not None and bounds.units.per_token:
+    if bounds is not None and bounds.unit.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
         for name, verdict in outside.items():
@@ -75,7 +64,7 @@ def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: 
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
     yield Column("clamped", clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
     yield Column("unit_plain", state.ratio_U.masked_fill(padding, 0.0), "unit_square")
-    if state.bounds is not None and state.bounds.units is state.units:
+    if state.bounds is not None and state.bounds.unit == state.unit:
         for name, verdict in outside_bounds(state).items():
             yield Column(name, verdict.masked_fill_(padding, False))
 
@@ -84,10 +73,18 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
     """What rejects tokens, and weights that tokens have of their own."""
     if rejected_T is not None:
         yield Column("rejected", rejected_T)
-    if state.weights_U is not None:
-        yield from weight_columns(state, state.weights_U, rejected_T)
+    if state.weights_U is not None and state.config.tis.batch_normalize:
+        yield Column("weight_unit", state.weights_U)
+        if "mode" in state.outside_T:
+            yield Column("outside_mode", state.outside_T["mode"])
     if state.config.metrics == "off":
         return
+    if state.weights_U is not None:  # of the kept tokens Σ w, Σ w², Σ (w − 1)²
+        kept, weight = state.tokens.mask, state.weights_U
+        if rejected_T is not None:
+            kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
+        yield Column("weight", weight, "weight_squared")
+        yield Column(None, weight - kept, "weight_deviation")
     if masked_T is not None and masked_T is not rejected_T:
         yield Column("masked", masked_T)
     for name, outside in state.outside_T.items():
@@ -104,10 +101,10 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     rows, unit_rows = _rows(state, has)
     values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    if state.parts is not None and not state.units.one_ratio_per_token:
+    if state.parts is not None and not state.unit.one_ratio_per_token:
         unit_rows |= {"one": state.counts_U}
         values.append(torch.stack(list(unit_rows.values())) @ state.counts_U)
-        names += [f"{row}@{state.units.measure}" for row in unit_rows]
+        names += [f"{row}@{state.unit.measure}" for row in unit_rows]
     if not counts_sequences:
         values = [torch.zeros_like(value) for value in values]
     maximum_names, maxima = _maxima(state, has, rows)
@@ -137,20 +134,20 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
 def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One number a sequence, and one a unit where these are (parts of) sequences; all finite. What has no response
     tokens is weighed 0 by every measure."""
-    config, means, units = state.config, state.means_N, state.units
+    config, means, unit = state.config, state.means_N, state.unit
     kept = state.kept_N / state.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     unit_rows: dict[str, Tensor] = {}
     if config.normalizes:
-        (rows if units.one_ratio_per_token else unit_rows).update(state.unit_rows())
+        (rows if unit.one_ratio_per_token else unit_rows).update(state.unit_rows())
     if config.metrics == "off":
         return rows | state.of_sequences(unit_rows), unit_rows
     rows |= _rejection_rows(state)
-    if units.one_ratio_per_token:
+    if unit.one_ratio_per_token:
         rows |= token_weight_rows(state, kept)
     else:
         unit_rows |= unit_weight_rows(state, kept)
-    if state.measured and not units.one_ratio_per_token:
+    if state.measured and not unit.one_ratio_per_token:
         unit_rows |= unit_ratio_rows(state)
     rows |= state.of_sequences(unit_rows)
     if "weight" in rows:
@@ -162,13 +159,13 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if units.one_ratio_per_token:
+    if unit.one_ratio_per_token:
         names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
         names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
-    if measures_parts(units):
-        rows["seq_ratio_squared"] = mean_ratio(rows).square()
-    if not (units.multiplies and units.measure == "sequences"):  # there it is the unit's
+    if unit.measure != "sequences":
+        rows["seq_ratio_squared"] = rows.get("unit_ratio", rows["ratio"]).square()
+    if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
     if state.bounds is not None:
         rows |= _outside_rows(state, state.bounds, rows)
@@ -180,13 +177,13 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
 def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
-    if measures_parts(bounds.units):
-        ratio = rows["ratio"] if bounds.units.per_token else mean_ratio(rows)
+    if bounds.unit.measure != "sequences":
+        ratio = rows["ratio"] if bounds.unit.per_token else rows.get("unit_ratio", rows["ratio"])
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
-    if bounds.units is state.units:
+    if bounds.unit == state.unit:
         return {}  # they are the unit's
-    log_ratio = bounds.units.aggregate(state.tokens.log_ratio, state.sums_N)
+    log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
     return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
@@ -230,7 +227,12 @@ def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     masked_N = any_of(outside for name, outside in state.outside_N.items() if name not in ("veto", "invalid"))
     by_token = state.means_N.get("masked", state.means_N.get("rejected") if state.outside_T else None)
-    masked = masked_with_units(state) if state.outside_U else by_token
+    masked = by_token
+    if state.outside_U:  # token criteria, and mask mode with a token's unit
+        tokens, outside = state.sums_U["tokens"], state.outside_U["mode"]
+        by_unit = state.sums_U.get("masked", state.sums_U.get("rejected") if state.outside_T else None)
+        shares = torch.zeros_like(tokens) if by_unit is None else by_unit / tokens.clamp(min=1)
+        masked = state.of_sequences({"masked": torch.where(outside, 1.0, shares)})["masked"]
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
@@ -258,22 +260,22 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     if state.measured:
         both["log_ratio_seq"] = state.means_N["log_ratio"]
         units["log_aggregate"] = state.log_ratio_U
-        if measures_parts(state.units):
-            both["ratio_seq"] = mean_ratio(rows)
+        if state.unit.measure != "sequences":
+            both["ratio_seq"] = rows.get("unit_ratio", rows["ratio"])
         if state.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in state.values_N.items()}
     if state.weights_U is not None:
         weights_U, factor = state.weights_U, own_factor(state)
         used = (
             weights_U * state.keep_T
-            if state.units.one_ratio_per_token
+            if state.unit.one_ratio_per_token
             else weights_U.masked_fill(state.kept_U == 0, 0.0)
         )
         weights["weight"] = used if factor is None else used / factor
     absent = has.logical_not()
-    if state.units.one_ratio_per_token or state.parts is not None:
-        padding = state.tokens.padding if state.units.one_ratio_per_token else state.counts_U == 0
-        extremes = _extremes_of_tokens if state.units.one_ratio_per_token else _extremes
+    if state.unit.one_ratio_per_token or state.parts is not None:
+        padding = state.tokens.padding if state.unit.one_ratio_per_token else state.counts_U == 0
+        extremes = _extremes_of_tokens if state.unit.one_ratio_per_token else _extremes
         parts = [_extremes(both, {}, absent), extremes(units, {}, padding), extremes({}, weights, padding)]
     else:
         parts = [_extremes(both | units, weights, absent)]
@@ -303,3 +305,77 @@ def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor)
     if both:
         parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
     return names, torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+# Units of the level: their ratios, plain and clamped, and the weights really used ------------------------------------
+
+
+def outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
+    """Which units of the level are above and below the bounds that act on them, [U] bool each."""
+    bounds, scale = state.bounds, state.scale_U
+    assert bounds is not None
+    return {
+        "high": state.log_ratio_U > grown(bounds.log_upper, scale),
+        "low": state.log_ratio_U < grown(bounds.log_lower, scale),
+    }
+
+
+def unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
+    """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
+    ratio = state.ratio_U
+    rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
+    if state.parts is None:  # of turns there are many
+        rows["unit_plain"] = ratio
+    rows["unit_ratio_squared"] = rows["unit_ratio"].square()
+    rows["clamped"] = clamped(state, rows["unit_ratio"], state.log_ratio_U)
+    rows["clamped_squared"] = rows["clamped"].square()
+    if state.bounds is not None and state.bounds.unit == state.unit:
+        rows |= outside_bounds(state)
+    return rows
+
+
+def token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
+
+    They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
+    micro_batch, whose factors differ, after it.
+    """
+    if state.weights_U is None:
+        return {}
+    factor, used = own_factor(state), kept > 0
+    weight, squared = state.means_N["weight"] * used, state.means_N["weight_squared"] * used
+    deviation = state.means_N["weight_deviation"] * used
+    if factor is not None:
+        # Σ (w/f − 1)² from the sums about w = 1.
+        shift = 1.0 - factor
+        deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
+        weight, squared = weight / factor, squared / factor**2
+    return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
+
+
+def unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
+    if state.weights_U is None:
+        return {}
+    factor = own_factor(state)
+    unit = state.weights_U if factor is None else state.weights_U / factor
+    if state.parts is not None:
+        kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
+    weight = unit * kept
+    rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
+    return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
+
+
+def own_factor(state: CorrectionState) -> Tensor | float | None:
+    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
+    return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
+
+
+def clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
+    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
+    upper, middle = state.config.tis.upper, center(state.config)
+    low, high = sorted((1.0 / upper, upper))
+    if middle:
+        return ratio.clamp(low - middle, high - middle)
+    clamped = bounded_exp(log_ratio).clamp_(low, high)
+    return clamped if padding is None else clamped.masked_fill_(padding, 0)

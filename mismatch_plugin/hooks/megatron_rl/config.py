@@ -7,7 +7,6 @@ from argparse import Namespace
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import ignore_mismatch_warnings, lower_epsilon
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import MEGATRON_LM, needs_loss_mask
@@ -104,8 +103,8 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 def sums_tokens(config: MismatchConfig) -> bool:
     """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
-    weights = config.weighted and units_of(config).multiplies
-    return weights or config.policy_objective == "gspo" or any(c.aggregate == "sequence_sum" for c in config.criteria)
+    weights = config.weighted and config.unit.multiplies
+    return weights or config.policy_objective == "gspo" or any(c.unit.multiplies for c in config.criteria)
 
 
 def without_mask(config: MismatchConfig) -> MismatchConfig:

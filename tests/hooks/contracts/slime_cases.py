@@ -42,13 +42,13 @@ WEIGHTED_KL = {"terms": {"kl_importance_weighted": True}}
 def drawn(names: Iterable[Any], layouts: Iterable[str]) -> list[tuple[str, Any]]:
     """(layout, case) pairs to run: with MISMATCH_FULL=1 all, else so few that every two words of the names of product
     cases, and every such word with a layout, occur together, and every other case in one layout."""
-    layouts, everything = list(layouts), list(itertools.product(layouts, names))
+    layouts, names = list(layouts), list(names)
+    everything = list(itertools.product(layouts, names))
     if os.environ.get("MISMATCH_FULL"):
         return everything
-    products = [(layout, name) for layout, name in everything if isinstance(name, str) and name[0].isdigit()]
-    chosen = [
-        (layouts[i % len(layouts)], name) for i, name in enumerate(names) if name not in dict(map(reversed, products))
-    ]
+    products = [(layout, name) for layout, name in everything if name[0].isdigit()]
+    others = [name for name in names if not name[0].isdigit()]
+    chosen = [(layouts[number % len(layouts)], name) for number, name in enumerate(others)]
     words = {one: {*itertools.combinations(sorted({one[0], *one[1].split()}), 2)} for one in products}
     left = set[tuple[str, ...]]().union(*words.values())
     while left:

@@ -240,7 +240,7 @@ def test_a_class_is_watched_once() -> None:
     actor = type("Training", (Training,), {"train_actor": Training.train_actor})
     for _ in range(2):
         told.watch(actor)
-    assert actor.train_actor.mismatch_plugin_wraps[1] is Training.train_actor
+    assert vars(actor.train_actor)["mismatch_plugin_wraps"][1] is Training.train_actor
 
 
 def test_a_share_of_each_sample_under_context_parallelism() -> None:
