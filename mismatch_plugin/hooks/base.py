@@ -64,11 +64,7 @@ METHODS: dict[str, Method] = {
     "penalty": _plain("`--mismatch-rollout-kl-coef`", "terms.rollout_kl_coef", 0.0, "terms.rollout_kl"),
     "groups": _plain("`--rs-group`", "rs.group", "keep", "rs.min_group"),
     "versions": _plain("`--rs-max-staleness`", "rs.max_staleness"),
-    "normalisation": Method(
-        "batch normalisation",
-        ("tis.batch_normalize",),
-        lambda c: "<tis.batch_normalize>" if c.normalizes else "",
-    ),
+    "normalisation": _plain("batch normalisation", "tis.batch_normalize", False),
     "accepted": Method(
         "denominator `accepted`",
         ("denominator",),

@@ -21,7 +21,7 @@ from tests.fixtures.sglang_check.policies import FOLDER, recorded, score, traini
 
 CLEAN = "bfloat16_temperature_1.0"
 RECORDS = FOLDER / f"{CLEAN}.jsonl"
-HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "python"}
+HOSTS = {"slime", "miles", "megatron-lm", "verl", "nemo-rl", "trl", "skyrl", "prime-rl", "python"}
 
 
 def _inspect(*arguments: object) -> Result:

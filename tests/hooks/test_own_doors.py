@@ -173,7 +173,7 @@ SETTINGS = (
 @doors
 def test_flags_arrive_and_the_loss_is_policy_loss(name: str, words: str) -> None:
     settings, total = DOORS[name]
-    asked, host = MismatchConfig.from_words(words.split()), HOSTS[name]
+    asked, host = mp.MismatchConfig.from_words(words.split()), HOSTS[name]
     owned = any(start in ("objective",) for start in host.owns) and asked.objective != "ppo"
     judges = name == "trl" and asked.algorithm == 1 and asked.rejects  # π_θ, once a generation
     if host.lacking(asked) or owned or judges:
@@ -215,7 +215,7 @@ REFUSED = {
 def test_what_cannot_be_had_is_refused_with_the_reason(name: str, words: str) -> None:
     host, key = HOSTS[name], REFUSED[words]
     words += " --use-rollout-log-probs" if name == "prime-rl" and key != "current_policy" else ""
-    if key not in host.lacks and "old_log_probs" not in host.lacking(MismatchConfig.from_words(words.split())):
+    if key not in host.lacks and "old_log_probs" not in host.lacking(mp.MismatchConfig.from_words(words.split())):
         assert DOORS[name][0](words)
         return
     key = key if key in host.lacks else "old_log_probs"
