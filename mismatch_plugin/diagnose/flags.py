@@ -85,9 +85,9 @@ def available(config: MismatchConfig, name: str) -> tuple[MismatchConfig, tuple[
         for path in METHODS[key].paths:
             _drop(data, path)
         unless = f" without {lack.unless}" if lack.unless else ""
-        shown = asked.replace("<", "").replace(">", "")
         instead = "" if lack.instead == Lack.instead else f". {lack.instead}"
-        notes.append(f"{shown} cannot be had on {name}{unless}: {lack.why}{instead}")
+        note = f"{asked} cannot be had on {name}{unless}: {lack.why}{instead}"
+        notes.append(note.replace("<", "").replace(">", ""))
     if config.normalizes:
         wanted, given = config.tis.batch_normalize_scope, host.scope(config)
         if given != "step" and wanted not in ("auto", given):

@@ -108,7 +108,7 @@ def test_a_dump_of_a_trainer_prints_that_trainers_flags():
     for format, name in (("verl", "verl"), ("nemo_rl", "NeMo-RL"), ("miles_train", "miles"), ("slime", "slime")):
         assert f"{name} (--host " in one_line(shown(diagnosis("normal", format=format)))
     assert "slime (--host " in one_line(shown(diagnosis("normal", format="verl"), host="slime"))
-    for format in ("records", "trl", "generic", "live"):  # nobody's launch line
+    for format in ("records", "generic", "live"):  # nobody's launch line
         lines = shown(diagnosis("normal", format=format))
         assert "Flags, for any trainer (--host slime, " in one_line(lines)
         assert "--mismatch-preset token_is" in lines and "ray job" not in one_line(lines)

@@ -170,7 +170,7 @@ def test_ten_steps_are_those_of_policy_loss(case: str, tmp_path: Path) -> None:
 
 
 def test_its_tracker_has_the_metrics_that_inspect_reads(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="TensorBoard is not installed: make test-trl")
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     build(tmp_path, SEQUENCE, report_to=["tensorboard"]).train()
     rows = read_source(tmp_path).rows
     assert len(rows) == STEPS // 2  # one a generation
