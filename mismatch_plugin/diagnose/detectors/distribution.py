@@ -23,7 +23,7 @@ from mismatch_plugin.diagnose.normal import ENOUGH_TOKENS, FAR_ABS_MEAN
 GAP_TRIM = 0.005
 """Of the gap's distribution on each side is pulled in to that quantile: one wild token must not decide a slope."""
 MIN_SLOPE, MIN_SLOPE_EXPECTED, SLOPE_Z_SCORE = 0.03, 0.01, 8.0
-SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.5, 0.2
+SLOPE_SHARE, SLOPE_SHARE_EXPECTED = 0.5, 0.08
 """Of the gap's variance a temperature must explain; less is asked where the slope is that of the recorded one."""
 SLOPE_OVER_NOISE = 0.6
 """Noise of that size, relative to the spread of the log-probs, makes a slope by itself: sampling prefers tokens whose
