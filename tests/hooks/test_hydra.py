@@ -327,6 +327,8 @@ def test_nemo_rl_s_own_settings_win_or_stop(line: str, yaml: str, message: str, 
 
 
 def test_a_nemo_rl_configuration_that_never_ends_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"grpo\.yaml is not valid YAML or JSON: .* each alias \(\*\) counted in full"):
+        _nemo(tmp_path, "--use-tis", "loss_fn: &a {mismatch: *a}\n")
     script = _script(tmp_path, "nemo_rl.algorithms.grpo")
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
     (tmp_path / "b.yaml").write_text("defaults: [a.yaml]\n")
