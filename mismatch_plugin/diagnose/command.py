@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mismatch_plugin.config.values import host_name
-
 if TYPE_CHECKING:
     from mismatch_plugin.diagnose.result import Diagnosis
 
@@ -114,6 +112,7 @@ def inspect(
     from mismatch_plugin.data.read import InputError
     from mismatch_plugin.diagnose.flags import HOSTS
     from mismatch_plugin.diagnose.run_sources import kind_of
+    from mismatch_plugin.hooks.hosts import host_name
     from mismatch_plugin.report.table import printable
 
     try:
@@ -221,8 +220,8 @@ def _write_report(diagnosis: Diagnosis, folder: Path, host: str | None) -> tuple
     """`report.html` in a folder; its path, and a sentence where it could not be written."""
     page = folder / "report.html"
     try:
+        from mismatch_plugin.diagnose.flags import trainer_of
         from mismatch_plugin.diagnose.page import write_page
-        from mismatch_plugin.diagnose.words import trainer_of
 
         folder.mkdir(parents=True, exist_ok=True)
         write_page(diagnosis, page, host=host or trainer_of(diagnosis.format))

@@ -19,9 +19,9 @@ HOSTS: dict[str, str] = {**{name: host.title for name, host in TRAINERS.items()}
 """Host → its name as people write it, in the order in which they are shown."""
 
 
-def host_of(format: str) -> str:
-    """The trainer whose dump has this format, as far as the format names one."""
-    return next((name for name, host in TRAINERS.items() if format in host.dumps), next(iter(TRAINERS)))
+def trainer_of(format: str) -> str | None:
+    """The trainer that writes dumps of this format; None where several do, or none."""
+    return next((name for name, host in TRAINERS.items() if format in host.dumps), None)
 
 
 def config_of(settings: Mapping[str, Any]) -> MismatchConfig:

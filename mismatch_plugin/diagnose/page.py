@@ -67,8 +67,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str | None = None) -> 
         data = _finite(data | {"judged": list(RS_LEVELS), "units": UNIT_NAMES})
     flags = dict[str, tuple[str, str]]()
     if advice:
-        names: dict[str, str] = {**HOSTS}
-        flags = {name: (names.get(name, name), text) for name, text in advice.flags.items()}
+        flags = {name: (HOSTS.get(name, name), text) for name, text in advice.flags.items()}
         flags = flags if host else {"": ("any trainer", words.neutral_flags(advice.settings))} | flags
     html = template.render(
         d=diagnosis,

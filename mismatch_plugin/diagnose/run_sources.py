@@ -39,8 +39,7 @@ _ACCEPTED = (
 ABS_GAP = "log_ratio_abs_mean"
 """Mean |log π_train − log π_rollout| of the tokens, nats: others record it, the plugin itself does not."""
 
-_NAMES = {name: host.metrics for name, host in HOSTS.items() if host.metrics}
-KNOWN = {name: ours for names in _NAMES.values() for name, ours in names.items()}
+KNOWN = {name: ours for host in HOSTS.values() for name, ours in host.metrics.items()}
 """What trainers record without the plugin: its name → ours. docs/metric_names.md says where they differ."""
 
 
@@ -136,7 +135,8 @@ def read_source(path: str | Path, run: str | None = None) -> Source:
         renamed = [f"{c.metric} as {ours}" for c in columns if (ours := c.ours.removeprefix(PREFIX)) not in c.metric]
         also = f": {_listed(renamed)}" if renamed else ""
         notes.append(f"metrics of the trainer itself are read under our names{also} (docs/metric_names.md)")
-    host: str | None = next((h for h in HOSTS for column in columns if column.metric in _NAMES.get(h, ())), None)
+    recorded = {column.metric for column in columns}
+    host = next((name for name, host in HOSTS.items() if recorded & host.metrics.keys()), None)
     names = {column.before + column.metric: column.ours for column in columns}
     kept = [(index, row) for index, row in enumerate(rows, start=1) if not names.keys().isdisjoint(row)]
     steps = _step_name([row for _, row in kept])

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from mismatch_plugin.diagnose import words
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.flags import HOSTS
+from mismatch_plugin.diagnose.flags import HOSTS, trainer_of
 from mismatch_plugin.diagnose.normal import size_class
 from mismatch_plugin.diagnose.result import Diagnosis, Verdict
 from mismatch_plugin.report.table import NOTHING, figure, printable, shows_unicode
@@ -130,7 +130,7 @@ def show(
     if diagnosis.recommendation is None:
         screen.step(words.without_advice(diagnosis))
     else:
-        _advice(screen, diagnosis, host or words.trainer_of(diagnosis.format))
+        _advice(screen, diagnosis, host or trainer_of(diagnosis.format))
     if report is not None:
         screen.say(f"Report: {report}", whole=True)
 
@@ -142,12 +142,11 @@ def _advice(screen: _Screen, diagnosis: Diagnosis, host: str | None) -> None:
         raise ValueError(f"there are no flags for host {host!r}: choose {', '.join(advice.flags)}.")
     why = ". ".join(reason[:1].upper() + reason[1:] for reason in advice.reasons[:2])
     screen.say(f"Recommended: {advice.setting}. {words.sentence(why)}", "bold")
-    names: dict[str, str] = {**HOSTS}
     others = ", ".join(name for name in advice.flags if name != host)
     if host is None:
         screen.say(f"Flags, for any trainer (--host {others} prints a launch line):")
     else:
-        screen.say(f"{names.get(host, host)} (--host {others} for the others):")
+        screen.say(f"{HOSTS.get(host, host)} (--host {others} for the others):")
     for line in (words.neutral_flags(advice.settings) if host is None else advice.flags[host]).splitlines():
         screen.say(line, "cyan", whole=True)
     for watched in advice.watch[:1]:

@@ -9,7 +9,7 @@ from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.units import acting_bounds
 from mismatch_plugin.diagnose.detectors.run import NO_TRAINING
 from mismatch_plugin.diagnose.findings import Finding
-from mismatch_plugin.diagnose.flags import config_of, host_of, shortest_flags
+from mismatch_plugin.diagnose.flags import config_of, shortest_flags
 from mismatch_plugin.diagnose.normal import SMALL_K3, UNEXPLAINED, span
 from mismatch_plugin.diagnose.result import VERDICTS, Comparable, Diagnosis, Gate, Prediction
 from mismatch_plugin.report.table import NOTHING, figure
@@ -31,12 +31,6 @@ def headline(diagnosis: Diagnosis) -> tuple[str, str]:
     """(the verdict in two words, the rest of the sentence)."""
     verdict = VERDICTS[diagnosis.verdict]
     return verdict, diagnosis.headline.removeprefix(f"{verdict}: ")
-
-
-def trainer_of(format: str) -> str | None:
-    """The trainer that writes dumps of this format; None where several do, or none that has launch flags."""
-    host = host_of(format)
-    return None if host == "slime" and not format.startswith("slime") else host
 
 
 def neutral_flags(settings: Mapping[str, object]) -> str:

@@ -200,18 +200,20 @@ def resolve(
     theirs: dict[str, Any],
     *,
     base: dict[str, Any] | None = None,
-    by_hand: Collection[str] = (),
+    by_hand: Collection[str] | None = None,
     allowed: Collection[str] = (),
 ) -> MismatchConfig:
     """The one configuration that our settings and the host's give: base < theirs < ours.
 
     ours, theirs, base: nested settings; base holds defaults, of a preset or of the host, that either may change.
-    by_hand: the dotted paths of ours that a person asked for, and that are refused where they have no effect.
+    by_hand: the dotted paths of ours that a person asked for, and that are refused where they have no effect; None:
+    all of them.
     allowed: keys of `host.lacks` that this run can do all the same.
     Raises: ValueError, one sentence, where the two contradict each other, or ours ask for what the host decides or
     cannot do. Warns: MismatchWarning as building the configuration does.
     """
     validate_owned(host, ours, theirs)
+    by_hand = dotted_fields_set(ours) if by_hand is None else by_hand
     if "denominator" in theirs and ours.get("denominator") == "auto":
         ours = {name: value for name, value in ours.items() if name != "denominator"}
     data = merge(merge(base or {}, theirs), ours)

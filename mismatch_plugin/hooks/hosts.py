@@ -388,10 +388,15 @@ HOSTS: dict[str, Host] = {host.name: host for host in (SLIME, MILES, MEGATRON_LM
 """Name → host, in the order in which they are shown."""
 
 
+def host_name(given: str) -> str:
+    """A host's name in its one spelling: megatron-lm for megatron_lm, Megatron-LM, and its folder megatron_rl. Of what
+    is no host's the same text, with dashes and without capitals."""
+    plain = given.lower().replace("_", "-")
+    return next((host.name for host in HOSTS.values() if plain in host.spellings), plain)
+
+
 def find_host(name: str, what: str = "host") -> Host:
     """The host of that name, in whatever spelling. Raises ValueError for an unknown one, which it calls `what`."""
-    plain = name.lower().replace("_", "-")
-    for host in HOSTS.values():
-        if plain in (host.name, *host.spellings):
-            return host
-    raise unknown(what, name, HOSTS)
+    if (host := HOSTS.get(host_name(name))) is None:
+        raise unknown(what, name, HOSTS)
+    return host

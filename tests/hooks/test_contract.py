@@ -35,7 +35,7 @@ MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0],
 
 
 def batch() -> Data:
-    """[4, 6] log-probs of three policies, all different, and advantages."""
+    """[4, 6] log-probs of three policies, all different, and [4] advantages of responses."""
     generator = torch.Generator().manual_seed(3)
 
     def noise(scale: float) -> Tensor:
@@ -45,7 +45,7 @@ def batch() -> Data:
     old = (rollout + noise(0.3)).clamp(max=-0.01)
     current = (old + noise(0.3)).clamp(max=-0.01)
     advantages = torch.tensor([0.7, -1.2, 0.4, 1.5], dtype=torch.float64)
-    return {"rollout": rollout, "old": old, "current": current, "advantages": advantages[:, None].expand(MASK.shape)}
+    return {"rollout": rollout, "old": old, "current": current, "advantages": advantages}
 
 
 # The rows -------------------------------------------------------------------------------------------------------------
@@ -228,6 +228,7 @@ def test_flags_arrive_and_the_loss_is_policy_loss(name: str, words: str, tmp_pat
     assert f"algorithm {asked.algorithm}: " in "\n".join(plan.lines)
 
     data = batch()
+    data["advantages"] = data["advantages"][:, None].expand(MASK.shape)
     mine, theirs = (data["current"].clone().requires_grad_() for _ in range(2))
     columns = {"rollout_log_probs": "rollout", "old_log_probs": "old", "advantages": "advantages"}
     rows: dict[str, Any] = {column: list(data[key]) for column, key in columns.items()}
@@ -287,7 +288,7 @@ def test_a_method_is_had_or_refused_with_the_reason(name: str, key: str, tmp_pat
     words = f"--use-tis {ASKED[key]}".replace("REPORT", str(tmp_path / "run"))
     asked = mp.MismatchConfig.from_words(words.split())
     assert METHODS[key].asked(asked)
-    if key in host_lacks(name, asked):
+    if key in HOSTS[name].lacking(asked):
         lack = HOSTS[name].lacks[key]
         with pytest.raises(ValueError, match="cannot be had in") as caught:
             _plan(name, words, tmp_path)
@@ -298,10 +299,6 @@ def test_a_method_is_had_or_refused_with_the_reason(name: str, key: str, tmp_pat
     for path in METHODS[key].paths:
         if path in flag_names(mp.MismatchConfig):
             assert value_and_default(plan.config, path)[0] == value_and_default(asked, path)[0], path
-
-
-def host_lacks(name: str, config: mp.MismatchConfig) -> set[str]:
-    return set(HOSTS[name].lacking(config))
 
 
 def test_every_method_is_asked_for_by_something() -> None:

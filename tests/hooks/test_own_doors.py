@@ -20,23 +20,9 @@ from mismatch_plugin.diagnose.flags import available, flags_for
 from mismatch_plugin.hooks import prime_rl, skyrl, trl
 from mismatch_plugin.hooks.hosts import HOSTS
 from mismatch_plugin.report.presets import quiet_preset
+from tests.hooks.test_contract import MASK, batch
 
 pytestmark = pytest.mark.filterwarnings("ignore::mismatch_plugin.MismatchWarning")
-MASK = torch.tensor([[1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 1, 1]])
-
-
-def batch() -> dict[str, Tensor]:
-    """[4, 6] log-probs of three policies, all different, and advantages of responses."""
-    generator = torch.Generator().manual_seed(3)
-
-    def noise(scale: float) -> Tensor:
-        return scale * torch.randn(MASK.shape, generator=generator, dtype=torch.float64)
-
-    rollout = -noise(1.0).abs() - 0.05
-    old = (rollout + noise(0.3)).clamp(max=-0.01)
-    current = (old + noise(0.3)).clamp(max=-0.01)
-    advantages = torch.tensor([0.7, -1.2, 0.4, 1.5], dtype=torch.float64)
-    return {"rollout": rollout, "old": old, "current": current, "advantages": advantages}
 
 
 # The doors: the settings that flags give there, and the sum of the loss -----------------------------------------------

@@ -50,6 +50,7 @@ def settings(args: Namespace) -> MismatchConfig:
             MEGATRON_LM,
             config.model_dump(exclude_unset=True),
             {"denominator": "original", "aggregation": "token-mean", **given},
+            by_hand=(),
         )
     if config.needs_rollout_log_probs and not corrects:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.compat.nemo_rl import CORRECTION_TYPE, OBJECTIVES, nemo_rl_settings
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.config.values import merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import NEMO_RL
@@ -60,7 +60,7 @@ def settings(host_config: Any) -> MismatchConfig:
                 f"off, or leave {BLOCK}.use_tis out (algorithm 1)."
             )
     theirs["denominator"] = "original"
-    config = resolve(NEMO_RL, own, theirs, base=base, by_hand=dotted_fields_set(own))
+    config = resolve(NEMO_RL, own, theirs, base=base)
     if host.get("use_importance_sampling_correction") and config.algorithm == 0:
         raise ValueError(
             "loss_fn.use_importance_sampling_correction asks for weights, and algorithm 0 of these settings has "

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
+from mismatch_plugin.core.rejection import k3
+from mismatch_plugin.core.segments import bounded_exp
 from mismatch_plugin.hooks.base import block_lines, given_settings, resolve, start_block
 from mismatch_plugin.hooks.hosts import PRIME_RL
 from mismatch_plugin.hooks.version import version_line
@@ -70,11 +71,11 @@ def policy_loss(inputs: LossInputs, **kwargs: Any) -> LossOutputs:
         losses = losses * inputs.loss_weights
     if config.metrics == "off":
         return LossOutputs(losses.sum(), {})
-    log_ratio = correction.tokens.log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND)
+    log_ratio = correction.tokens.log_ratio
     columns = {
-        "kl": -log_ratio,
-        "k3_kl": log_ratio.exp() - 1.0 - log_ratio,
-        "rollout_is_ratio_mean": log_ratio.exp(),
+        "kl": -log_ratio.clamp(-SAFETY_BOUND, SAFETY_BOUND),
+        "k3_kl": k3(log_ratio),
+        "rollout_is_ratio_mean": bounded_exp(log_ratio),
         "rollout_is_weight_after_mean": correction.applied,
         "rollout_is_masked_fraction": 1.0 - correction.keep,
     }
@@ -98,7 +99,7 @@ def _resolved(text: str) -> MismatchConfig:
         more = ", ".join(own.keys() - {"flags"})
         raise ValueError(f"trainer.loss.kwargs has flags and {more}: give all as flags, or none.")
     ours, base = given_settings(own.get("flags", own))
-    config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
+    config = resolve(PRIME_RL, ours, {"denominator": "original"}, base=base)
     if os.environ.get("RANK", "0") == "0":
         print(start_block("prime-rl", [*describe(config), version_line(PRIME_RL)]), flush=True)
     return config

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import dotted_fields_set, merge
+from mismatch_plugin.config.values import merge
 from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
@@ -106,7 +106,7 @@ def settings(cfg: Any, given: MismatchConfig | Mapping[str, Any] | str) -> Misma
         if both.get("objective") == "cispo":
             low, high = algorithm.cispo.cispo_eps_clip_low, algorithm.cispo.cispo_eps_clip_high
         decided["ppo"] = {"eps_clip_low": min(low, 1.0), "eps_clip_high": high}
-    config = resolve(SKYRL, ours, decided, base=base, by_hand=dotted_fields_set(ours))
+    config = resolve(SKYRL, ours, decided, base=base)
     if config.needs_rollout_log_probs and cfg.generator.sampling_params.logprobs is None:
         raise ValueError(
             f"algorithm {config.algorithm} needs the engine's log-probs: set generator.sampling_params.logprobs=1."

@@ -128,7 +128,7 @@ def read_settings(args: Namespace, host: Host) -> MismatchConfig:
         theirs["tis"] = _tis_bounds(args, ours.get("tis") or {}, host)
     if value(args, "use_opsm") and value(args, "loss_type") == "custom_loss":
         ours = with_opsm({**ours, "use_rollout_log_probs": bypass}, value(args, "opsm_delta"))
-    return resolve(host, ours, theirs)
+    return resolve(host, ours, theirs, by_hand=())
 
 
 def _of_host(args: Namespace) -> dict[str, Any]:

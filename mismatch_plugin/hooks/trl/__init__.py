@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.values import dotted_fields_set
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.data.sampling import filter_bias
@@ -113,7 +112,7 @@ def settings(given: MismatchConfig | Mapping[str, Any] | str, args: Any) -> Mism
     Raises: ValueError, one sentence, for what cannot be had there.
     """
     ours, base = given_settings(given)
-    config = resolve(TRL, ours, {"denominator": "original"}, base=base, by_hand=dotted_fields_set(ours))
+    config = resolve(TRL, ours, {"denominator": "original"}, base=base)
     if config.use_rollout_log_probs and config.rejects_by_log_probs:
         raise ValueError(
             "rejection in algorithm 1 cannot be had in TRL: it judges π_θ, which only its loss has. Leave "

@@ -15,7 +15,7 @@ from typing import Any
 from mismatch_plugin.config import ALGORITHM_NAMES, MismatchConfig
 from mismatch_plugin.config.compat.verl import CLIP, CORRECTION, OBJECTIVES, SPELLED, from_verl, verl_clip
 from mismatch_plugin.config.presets import find_preset
-from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings, merge
+from mismatch_plugin.config.values import get_path, ignore_mismatch_warnings, merge
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import block_lines, resolve
 from mismatch_plugin.hooks.hosts import VERL
@@ -207,9 +207,7 @@ def _build(text: str) -> MismatchConfig:
         criteria = base.get("rs", {}).get("criteria", ()), (own.get("rs") or {}).get("criteria") or ()
         if all(criteria):
             own = merge(own, {"rs": {"criteria": [*criteria[0], *criteria[1]]}})
-    config = resolve(
-        VERL, own, theirs, base=base, by_hand=dotted_fields_set(own), allowed=("accepted",) if late else ()
-    )
+    config = resolve(VERL, own, theirs, base=base, allowed=("accepted",) if late else ())
     if bypass and config.changes_denominator and config.terms.rollout_kl_coef and config.terms.rollout_kl_on == "all":
         raise ValueError(
             f"{BLOCK}.terms.rollout_kl_on all reaches no rejected token in verl, which aggregates over accepted ones: "
