@@ -18,11 +18,11 @@ import torch
 
 import mismatch_plugin as mp
 from examples.benchmarks.counting import count
+from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl import describe, mismatch_loss, settings
 from mismatch_plugin.hooks.verl.config import check_tree
-from mismatch_plugin.hooks.verl.driver import correct_rollout_batch, pack_trained
+from mismatch_plugin.hooks.verl.driver import begin_tracking, correct_rollout_batch, log_step, pack_trained
 from mismatch_plugin.hooks.verl.loss import verl_token_loss as token_loss
-from mismatch_plugin.hooks.verl.report import STEP, wrap_tracking
 from mismatch_plugin.report.log import read_steps
 from mismatch_plugin.report.state import merged_metrics
 from tests.hooks.contracts import verl as contract
@@ -391,11 +391,12 @@ def test_a_report_folder_gets_each_step_that_verl_logs(tmp_path: Path) -> None:
     config = tree(block(ours, rollout_is="token"))
     tracking: Any = type("Tracking", (Tracking,), dict(vars(Tracking)))
     for _ in range(2):
-        wrap_tracking(tracking)
+        wrap_once(tracking, "__init__", begin_tracking)
+        wrap_once(tracking, "log", log_step)
     tracker = tracking("project", "run", ["console"], config=config)
     tracker.log(data={"val/reward": 0.5}, step=0)
     for step in (1, 2):
-        _, metrics = correct_rollout_batch(rollout_batch(padded()), settings(config), STEP.keep)
+        _, metrics = correct_rollout_batch(rollout_batch(padded()), settings(config))
         tracker.log(data={**metrics, "actor/grad_norm": torch.tensor(0.25), "table": "text"}, step=step)
     assert tracker.logged == [0, 1, 2]
     first, second = read_steps(tmp_path)
