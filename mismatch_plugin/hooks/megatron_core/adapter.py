@@ -24,8 +24,13 @@ from mismatch_plugin.core.loss import PolicyLoss
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.hooks.megatron_core.batch import MegatronBatch
-from mismatch_plugin.hooks.megatron_core.extra_losses import extra_losses, logits_with_labels, mtp_arguments
-from mismatch_plugin.hooks.megatron_core.fused_head import hidden_states, validate_fused_head
+from mismatch_plugin.hooks.megatron_core.model import (
+    extra_losses,
+    hidden_states,
+    logits_with_labels,
+    mtp_arguments,
+    validate_fused_head,
+)
 from mismatch_plugin.log_probs import (
     BORROWED,
     Backend,

@@ -20,7 +20,6 @@ from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import group_advantages, group_metrics
 from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import wrap_once
 from mismatch_plugin.hooks.verl.config import check_tree
 from mismatch_plugin.report.log import report_logged
 
@@ -151,7 +150,9 @@ def begin_tracking(own: Callable[..., None], self: Any, *args: Any, **kwargs: An
     self.mismatch_settings = check_tree(tree) if ours else None
 
 
-def log_step(own: Callable[..., None], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+def log_step(
+    own: Callable[..., None], self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any
+) -> None:
     """verl's `Tracking.log`, and a line of our report where this is a training step (verl logs its validation, too).
 
     In bypass mode our metrics are verl's mean over micro-batches. Next to ours a line has verl's other numbers.

@@ -13,7 +13,7 @@ import pytest
 
 from mismatch_plugin.hooks import megatron_rl
 from mismatch_plugin.hooks.base import Plan
-from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from tests.hooks.contracts.launch_trees import ROOT, launch, megatron_tree, run
 
@@ -168,7 +168,7 @@ typing.override = typing_extensions.override  # for Pythons older than 3.12
 from megatron.training.arguments import parse_args
 from mismatch_plugin.hooks.megatron_rl import extra_args_provider, settings
 from mismatch_plugin.launch.command_line import read_command_line
-from mismatch_plugin.hooks.megatron_rl.launch import TABLE
+from mismatch_plugin.hooks.megatron_rl.adapter import TABLE
 seen = []
 def provider(parser):
     seen.extend(parser._option_string_actions.items())
