@@ -408,11 +408,6 @@ def wrap_once(owner: Any, name: str, around: Callable[..., Any]) -> None:
                 setattr(loaded, name, wrapped)
 
 
-def is_wrapped(function: Any) -> bool:
-    """Whether `wrap_once` made it."""
-    return hasattr(function, _OWN)
-
-
 def start_block(host: str, lines: Sequence[str]) -> str:
     """What is printed before training starts. Lines that begin with "! " are warnings."""
     shown = (line if line.startswith("! ") else f"  {line}" for line in lines)

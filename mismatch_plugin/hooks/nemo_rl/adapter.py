@@ -11,10 +11,7 @@ clip, KL and aggregation stay its own.
 
 from __future__ import annotations
 
-import atexit
-import logging
 import math
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -33,7 +30,7 @@ from mismatch_plugin.core.metrics.formulas import State
 from mismatch_plugin.core.metrics.registry import PREFIX, means
 from mismatch_plugin.core.objectives import kl_to_reference, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.hooks.base import Given, Host, Plan, is_wrapped, peek, start_block, wrap_once, wrapped_by
+from mismatch_plugin.hooks.base import Given, Host, Plan, peek, start_block, wrap_once, wrapped_by
 from mismatch_plugin.hooks.hosts import NEMO_RL
 from mismatch_plugin.hooks.nemo_rl.config import describe, loss_settings, settings
 from mismatch_plugin.hooks.nemo_rl.groups import GroupAdvantages
@@ -43,7 +40,6 @@ from mismatch_plugin.hooks.version import version_line
 from mismatch_plugin.limits import SAFETY_BOUND
 from mismatch_plugin.report.log import report_logged, validate_same_settings
 
-logger = logging.getLogger("mismatch_plugin")
 _INTERFACES = "nemo_rl.algorithms.loss.interfaces"
 _GRPO = "nemo_rl.algorithms.grpo"
 _EPSILON = 1e-8  # NeMo-RL's own, in every mean
@@ -279,21 +275,6 @@ def write_steps(made: tuple[Any, ...], config: MismatchConfig) -> None:
 def install(said: Sequence[str] = ()) -> None:
     """Wrap `nemo_rl.algorithms.grpo.setup`, also where the script has imported it by name already. Idempotent."""
     wrap_once(_GRPO, "setup", partial(setup_with_loss, said=said))
-
-
-def _script_setup() -> Any:
-    return getattr(sys.modules.get("__main__"), "setup", None)
-
-
-@atexit.register
-def _warn_of_own_loss() -> None:
-    """NeMo-RL keeps keys that it does not know, and says nothing of them."""
-    setup = _script_setup()
-    if getattr(setup, "__module__", None) == _GRPO and not is_wrapped(setup):
-        logger.warning(
-            "NeMo-RL's setup made the loss, and loss_fn.mismatch, if it is set, had no effect: call "
-            "mismatch_plugin.hooks.nemo_rl.install() in the script, or start it through the launcher."
-        )
 
 
 # The launcher ---------------------------------------------------------------------------------------------------------

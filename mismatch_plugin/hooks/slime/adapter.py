@@ -12,7 +12,7 @@ import math
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -56,7 +56,9 @@ class RayAdapter(ABC):
     name: str
 
     def __init__(self) -> None:
-        self.host = HOSTS[self.name]
+        self.host = host = HOSTS[self.name]
+        self.settings, self.check = partial(read_settings, host=host), partial(check_arguments, host=host)
+        self.describe = partial(describe_settings, host=host)
         hooks = set_hook(self.name, "before_train_step", "rollout_data_postprocess")
         self.run = MegatronStep(self._log_step, writes=self.writes, whole_steps=hooks)
         self.versions, self.updates = Versions(self.name), WeightUpdates(self.name)
@@ -85,21 +87,6 @@ class RayAdapter(ABC):
     def groups(self) -> ParallelGroups:
         """`find_groups`, once."""
         return self.find_groups()
-
-    def settings(self, args: Namespace) -> MismatchConfig:
-        """The configuration that the host's arguments and ours give. Raises ValueError where they contradict."""
-        return read_settings(args, self.host)
-
-    def check(self, args: Namespace) -> MismatchConfig | None:
-        """`settings`, and whether loss type and paths can mean them; None where neither of our losses runs.
-
-        Raises ValueError with one sentence that says what to change.
-        """
-        return check_arguments(args, self.host)
-
-    def describe(self, config: MismatchConfig, host_args: Namespace) -> list[str]:
-        """Lines of the start-up block."""
-        return describe_settings(config, host_args, self.host)
 
     def init(self, args: Namespace) -> None:
         """When a training process starts: refuse what cannot run, and say on rank 0 what will.

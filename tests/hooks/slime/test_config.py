@@ -282,16 +282,6 @@ def test_a_preset_that_becomes_another_algorithm_in_the_yaml_is_noted(keys: dict
     assert "! preset geo_rs is algorithm 0" in described(**vars(args))
 
 
-def test_flags_and_a_mis_yaml_that_mean_different_bounds_are_refused():
-    """Where our flags are in the parser, nobody can tell which of the values the file has set."""
-    parser = mp.add_arguments(argparse.ArgumentParser())
-    typed = {**vars(parser.parse_args([])), **SHIPPED, "rs_upper_bound": 4.0, "custom_config_path": "mis.yaml"}
-    with pytest.raises(ValueError, match="give rs_lower_bound and rs_upper_bound"):
-        slime.settings(namespace(**{**typed, **hooked("slime")}))
-    config = slime.settings(namespace(**{**typed, **hooked("slime"), "rs_lower_bound": 0.5}))
-    assert config.criteria[0].lower_bound == 0.5
-
-
 @pytest.mark.parametrize(
     ("key", "message"),
     [

@@ -84,7 +84,8 @@ def test_loss_is_that_of_the_reference(start: Start, shows: Shown, algorithm: in
 @pytest.mark.parametrize("name", MORE)
 def test_the_loss_of_other_settings_is_that_of_the_reference(start: Start, shows: Shown, name: str) -> None:
     """And of nothing else: the same batches without a correction have another."""
-    ended = start(name, *MORE[name].split(), steps=2, dtype="bfloat16")
+    folder = name.replace(", ", "_").replace(" ", "_")  # Hydra reads it
+    ended = start(folder, *MORE[name].split(), steps=2, dtype="bfloat16")
     assert ended.status == 0, ended.output[-4000:]
     steps, ppo = read_dump(ended.folder / "dump"), mp.MismatchConfig.model_validate(CASES[0][2])
     config = mp.MismatchConfig.from_words(MORE[name].split()).replace(ppo=CLIP, denominator="original")
