@@ -12,7 +12,7 @@ import pytest
 from mismatch_plugin.hooks.hosts import HOSTS, find_host
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.guard import Guard, starts_trainer
-from tests.hooks.contracts.launch_trees import Outcome, launch, megatron_tree, ray_tree
+from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree
 
 REFUSED = "mismatch_plugin: train.py has not read slime's command line and starts another program ("
 _HEAD = "import asyncio, json, os, shlex, subprocess, sys, threading, time\nimport slime\nPYTHON = sys.executable\n"
@@ -187,12 +187,6 @@ def test_every_host_says_what_reads_its_command_line(host_name: str, monkeypatch
         assert not guard.read
         assert getattr(sys.modules[module], function)(1, 2) == (1, 2)
         assert guard.read
-
-
-@pytest.mark.parametrize("patched", [False, True])
-def test_megatron_s_run_has_read_its_line(patched: bool, tmp_path: Path) -> None:
-    done = launch(megatron_tree(tmp_path / "tree", patched), "--use-tis")
-    assert (done.status, done.given is not None) == (0, True), done.errors
 
 
 # Commands -------------------------------------------------------------------------------------------------------------

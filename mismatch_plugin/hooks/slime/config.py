@@ -176,8 +176,7 @@ def _given(args: Namespace) -> dict[str, Any]:
     names = {name: given for name, given in vars(args).items() if name != "mismatch_explain_only"}
     validate_setting_names(names)
     mis = {key: names[key] for key in MIS_KEYS if names.get(key) is not None}
-    registered = all(hasattr(args, name) for name in destinations())
-    if not mis or (registered and not names.get("custom_config_path")):
+    if not mis:
         return MismatchConfig.from_args(Namespace(**names)).model_dump(exclude_unset=True)
     return _with_mis(names, mis)
 

@@ -138,12 +138,6 @@ def test_a_patched_tree_measures_without_a_correction(more: str, tmp_path: Path)
     assert megatron_rl.settings(Namespace(**alone.given["args"])).algorithm == 0
 
 
-def test_megatron_s_own_correction_flags_stay_where_they_agree(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, f"--use-tis {_ON} --rl-importance-sampling-truncation-coef 4")
-    assert plan.added == ()
-    assert "weights: token level, truncate, at most 4" in plan.lines
-
-
 def test_another_megatron_is_refused_before_training(tmp_path: Path) -> None:
     script = megatron_tree(tmp_path / "tree", parameters=", sequence_mask=None")
     with pytest.raises(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import math
 import subprocess
@@ -50,12 +49,6 @@ def test_both_flags_under_policy_loss_would_count_twice(host: str, hook: bool):
         values: dict[str, Any] = dict.fromkeys(HOSTS[host][1].TIS_KEYWORDS)
         with pytest.raises(ValueError, match=sentence):
             adapter.tis_function(**{**values, "args": args})
-
-
-def test_both_flags_in_yaml_with_the_whole_loss_are_algorithm_3(host: str):
-    config = HOSTS[host][0].check(namespace(host, **TWICE, **custom(host), tis_level="sequence"))
-    assert config is not None
-    assert (config.algorithm, config.tis.level) == (3, "sequence")
 
 
 HOOK, WHOLE = hooked("slime"), custom("slime")
@@ -332,19 +325,6 @@ def test_a_gate_needs_what_knows_the_step_and_a_loss_that_compares(host: str):
     with pytest.raises(ValueError, match="policy_loss cannot run algorithm 1"):
         adapter.check(namespace(host, **ours(1, gate_kl=1e-3), **step))
     adapter.check(namespace(host, **ours(1), **step))
-
-
-def test_flags_registered_in_the_host_s_parser_are_read():
-    """As slime does it: a plugin's arguments first, then its own."""
-    parser = argparse.ArgumentParser()
-    reserved = {"--use-rollout-logprobs": "use_rollout_logprobs", "--use-tis": "use_tis"}
-    mp.add_arguments(parser, reserved=reserved)
-    for flag in reserved:
-        parser.add_argument(flag, action="store_true", default=False)
-    typed = parser.parse_args(["--use-rollout-log-probs", "--use-tis", "--tis-level=sequence", "--tis-upper-bound=3"])
-    args = namespace(**{**vars(typed), **custom("slime")})
-    config = slime.settings(args)
-    assert (config.algorithm, config.tis.level, config.tis.upper_bound) == (3, "sequence", 3.0)
 
 
 def test_arguments_are_read_once_and_others_anew():

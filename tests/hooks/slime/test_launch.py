@@ -126,15 +126,6 @@ def test_what_needs_our_loss_contradicts_the_host_s_by_hand(tmp_path: Path) -> N
     assert _value(_plan(tmp_path, f"{line} --advantage-estimator gspo"), "--loss-type") is None
 
 
-def test_what_is_typed_reaches_the_hooks_as_it_was_typed(tmp_path: Path) -> None:
-    script = ray_tree(tmp_path / "tree", "slime")
-    line = "--use-tis --tis-mode clip --tis-upper-bound 3 --tis-lower-bound 0 --eps-clip-high 0.28"
-    args = _args(launch(script, line))
-    assert args.mismatch_settings["tis"] == {"mode": "clip", "upper_bound": 3.0, "lower_bound": 0.0}
-    config = ADAPTERS["slime"].settings(args)
-    assert (config.algorithm, config.tis.mode, config.ppo.eps_clip_high) == (2, "clip", 0.28)
-
-
 def test_a_custom_arguments_hook_of_the_script_still_runs(tmp_path: Path) -> None:
     script = ray_tree(tmp_path / "tree", "slime")
     extra = "parse_args(lambda p: p.add_argument('--mine', default='x') and p)"
@@ -161,12 +152,6 @@ def test_a_patched_tree_refuses_and_explains(tmp_path: Path) -> None:
     assert "mismatch_plugin: --tis-levle is unknown" in wrong.errors
     explained = run(script, "--use-tis --mismatch-explain-only")
     assert (explained.status, explained.given) == (0, None)
-
-
-def test_without_our_flags_nothing_is_added(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, "--num-rollout 3 --eps-clip 0.1")
-    assert (plan.added, plan.argv) == ((), ("--num-rollout", "3", "--eps-clip", "0.1"))
-    assert plan.lines == ("none of the plugin's flags is given: slime runs as it is",)
 
 
 def test_slime_s_own_loss_can_be_kept_for_algorithm_1(tmp_path: Path) -> None:
