@@ -341,10 +341,8 @@ class Parser(ArgumentParser):
 
 
 def peek(argv: Sequence[str], table: Mapping[str, dict[str, Any]]) -> tuple[Namespace, set[str]]:
-    """The values of some of the host's own flags, with the host's defaults, and the destinations that were typed.
-
-    table: flag → options of add_argument. Everything else on the line is passed over; the host's parser reads it.
-    """
+    """The values of some of the host's own flags (table: flag → options of add_argument), and the destinations that
+    were typed. Everything else on the line is passed over; the host's parser reads it."""
     parser = Parser(add_help=False, allow_abbrev=False)
     actions = [parser.add_argument(flag, **options) for flag, options in table.items()]
     values, _ = parser.parse_known_args(list(argv))
@@ -353,10 +351,8 @@ def peek(argv: Sequence[str], table: Mapping[str, dict[str, Any]]) -> tuple[Name
 
 
 def settled(settle: Callable[[Namespace], None]) -> Callable[..., Namespace]:
-    """What to wrap a host's argument parser in (`wrap_once`), for its Namespace to go through `settle`.
-
-    Where `settle` raises ValueError the program ends with that sentence, before training starts.
-    """
+    """What to wrap a host's argument parser in, for its Namespace to go through `settle`, whose ValueError ends the
+    program with that sentence, before training starts."""
 
     def parse_and_settle(own: Callable[..., Namespace], *args: Any, **kwargs: Any) -> Namespace:
         namespace = own(*args, **kwargs)

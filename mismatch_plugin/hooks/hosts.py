@@ -41,11 +41,7 @@ SLIME = Host(
         "aggregation": "--calculate-per-token-loss",
         "length_norm": "",
     },
-    shares={
-        "objective": "--advantage-estimator",
-        "tis.upper_bound": "--tis-clip",
-        "tis.lower_bound": "--tis-clip-low",
-    },
+    shares={"objective": "--advantage-estimator", "tis.upper_bound": "--tis-clip", "tis.lower_bound": "--tis-clip-low"},
     lacks={"log_probs": _OWN_LOG_PROBS, "accepted": Lack("it divides by the tokens of the original masks")},
     denominator="the host's, over the original masks",
     launch="mismatch_plugin.hooks.slime.launch",

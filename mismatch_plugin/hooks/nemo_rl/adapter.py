@@ -89,11 +89,7 @@ class MismatchLoss:
         return {name: getattr(kinds, kind) for name, kind in normalizers(self.config, self.token_level).items()}
 
     def __call__(
-        self,
-        next_token_logprobs: Tensor,
-        data: Mapping[str, Any],
-        global_valid_seqs: Tensor,
-        global_valid_toks: Tensor,
+        self, next_token_logprobs: Tensor, data: Mapping[str, Any], global_valid_seqs: Tensor, global_valid_toks: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """(0-d loss with gradient, metrics that add up over micro-batches).
 

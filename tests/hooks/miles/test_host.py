@@ -45,10 +45,10 @@ CASES: dict[str, dict[str, Any]] = {
         "shared": True,
     },
     "KL with importance weights": {
-        "changes": {**custom("miles"), **ours(2, weights("token", "mask"), **WEIGHTED_KL), **TERMS},
+        "changes": {**custom("miles"), **ours(2, weights("token", "mask"), **WEIGHTED_KL), **TERMS}
     },
     "contiguous context": {
-        "changes": {**custom("miles"), **ours(3, weights("sequence", "clip")), "allgather_cp": True},
+        "changes": {**custom("miles"), **ours(3, weights("sequence", "clip")), "allgather_cp": True}
     },
     "no forward pass beforehand": {
         "changes": {**hooked("miles"), **ours(2, weights("token", "clip")), "skip_actor_forward_only": True},

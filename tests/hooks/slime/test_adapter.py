@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     # The TIS hook alone, as a user sets it who adds one flag.
     "no hooks around the step": {"changes": {**hooked("slime"), **ours(2, weights("token", "mask"))}, "hooks": False},
     "KL with importance weights": {
-        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS},
+        "changes": {**custom("slime"), **ours(2, weights("token", "mask"), **_REJECTED, **WEIGHTED_KL), **TERMS}
     },
     "dry run": {"changes": {**custom("slime"), **ours(3, weights("token", "mask"), dry_run=True)}},
     "dual clip": {"changes": {**custom("slime"), **ours(1), "eps_clip_c": 1.05, "eps_clip": 0.1}},

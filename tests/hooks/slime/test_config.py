@@ -94,11 +94,7 @@ MISTAKES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "^--mismatch-objective cispo contradicts slime's --advantage-estim.* gspo",
     ),
     (HOOK, ours(2, objective="gspo"), "cannot run --mismatch-objective gspo: slime's policy_loss computes ppo"),
-    (
-        HOOK,
-        ours(2, objective="ppo") | GSPO,
-        "^--mismatch-objective ppo contradicts .*which makes it gspo",
-    ),
+    (HOOK, ours(2, objective="ppo") | GSPO, "^--mismatch-objective ppo contradicts .*which makes it gspo"),
     (
         HOOK,
         ours(2, rs={"policy": "current", "veto_threshold": 0.1}),

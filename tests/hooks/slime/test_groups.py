@@ -252,14 +252,8 @@ EXCLUDE = MismatchConfig.build({"rs": {**SEVERAL, "group": "exclude"}})
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"custom_advantage_function_path": None},
-            "has no effect unless mismatch_plugin.hooks.slime.group_adv",
-        ),
-        (
-            {"custom_advantage_function_path": "mine.f"},
-            r"--custom-advantage-function-path mine\.f makes others",
-        ),
+        ({"custom_advantage_function_path": None}, "has no effect unless mismatch_plugin.hooks.slime.group_adv"),
+        ({"custom_advantage_function_path": "mine.f"}, r"--custom-advantage-function-path mine\.f makes others"),
         ({"advantage_estimator": "ppo"}, r"--advantage-estimator ppo makes others"),
         ({"advantage_estimator": "reinforce_plus_plus_baseline"}, r"reinforce_plus_plus_baseline makes others"),
         ({"rewards_normalization": False}, "--disable-rewards-normalization makes others"),
