@@ -11,8 +11,6 @@ import torch
 
 import mismatch_plugin as mp
 from mismatch_plugin.core.loss import token_loss
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.slime_data import STEPS, arguments, expected, mask_sums, samples, step_samples
 from tests.hooks.contracts.slime_worker import Case, Outcome
 
@@ -25,8 +23,7 @@ GRADIENT_TOLERANCE = {"slime": (2e-5, 2e-6), "miles": (8e-3, 2e-5)}
 
 def compare(outcomes: list[list[Outcome]], case: Case, adapter: Any, by_logits: bool) -> None:
     """All ranks' outcomes of one case against one process, step by step: loss, gradient, every metric."""
-    contract = slime_contract if case.host == "slime" else miles_contract
-    args = arguments(contract.namespace(), **case.changes)
+    args = arguments(case.host, **case.changes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", mp.MismatchWarning)
         config = adapter.settings(args)

@@ -29,8 +29,8 @@ from tests.hooks.contracts.slime_cases import (
     weights,
 )
 from tests.hooks.contracts.slime_compare import HOST_LAYOUTS, compare, same, they_bite
+from tests.hooks.contracts.slime_data import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_live import run_host
-from tests.hooks.contracts.slime_reducers import ACCEPTED_MEAN
 from tests.hooks.contracts.slime_worker import Runs
 
 _BATCH_NORMALISED = weights("sequence", "clip", batch_normalize=True)

@@ -20,16 +20,14 @@ from mismatch_plugin.hooks.slime.launch import TABLE
 from mismatch_plugin.launch.__main__ import prepare
 from mismatch_plugin.launch.command_line import read_command_line
 from mismatch_plugin.report.log import write_step
-from tests.hooks.contracts import miles as miles_contract
-from tests.hooks.contracts import slime as slime_contract
 from tests.hooks.contracts.launch_parsers import host_parser, read_custom_config
 from tests.hooks.contracts.launch_trees import Outcome, launch, ray_tree, run
 from tests.hooks.contracts.slime_cases import SHIPPED, hooked
+from tests.hooks.contracts.slime_data import arguments
 from tests.hooks.contracts.slime_source import host_root
 
 ADAPTERS: dict[str, RayAdapter] = {"slime": slime.ADAPTER, "miles": miles.ADAPTER}
 HOSTS = tuple(ADAPTERS)
-NAMESPACES = {"slime": slime_contract.namespace, "miles": miles_contract.namespace}
 BOTH = "--use-tis --use-rollout-log-probs"
 MODULE = "mismatch_plugin.hooks.slime"
 OURS = f"{MODULE}.policy_loss"
@@ -275,7 +273,7 @@ def test_without_the_launcher_the_settings_ride_in_the_host_s_yaml(host: str, tm
 @pytest.mark.parametrize("host", HOSTS)
 def test_the_host_s_own_code_puts_the_yaml_on_its_arguments(host: str, tmp_path: Path) -> None:
     path = _yaml(tmp_path, "use_tis: true\ntis_level: sequence\nmismatch_metrics: off\n").split()[1]
-    args = Namespace(**NAMESPACES[host](custom_config_path=path, **hooked(host)))
+    args = arguments(host, custom_config_path=path, **hooked(host))
     read_custom_config(host, args)
     config = ADAPTERS[host].check(args)
     assert config and (config.algorithm, config.tis.level, config.metrics) == (2, "sequence", "off")
