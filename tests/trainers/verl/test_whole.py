@@ -47,7 +47,7 @@ CASES: dict[int, tuple[Sequence[str], str, dict[str, Any]]] = {
 }  # fmt: skip
 ALGORITHMS = pytest.mark.parametrize("algorithm", CASES)
 MORE = {
-    "rejection, mask": "--use-tis --tis-mode mask --tis-upper-bound 1.05 --rs-criterion sequence_max:k2:0.002",
+    "rejection and mask": "--use-tis --tis-mode mask --tis-upper-bound 1.05 --rs-criterion sequence_max:k2:0.002",
     "geometric": "--use-tis --tis-level geometric --tis-mode clip --tis-upper-bound 1.005",
     "preset": "--mismatch-preset token_icepop --tis-upper-bound 1.05",
     "settings file": f"--mismatch-config {Path(__file__).parents[1] / 'settings.yaml'}",
@@ -84,7 +84,7 @@ def test_loss_is_that_of_the_reference(start: Start, shows: Shown, algorithm: in
 @pytest.mark.parametrize("name", MORE)
 def test_the_loss_of_other_settings_is_that_of_the_reference(start: Start, shows: Shown, name: str) -> None:
     """And of nothing else: the same batches without a correction have another."""
-    folder = name.replace(", ", "_").replace(" ", "_")  # Hydra reads it
+    folder = name.replace(" ", "_")  # Hydra reads it
     ended = start(folder, *MORE[name].split(), steps=2, dtype="bfloat16")
     assert ended.status == 0, ended.output[-4000:]
     steps, ppo = read_dump(ended.folder / "dump"), mp.MismatchConfig.model_validate(CASES[0][2])
