@@ -35,7 +35,7 @@ CASES: dict[str, tuple[Sequence[str], Job]] = {
     **{
         name: (flags.split(), Job(flags.split()))
         for name, flags in {
-            "rejection and mask": "--use-tis --tis-mode mask --tis-upper-bound 1.1 --rs-criterion sequence_max:k2:0.2",
+            "rejection and mask": "--use-tis --tis-mode mask --tis-upper-bound 1.5 --rs-criterion token:k2:0.1",
             "geometric": "--use-tis --tis-level geometric --tis-mode clip --tis-upper-bound 1.01",
             "preset": "--mismatch-preset token_icepop --tis-upper-bound 1.2",
             "settings file": f"--mismatch-config {Path(__file__).parents[1] / 'settings.yaml'}",
