@@ -19,7 +19,7 @@ from tests.plain import TRAINER_VERSION, Response, algorithm, corrects, leaves_o
 from tests.plain_loss import Answer, objective_of
 
 OPTIONAL = ("rollout", "old", "ref", "entropy", "positions", "versions", "turns")
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 SIDES = ("high", "low", "dual")
 LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 STATISTICS = get_args(Statistic)
@@ -67,6 +67,8 @@ def draw_criterion(rng: Random) -> dict[str, Any]:
 
 
 def draw_clip(rng: Random, objective: str) -> dict[str, Any]:
+    if objective == "sapo" and rng.random() < 0.9:
+        return {"tau_positive": rng.choice([1.0, 0.5]), "tau_negative": rng.choice([1.05, 2.0])}
     clip: dict[str, Any] = {
         "eps_clip_low": rng.choice([0.2, 0.2, 0.05, 0.0, 0.9]),
         "eps_clip_high": rng.choice([0.2, 0.28, 0.02, 0.0, 3.0]),
@@ -353,7 +355,7 @@ EVERYTHING = [
     *(f"scope {scope}" for scope in ("auto", "step", "rollout_batch", "micro_batch")),
     *(f"kl {kind}" for kind in ("k1", "k2", "k3", "low_var_kl")),
     *("kl weighted", "clipped high", "clipped low", "clipped dual", "some rejected", "all rejected"),
-    *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo") for side in ("high", "low")),
+    *(f"{name} clipped {side}" for name in ("ppo", "gspo", "cispo", "gmpo") for side in ("high", "low")),
     *("ppo clipped dual", "gspo clipped dual", "rollout kl next to invalid", "rollout on all", "rollout on accepted"),
     *(f"{name} {policy}" for name in OBJECTIVES for policy in ("error", "neutral", "drop-token", "drop-sequence")),
     *(f"rollout {kind} {far}" for kind in ("k2", "k3") for far in ("near", "far")),

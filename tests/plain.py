@@ -64,6 +64,7 @@ class Token:
     kl: float = 0.0
     kl_slope: float = 0.0
     log_r: float = 0.0  # log of the ratio that the objective clips
+    log_mean: float = 0.0  # gmpo: the mean of those of its response, clipped
     distance: float = 0.0  # penalty on the distance to the sampler
     distance_slope: float = 0.0
     clipped: set[str] = field(default_factory=set)

@@ -155,8 +155,24 @@ def _opsm(b: Batch) -> Tensor:
 
 def _gspo(b: Batch) -> Tensor:
     s = _each(b.theta - b.old, b.sequences, _mean).exp()
-    each = _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean)
+    return _response_mean(b, _each(_clip(s, b.a, 3e-4, 4e-4), b.sequences, _mean))
+
+
+def _response_mean(b: Batch, each: Tensor) -> Tensor:
+    """Times what makes a mean over all tokens the mean of the responses' means."""
     return each * _each(torch.ones_like(b.a), b.sequences, lambda ones: 1 / ones.sum()) * len(b.a) / len(b.sequences)
+
+
+def _sapo(b: Batch) -> Tensor:
+    tau = torch.full_like(b.a, 1.05).masked_fill(b.a > 0, 1.0)
+    return _response_mean(b, -b.a * (4 / tau) / (1 + (-tau * ((b.theta - b.old).exp() - 1)).exp()))
+
+
+def _gmpo(b: Batch) -> Tensor:
+    """The paper's, a response: its gradient is that of the mean."""
+    log_r = b.theta - b.old
+    clipped = torch.where(b.a > 0, log_r.clamp(max=0.4), log_r.clamp(min=-0.4))
+    return _response_mean(b, -b.a * _each(clipped, b.sequences, _mean).exp())
 
 
 def _prime(b: Batch) -> Tensor:
@@ -194,6 +210,8 @@ _FORMULAS: dict[str, Formula] = {
     "OPSM": _opsm,
     "GSPO": _gspo,
     "CISPO": lambda b: -(b.theta - b.old).exp().clamp(max=1.2).detach() * b.a * b.theta,
+    "SAPO": _sapo,
+    "GMPO": _gmpo,
     "REINFORCE without a ratio": lambda b: -_l(b).exp().clamp(max=2) * b.a * b.theta,
     "prime-rl's default": _prime,
     "prime-rl's default, its own form": _prime,

@@ -133,8 +133,8 @@ class MismatchConfig(Settings):
             fewer = f", groups of fewer than {self.rs.min_group} have no gradient" if self.rs.group == "drop" else ""
             lines.append(f"advantages: of a group's accepted responses only{fewer}")
         if self.algorithm != 3:
-            clip = f", ratio in [{1 - self.ppo.eps_clip_low:g}, {1 + self.ppo.eps_clip_high:g}]"
-            lines.append(f"objective: {self.objective}{clip if self.objective != 'reinforce' else ''}")
+            clip = f", ratio in [{self.ratio_bounds[0]:g}, {self.ratio_bounds[1]:g}]" if self.ratio_bounds else ""
+            lines.append(f"objective: {self.objective}{clip}")
         lines.append(f"loss: {self.aggregation}, denominator {self.denominator}")
         if self.terms.rollout_kl_coef:
             kind, on = self.terms.rollout_kl_type, self.terms.rollout_kl_on

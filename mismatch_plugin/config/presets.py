@@ -169,6 +169,11 @@ def _original(_: Parameters) -> Settings:
     return {"denominator": "original"}
 
 
+def _objective(name: str) -> Callable[[Parameters], Settings]:
+    """An objective as its paper has it: every response counts the same."""
+    return lambda _: {"objective": name, "aggregation": "seq-mean-token-mean"}
+
+
 _TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
 _K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
@@ -279,6 +284,12 @@ PRESETS = (
         "decoupled PPO, weights of the product up to each token, truncated above at 5^√t",
         "an advantage for each token and KL × length to 0.5: less bias than token_is; exact up to the bound for "
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
+    Preset("sapo", 0, (_objective("sapo"),), {},
+        "PPO with a smooth gate in place of the clip: far ratios lose their gradient bit by bit (SAPO)",
+        "several steps a rollout; with use_rollout_log_probs the gate acts on the mismatch too, with use_tis weights do"),
+    Preset("gmpo", 0, (_objective("gmpo"),), {},
+        "PPO on the geometric mean of a response's clipped ratios (GMPO)",
+        "as sapo, where single tokens of far ratios should not carry the step"),
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

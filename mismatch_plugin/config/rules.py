@@ -74,6 +74,15 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
             yield f"ppo.{name}", f"changes nothing {where} (REINFORCE has no clip): leave it out."
     if config.policy_objective == "cispo":
         yield "ppo.dual_clip", "changes nothing under <objective> cispo, whose ratio has no gradient: leave it out."
+    if config.policy_objective == "gmpo":
+        yield "ppo.dual_clip", "changes nothing under <objective> gmpo, whose bounds are on log-ratios: leave it out."
+    for name in ("eps_clip_low", "eps_clip_high", "dual_clip") if config.policy_objective == "sapo" else ():
+        yield (
+            f"ppo.{name}",
+            "changes nothing under <objective> sapo, which has a gate in place of a clip: leave it out.",
+        )
+    for name in ("tau_positive", "tau_negative") if config.policy_objective != "sapo" else ():
+        yield f"ppo.{name}", "changes nothing without <objective> sapo: choose it, or leave this out."
     if config.aggregation != "seq-mean-token-sum":
         yield "length_norm", "needs <aggregation> seq-mean-token-sum: choose it, or leave the norm out."
     if not config.terms.kl_coef:
@@ -140,10 +149,10 @@ def outside_known_range(config: Settings) -> list[str]:
     trusted = any(criterion.condition == "away" for criterion in config.criteria)  # DPPO, whose weights are a token's
     if config.algorithm == 3 and config.tis.level == "token" and not trusted:
         notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
-    if config.policy_objective == "gspo" and config.aggregation != "seq-mean-token-mean":
+    if config.policy_objective in ("gspo", "sapo", "gmpo") and config.aggregation != "seq-mean-token-mean":
         notes.append(
-            f"objective gspo with aggregation {config.aggregation} (where the host does not decide that): the paper's "
-            f"loss is seq-mean-token-mean, in which every response counts the same."
+            f"objective {config.objective} with aggregation {config.aggregation} (where the host does not decide "
+            f"that): the paper's loss is seq-mean-token-mean, in which every response counts the same."
         )
     if config.policy_objective == "gspo" and config.ppo.eps_clip_high > 0.01:
         notes.append(

@@ -137,7 +137,8 @@ class PPOClip(Section):
 
     eps_clip_low: float = described(
         0.2,
-        "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound)",
+        "ε of the lower clip bound 1 − ε; absent: 0.2, under gspo 3e-4, under cispo 1 (no lower bound), under gmpo 0.4 "
+        "(of the log-ratio)",
         flag="--mismatch-eps-clip-low",
         slime="eps_clip",
         verl="clip_ratio_low",
@@ -147,7 +148,7 @@ class PPOClip(Section):
     )
     eps_clip_high: float = described(
         0.2,
-        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4",
+        "ε of the upper clip bound 1 + ε; absent: 0.2, under gspo 4e-4, under gmpo 0.4 (of the log-ratio)",
         flag="--mismatch-eps-clip-high",
         slime="eps_clip_high",
         verl="clip_ratio_high",
@@ -163,6 +164,24 @@ class PPOClip(Section):
         source="Ye et al. 2020",
         gt=1.0,
     )
+    tau_positive: float = described(
+        1.0,
+        "τ of objective sapo's gate where A > 0: the larger, the sooner a far ratio loses its gradient",
+        flag="--mismatch-tau-positive",
+        verl="tau_pos",
+        source="arXiv 2511.20347",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
+    tau_negative: float = described(
+        1.05,
+        "τ where A ≤ 0",
+        flag="--mismatch-tau-negative",
+        verl="tau_neg",
+        source="arXiv 2511.20347",
+        gt=0.0,
+        allow_inf_nan=False,
+    )
 
     @model_validator(mode="after")
     def _within_ratios(self, info: ValidationInfo) -> PPOClip:
@@ -175,9 +194,10 @@ class PPOClip(Section):
         return self
 
 
-Objective = Literal["ppo", "gspo", "cispo", "reinforce"]
-EPS_CLIP: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2)}
-"""(low, high) ε of the objectives that have their own: arXiv 2507.18071, 5.1; arXiv 2506.13585 (no lower bound)."""
+Objective = Literal["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce"]
+EPS_CLIP: dict[str, tuple[float, float]] = {"gspo": (3e-4, 4e-4), "cispo": (1.0, 0.2), "gmpo": (0.4, 0.4)}
+"""(low, high) ε of the objectives that have their own: arXiv 2507.18071, 5.1; arXiv 2506.13585 (no lower bound);
+arXiv 2507.20673."""
 
 
 class Terms(Section):

@@ -5,6 +5,7 @@ The argparse group (`flags.py`) and the table of docs/settings.md are generated 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Objective, PPOClip, Terms
+from mismatch_plugin.limits import SAFETY_BOUND
 
 Denominator = Literal["auto", "accepted", "original"]
 Aggregation = Literal["token-mean", "seq-mean-token-mean", "seq-mean-token-sum"]
@@ -46,11 +48,13 @@ class Settings(Section):
     objective: Objective = described(
         "ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
-        "geometric mean; cispo = −sg(clip(r))·A·log π_θ; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
+        "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
+        "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
         flag="--mismatch-objective",
         slime="advantage_estimator",
         verl="loss_mode",
-        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); Williams 1992",
+        source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); arXiv 2511.20347 (SAPO); "
+        "arXiv 2507.20673 (GMPO); Williams 1992",
     )
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
@@ -162,6 +166,14 @@ class Settings(Section):
     def policy_objective(self) -> Objective:
         """The objective that acts: algorithm 3 is REINFORCE."""
         return "reinforce" if self.algorithm == 3 else self.objective
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float] | None:
+        """Between which ratios the objective clips; None where it has no clip."""
+        low, high = self.ppo.eps_clip_low, self.ppo.eps_clip_high
+        if self.policy_objective in ("reinforce", "sapo"):
+            return None
+        return (math.exp(-low), math.exp(min(high, SAFETY_BOUND))) if self.objective == "gmpo" else (1 - low, 1 + high)
 
     @property
     def weighted(self) -> bool:

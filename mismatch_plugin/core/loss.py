@@ -18,7 +18,7 @@ from mismatch_plugin.core.correction import (
     validate_config_type,
 )
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.objectives import OBJECTIVES, Objective, ObjectiveInputs, kl_from_rollout, kl_to_reference
+from mismatch_plugin.core.objectives import OBJECTIVES, ObjectiveInputs, kl_from_rollout, kl_to_reference
 from mismatch_plugin.core.packed import HALF, PackedSequences
 from mismatch_plugin.core.segments import Column, spread
 from mismatch_plugin.core.tokens import Tokens
@@ -135,7 +135,7 @@ def token_loss(
     1: PPO-clip(π_θ/π_rollout)
     2: w · PPO-clip(π_θ/π_old), w from π_old/π_rollout
     3: −sg(w) A log π_θ, w from π_θ/π_rollout
-    With another `objective` (gspo, cispo, reinforce) that takes the place of PPO-clip: see `objectives`.
+    With another `objective` (gspo, cispo, sapo, gmpo, reinforce) that takes the place of PPO-clip: see `objectives`.
     π_old is `packed.old_log_probs`, or log_probs.detach() where that is absent (an exactly on-policy step).
 
     log_probs: log π_θ with gradient, [T], or [B, S] for a batch from `from_padded` (padding gets zero gradient); half
@@ -151,7 +151,7 @@ def token_loss(
     if log_probs.dtype in HALF:
         log_probs = log_probs.float()
     old, train = anchors(log_probs, packed, config)
-    objective = OBJECTIVES[config.policy_objective]
+    objective, advantages = OBJECTIVES[config.policy_objective], packed.advantages.detach()
 
     def entering(tokens: Tokens) -> ObjectiveInputs:
         selected = packed.loss_mask
@@ -159,10 +159,13 @@ def token_loss(
             selected = selected.logical_and(train_is_valid(tokens.code))
         # Under bypass the selected rollout log-probs are π_θ itself where a value is invalid: ratio 1.
         anchor = tokens.rollout if config.use_rollout_log_probs else old
-        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor)
+        return ObjectiveInputs(selected, torch.where(selected, log_probs, 0.0), anchor, advantages)
 
     def further(tokens: Tokens) -> Iterator[Column]:
-        return objective.columns(lambda: entering(tokens))
+        if objective.averages:
+            inputs = entering(tokens)
+            yield Column("objective", objective.averaged(inputs, config.ppo))
+            yield Column("objective_tokens", inputs.selected)
 
     if correction is not None:
         correction = correction.divided_by(batch_factor)
@@ -171,18 +174,21 @@ def token_loss(
         correction = compute_correction(train, packed, config, groups, batch_factor, current, further)
     else:
         correction = given_correction(weights, train, packed, config, groups, further)
-    enters = entering(correction.tokens)
-    advantages = torch.where(enters.selected, packed.advantages.detach(), 0.0)
-    log_r = objective.log_ratio(enters, correction.sums_N, packed.sequence_index)
-    losses = objective.loss(enters.log_probs, log_r, advantages, config.ppo)
+    inputs, mean_T = entering(correction.tokens), None
+    selected = inputs.selected
+    if objective.averages:
+        mean_N = correction.sums_N["objective"] / correction.sums_N["objective_tokens"].clamp(min=1)
+        mean_T = torch.where(selected, spread(mean_N.to(log_probs.dtype), packed.sequence_index), 0.0)
+    advantages_T, log_r = torch.where(selected, advantages, 0.0), objective.log_ratio(inputs, mean_T)
+    losses = objective.loss(inputs.log_probs, log_r, mean_T, advantages_T, config.ppo)
     policy = losses * correction.applied.to(losses.dtype)
-    return TokenLoss(policy, enters.selected, enters.log_probs, advantages, log_r, correction, packed, config)
+    return TokenLoss(policy, selected, inputs.log_probs, advantages_T, log_r, correction, packed, config)
 
 
 def known_before_loss(config: MismatchConfig) -> bool:
     """Whether `correct` of a batch with π_old is all that its loss needs: neither π_θ nor sums of the objective's."""
-    sums_nothing = type(OBJECTIVES[config.policy_objective]).columns is Objective.columns
-    return not config.use_rollout_log_probs and not config.rejects_on_current_policy and sums_nothing
+    averages = OBJECTIVES[config.policy_objective].averages
+    return not (config.use_rollout_log_probs or config.rejects_on_current_policy or averages)
 
 
 def anchors(log_probs: Tensor, packed: PackedSequences, config: MismatchConfig) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,7 @@ def settings_for(
         upper = measured["sequence_mean_k3"][_KEEPS][1]
         criterion = {"aggregate": "sequence_mean", "statistic": "k3"}
         yield from _rejections(f"reject sequence_mean k3 above {upper:g} (keeps {_KEEPS})", criterion, None, upper)
-        for objective in ("gspo", "cispo"):
+        for objective in ("gspo", "cispo", "sapo", "gmpo"):
             yield _setting(1, f"objective {objective}", {"objective": objective})
         yield from _of_versions(packed)
 

@@ -26,6 +26,9 @@ _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
 _DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
+_GMPO = {
+    "objective": "gmpo", "aggregation": "seq-mean-token-mean", "ppo.eps_clip_low": 0.4, "ppo.eps_clip_high": 0.4
+}  # fmt: skip
 _PREFIX = {"tis.level": "prefix", "tis.upper_bound": 5.0, "tis.bound_growth": 0.5}
 # names: (algorithm, what is not at its default, criteria, veto)
 _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | None]] = {
@@ -57,6 +60,8 @@ _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | N
     "dppo_kl": (3, _DPPO, [("token", "binary_kl", None, 0.05, "away")], None),
     "opsm": (0, {"denominator": "original"}, [("sequence_mean", "k1", math.exp(-0.1), math.inf, "negative")], None),
     "prefix_is": (2, _PREFIX, [], None),
+    "sapo": (0, {"objective": "sapo", "aggregation": "seq-mean-token-mean"}, [], None),
+    "gmpo": (0, _GMPO, [], None),
 }
 _REQUIRED = {"trm": {"max_k2": 0.5, "mean_k3": 0.01}, "opsm": {"delta": 0.1}}
 

@@ -176,6 +176,8 @@ LOSSES: dict[str, tuple[dict[str, Any], int]] = {  # settings, kernels more than
     "ppo": ({}, 0),
     "gspo": ({"objective": "gspo"}, 14),
     "cispo": ({"objective": "cispo"}, -25),
+    "sapo": ({"objective": "sapo"}, 0),
+    "gmpo": ({"objective": "gmpo"}, 20),
     "reinforce": ({"objective": "reinforce"}, -32),
     "distance to the sampler": (PENALTY, 32),
 }

@@ -40,7 +40,7 @@ CRITERIA = (
 )  # fmt: skip
 STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
-OBJECTIVES = ("ppo", "gspo", "cispo", "reinforce")
+OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Settings:
 
     @property
     def objective(self) -> str:
-        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 4]
+        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 6]
 
     @property
     def rejects_on_current_policy(self) -> bool:
@@ -136,7 +136,9 @@ class Settings:
         values["tis"] = tis
         if self.algorithm != 3:
             values["objective"] = self.objective
-            values["ppo"] = {} if self.objective == "reinforce" else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
+            values["ppo"] = (
+                {} if self.objective in ("sapo", "reinforce") else {"eps_clip_low": 0.2, "eps_clip_high": 0.28}
+            )
             if self.objective == "gspo":
                 values["ppo"] = {"eps_clip_low": 0.03, "eps_clip_high": 0.02}
             dual = self.rotation // 2 % 2 and self.objective in ("ppo", "gspo")

@@ -87,7 +87,7 @@ def settings(args: Namespace) -> MismatchConfig:
         own[section][field] = float(theirs)
     if own["terms"].get("kl_coef"):
         own["terms"]["kl_type"] = "k3"
-    if config.policy_objective == "reinforce":
+    if config.ratio_bounds is None:  # nothing clips
         own["ppo"] = {}
     if coefficient is not None and not config.weighted:
         raise ValueError(

@@ -61,7 +61,7 @@ FACTORS: dict[str, list[Any]] = {
         {"kl_coef": 0.1, "kl_type": "k3"},
         {"rollout_kl_coef": 0.5, "rollout_kl_type": "k3"},
     ],
-    "objective": ["ppo", "gspo", "cispo", "reinforce"],
+    "objective": ["ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce"],
     "microbatches": [1, 4],
     "form": ["thd", "bshd"],
     "fused_head": [False, True],

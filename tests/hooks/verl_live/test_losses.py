@@ -114,7 +114,7 @@ def test_decoupled_equals_vanilla(aggregation: str, weighted: bool) -> None:
     assert dual > 0  # the dual clip was at work
 
 
-OBJECTIVES = {"gspo": "gspo", "cispo": "cispo", "gpg": "reinforce"}
+OBJECTIVES = {"gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "gpg": "reinforce"}
 WAYS: dict[str, dict[str, Any]] = {
     "decoupled": {},
     "weighted": {"rollout_is": "token"},
