@@ -286,7 +286,7 @@ PRESETS = (
         "A_t = Q(s_t, a_t) or Q − V, while π_θ is π_old"),
     Preset("sapo", 0, (_objective("sapo"),), {},
         "PPO with a smooth gate in place of the clip: far ratios lose their gradient bit by bit (SAPO)",
-        "several steps a rollout; with use_rollout_log_probs the gate acts on the mismatch too, with use_tis weights do"),
+        "several steps a rollout; with use_rollout_log_probs the gate sees the mismatch too, with use_tis weights do"),
     Preset("gmpo", 0, (_objective("gmpo"),), {},
         "PPO on the geometric mean of a response's clipped ratios (GMPO)",
         "as sapo, where single tokens of far ratios should not carry the step"),
