@@ -253,7 +253,7 @@ def pack(batch: list[Response], given: set[str] | None = None) -> tuple[mp.Packe
     optional |= {"positions": [response.positions for response in batch]} if "positions" in given else {}
     if "versions" in given:
         optional |= {"weight_versions": [response.versions for response in batch], "trainer_version": TRAINER_VERSION}
-    optional |= {"turn_ids": [response.turns for response in batch]} if "turns" in given else {}
+    optional |= {"unit_ids": [response.turns for response in batch]} if "turns" in given else {}
     lengths = [len(response.mask) for response in batch]
     if "entropy" in given:
         optional["entropy"] = list(entropy.split(lengths)) if lengths else []

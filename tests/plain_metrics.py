@@ -197,7 +197,7 @@ def weights(responses: list[list[Token]], tokens: list[Token], answer: Answer, c
     if config.tis.level == "turn":
         units = units_of("turn", responses)
         by_turn = [mean(token.weight * token.keep for token in unit) for unit in units]
-        found["rollout_is_weight_after_turn_eff_sample_size"] = effective_share(by_turn, 0.0)
+        found["rollout_is_weight_after_unit_eff_sample_size"] = effective_share(by_turn, 0.0)
     if config.tis.batch_normalize:
         found["rollout_is_batch_norm_factor"] = answer.factor
     return found

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BeforeValidator, ValidationInfo, field_validator, model_validator
 
 from mismatch_plugin.config.fields import Frozen, described
+from mismatch_plugin.config.units import UNITS, Aggregate, Unit, aggregate_name
 from mismatch_plugin.config.values import number, parse_int, unknown
 
 Statistic = Literal["ratio", "k1", "k2", "k3", "tv", "binary_kl", "binary_kl_reverse"]
-Aggregate = Literal["token", "sequence_sum", "sequence_mean", "sequence_max"]
 Condition = Literal["any", "negative", "away"]
 JudgedPolicy = Literal["auto", "current"]
 GroupPolicy = Literal["keep", "exclude", "drop"]
@@ -32,7 +32,7 @@ class Criterion(Frozen):
     """
 
     statistic: Statistic = "ratio"
-    aggregate: Aggregate = "token"
+    aggregate: Annotated[Aggregate, BeforeValidator(aggregate_name)] = "token"
     lower_bound: float | None = described(
         None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", flag="--rs-lower-bound", ge=0.0
     )
@@ -49,6 +49,11 @@ class Criterion(Frozen):
         return f"{self.aggregate}_{'ratio' if self.statistic == 'k1' else self.statistic}{condition}"
 
     @property
+    def unit(self) -> Unit:
+        """What is judged as one."""
+        return UNITS[self.aggregate]
+
+    @property
     def in_log_space(self) -> bool:
         """True for ratio and k1, whose bounds act on ρ and are compared as logarithms."""
         return self.statistic in ("ratio", "k1")
@@ -61,7 +66,7 @@ class Criterion(Frozen):
     @property
     def judges_tokens(self) -> bool:
         """True where single tokens are judged, False where all of a sequence stays or goes."""
-        return self.aggregate == "token"
+        return self.unit.per_token
 
     @property
     def log_bounds(self) -> tuple[float | None, float | None]:
@@ -77,7 +82,7 @@ class Criterion(Frozen):
     def rejects_nothing(self) -> bool:
         """True where no value can be outside the bounds; tv of a token is at most 1."""
         lower, upper = self.log_bounds
-        free = self.statistic == "tv" and self.aggregate != "sequence_sum" and upper is not None and upper >= 1.0
+        free = self.statistic == "tv" and not self.unit.multiplies and upper is not None and upper >= 1.0
         return lower is None and (upper is None or free)
 
     def resolved(self, inherited_upper: float | None) -> Criterion:
@@ -130,7 +135,7 @@ def parse_criterion(value: Any) -> Any:
     parts = spec.split(":")
     if len(parts) not in (2, 3, 4):
         raise ValueError(f"rs criterion {value!r} cannot be read: write {_SPEC}.")
-    fields: dict[str, Any] = {"aggregate": parts[0], "statistic": parts[1]}
+    fields: dict[str, Any] = {"aggregate": aggregate_name(parts[0]), "statistic": parts[1]}
     for name, kinds in (("aggregate", get_args(Aggregate)), ("statistic", get_args(Statistic))):
         if fields[name] not in kinds:
             raise unknown(f"the {name} of rs criterion {value!r},", fields[name], kinds)
@@ -145,54 +150,29 @@ def parse_criterion(value: Any) -> Any:
 class Rejection(Frozen):
     """Which tokens and sequences leave the loss. Criteria are ANDed, each judged on the original `loss_mask`."""
 
-    criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described(
-        (),
+    # fmt: off
+    criteria: tuple[Annotated[Criterion, BeforeValidator(parse_criterion)], ...] = described((),
         f"rejection criteria, ANDed ({_SPEC}); aggregates: {', '.join(get_args(Aggregate))}; statistics: "
         f"{', '.join(get_args(Statistic))}; conditions: {', '.join(get_args(Condition))}",
-        flag="--rs-criterion",
-        slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
+        flag="--rs-criterion", slime="use_rs, rs_level, rs_lower_bound, rs_upper_bound",
         verl="rollout_rs, rollout_rs_threshold",
         source="Liu & Li 2025; arXiv 2512.23075 (sequence_max); KPop 2026 (binary_kl); arXiv 2602.04879 (away); "
-        "DeepSeek-V3.2, arXiv 2512.02556 (negative)",
-    )
-    veto_threshold: float | None = described(
-        None,
-        "any token with ρ below this rejects its sequence",
-        flag="--rs-veto-threshold",
-        unit="ratio",
-        slime="rs_veto_threshold",
-        verl="rollout_token_veto_threshold",
-        source="rollout-correction guide, 3.5",
-        gt=0.0,
-        lt=1.0,
-    )
-    policy: JudgedPolicy = described(
-        "auto",
-        "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew at "
-        "every mini-batch",
-        flag="--rs-policy",
-    )
-    group: GroupPolicy = described(
-        "keep",
+        "DeepSeek-V3.2, arXiv 2512.02556 (negative)")
+    veto_threshold: float | None = described(None, "any token with ρ below this rejects its sequence", unit="ratio",
+        slime="rs_veto_threshold", verl="rollout_token_veto_threshold", source="rollout-correction guide, 3.5", gt=0.0,
+        lt=1.0)
+    policy: JudgedPolicy = described("auto",
+        "which policy criteria and veto compare with π_rollout: auto = the algorithm's π_train, current = π_θ, anew "
+        "at every mini-batch")
+    group: GroupPolicy = described("keep",
         "a rejected response in its group's advantages: keep = it counts in mean and deviation, exclude = only "
         "accepted ones count, drop = and groups with fewer than min_group accepted ones have no gradient",
-        flag="--rs-group",
-        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses",
-    )
-    min_group: int | None = described(
-        None,
-        "accepted responses that a group needs under rs.group drop",
-        flag="--rs-min-group",
-        unit="responses",
-        ge=2,
-    )
-    max_staleness: int | None = described(
-        None,
-        "tokens sampled more than this many weight versions before the trainer's leave the loss",
-        flag="--rs-max-staleness",
-        unit="versions",
-        ge=0,
-    )
+        source="Shao et al. 2024 (GRPO); NeMo-RL's baseline over valid responses")
+    min_group: int | None = described(None, "accepted responses that a group needs under rs.group drop",
+        unit="responses", ge=2)
+    max_staleness: int | None = described(None,
+        "tokens sampled more than this many weight versions before the trainer's leave the loss", unit="versions", ge=0)
+    # fmt: on
 
     @property
     def least_accepted(self) -> int:
@@ -203,6 +183,3 @@ class Rejection(Frozen):
     @classmethod
     def _whole(cls, value: Any, info: ValidationInfo) -> Any:
         return None if value is None else parse_int(value, f"rs.{info.field_name}")
-
-
-LEVEL_TO_AGGREGATE: dict[str, Aggregate] = {"token": "token", "sequence": "sequence_sum", "geometric": "sequence_mean"}

@@ -1,4 +1,4 @@
-"""Configuration files, YAML or JSON, as nested dicts: keys are unique, aliases and merge keys expand within bounds."""
+"""Configuration files, YAML or JSON, as nested dicts: no key twice, and the decimal numbers of YAML 1.2."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ import yaml
 
 from mismatch_plugin.files import MIB, read_text
 
-MAX_VALUES = 20_000
-"""Keys and values of a file, aliases counted as often as they are used. There are some sixty settings."""
-MAX_DEPTH = 32
-
 
 class _Loader(yaml.SafeLoader):
-    """Safe tags, and the decimal numbers of YAML 1.2: 1.1 reads 1:30 as 90 and 010 as 8."""
+    """Safe tags, unique keys (`<<` merges: a key given by hand wins). YAML 1.1 reads 1:30 as 90 and 010 as 8."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        _validate_unique_keys(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        return super().construct_mapping(node, deep)
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Merge `<<`, and keep one of each key: of a mapping that is merged again, PyYAML 6.0.4 takes the first."""
         super().flatten_mapping(node)
-        node.value = [*{(key.tag, str(key.value)): (key, value) for key, value in node.value}.values()]
+        node.value = [*{str(key.value): (key, value) for key, value in node.value}.values()]
 
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
@@ -55,8 +54,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
 def read_mapping(path: str | Path) -> dict[str, Any]:
     """What a YAML file holds, or a JSON file (suffix .json); {} for an empty one.
 
-    Raises ValueError for a file that is missing, not a regular file, damaged, too large, nested too deeply, whose
-    aliases expand without end, or that holds no mapping.
+    Raises ValueError for a file that is missing, not a regular file, damaged, too large, or that holds no mapping.
     """
     path = Path(path)
     if not path.exists() or path.is_dir():
@@ -82,64 +80,27 @@ def parse_json(text: str) -> Any:
     """JSON whose keys are unique. Raises ValueError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        _validate_unique_keys(pairs)
+        _validate_unique_keys(key for key, _ in pairs)
         return dict(pairs)
 
     try:
-        data = json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique)
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
-    _validate_size(data)
-    return data
 
 
 def parse_yaml(text: str) -> Any:
-    """YAML, safe tags only, keys unique in each mapping (`<<` merges as YAML 1.1 says: a key given by hand wins).
-
-    The size is counted before anything is built: merge keys would be expanded while building.
-    Raises ValueError.
-    """
+    """YAML, safe tags only, keys unique in each mapping. Raises ValueError."""
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        _validate_size(node)
-        return loader.construct_document(node)
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
     except RecursionError:
         raise ValueError("it is nested too deeply.") from None
 
 
-def _validate_size(root: Any) -> None:
-    """Walk a document, or the nodes of one, as often as each is used. Raises ValueError beyond the two bounds."""
-    seen, waiting = 0, [(root, 0)]
-    while waiting:
-        value, depth = waiting.pop()
-        seen += 1
-        if seen > MAX_VALUES:
-            raise ValueError(f"it holds more than {MAX_VALUES} keys and values, each alias (*) counted in full.")
-        if depth > MAX_DEPTH:
-            raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep, or an alias (*) holds itself.")
-        waiting += [(child, depth + 1) for child in _children(value)]
-
-
-def _children(value: Any) -> list[Any]:
-    """Keys and values of a mapping, elements of a list, parts of a YAML node."""
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    if isinstance(value, yaml.MappingNode):
-        _validate_unique_keys(
-            ((key.tag, key.value), item) for key, item in value.value if isinstance(key, yaml.ScalarNode)
-        )
-        return [part for pair in value.value for part in pair]
-    return value.value if isinstance(value, yaml.SequenceNode) else value if isinstance(value, list) else []
-
-
-def _validate_unique_keys(pairs: Iterable[tuple[Any, Any]]) -> None:
-    """The last of two equal keys would win in silence. A YAML key is (tag, text)."""
-    for key, count in Counter(key for key, _ in pairs).items():
+def _validate_unique_keys(keys: Iterable[str]) -> None:
+    """The last of two equal keys would win in silence."""
+    for name, count in Counter(keys).items():
         if count > 1:
-            name = key if isinstance(key, str) else key[1]
             raise ValueError(f"{name[:80]!r} is there twice: keep one of them, with all of its settings.")

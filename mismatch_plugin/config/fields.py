@@ -30,7 +30,7 @@ def described(
     default: Any,
     description: str,
     *,
-    flag: str | None = None,
+    flag: str = "",
     aliases: tuple[str, ...] = (),
     unit: str = "",
     slime: str = "",
@@ -38,7 +38,8 @@ def described(
     source: str = "",
     **constraints: Any,
 ) -> Any:
-    """A pydantic field with the metadata that flags and documentation are generated from."""
+    """A pydantic field with the metadata that flags and documentation are generated from. flag: where it is not
+    --tis-NAME, --rs-NAME or --mismatch-NAME, by its section."""
     meta: Any = {"flag": flag, "aliases": aliases, "unit": unit, "slime": slime, "verl": verl, "source": source}
     return Field(default, description=description, json_schema_extra={"mismatch": meta}, **constraints)
 
@@ -55,7 +56,9 @@ def leaf_fields(model: type[BaseModel], prefix: str = "") -> list[FieldInfo]:
         extra = field.json_schema_extra
         meta: Any = extra.get("mismatch", {}) if isinstance(extra, dict) else {}
         default = field.get_default(call_default_factory=True)
-        leaves.append(FieldInfo(prefix + name, annotation, default, field.description or "", meta))
+        head = prefix if prefix in ("tis.", "rs.") else "mismatch."
+        flag = meta.get("flag") or f"--{head}{name}".replace(".", "-").replace("_", "-")
+        leaves.append(FieldInfo(prefix + name, annotation, default, field.description or "", meta | {"flag": flag}))
     return leaves
 
 

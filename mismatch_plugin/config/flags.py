@@ -8,9 +8,10 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion
+from mismatch_plugin.config.criteria import Criterion
 from mismatch_plugin.config.fields import FieldInfo, leaf_fields, plain_error
 from mismatch_plugin.config.settings import Settings
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import number, parse_int
 
 _CRITERIA = "rs.criteria"
@@ -22,7 +23,7 @@ _MORE_FLAGS: dict[str, dict[str, Any]] = {
         "help": "reject what is outside bounds of the ratio: one criterion, see --rs-level",
     },
     "--rs-level": {
-        "choices": list(LEVEL_TO_AGGREGATE),
+        "choices": list(RS_LEVELS),
         "help": "how ratios are aggregated for rejection; token if absent; needs --use-rs",
     },
     "--rs-lower-bound": {
@@ -114,7 +115,7 @@ def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
                 f"{names[name]} {value} rejects nothing without {_USE_RS}: add {_USE_RS}, or leave it out."
             )
         return None
-    criterion = given | {"aggregate": LEVEL_TO_AGGREGATE[given.get("aggregate", "token")]}
+    criterion = {"aggregate": "token"} | given
     try:
         Criterion.model_validate(criterion)
     except ValidationError as error:

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pydantic import ValidationInfo
 
 from mismatch_plugin.config.fields import spell, value_and_default
-from mismatch_plugin.config.sections import GROWING
 from mismatch_plugin.config.settings import Settings
+from mismatch_plugin.config.units import PRODUCTS
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, SAFETY_BOUND, USUAL_KL
 
 
@@ -56,10 +56,10 @@ def without_effect(config: Settings) -> Iterable[tuple[str, str]]:
                 "bounds no weight under <tis.mode> truncate (it only sets a metric's fraction): choose clip or mask, "
                 "or leave it out.",
             )
-        if config.tis.level not in GROWING:
+        if not config.unit.multiplies:
             yield (
                 "tis.bound_growth",
-                f"needs a <tis.level> whose ratio is a product ({', '.join(GROWING)}): choose one.",
+                f"needs a <tis.level> whose ratio is a product ({', '.join(PRODUCTS)}): choose one.",
             )
         if not config.tis.batch_normalize:
             yield (
@@ -136,18 +136,18 @@ def outside_known_range(config: Settings) -> list[str]:
     """Sentences for settings that are legal and used, but not where they are known to work."""
     notes = []
     geometric = "the geometric mean of a response moves by hundredths of a percent: within 0.01 to 0.1 % of 1 is usual"
-    if config.weighted and config.tis.level == "geometric" and config.tis.mode == "mask" and config.tis.upper > 1.1:
+    if config.weighted and config.unit.aggregate == "mean" and config.tis.mode == "mask" and config.tis.upper > 1.1:
         notes.append(f"tis.upper_bound {config.tis.upper:g} at geometric level masks hardly anything: {geometric}.")
     for criterion in config.criteria:
         upper = criterion.upper_bound
-        if criterion.aggregate == "sequence_mean" and criterion.in_log_space and 1.1 < (upper or 0.0) < math.inf:
+        if criterion.unit.aggregate == "mean" and criterion.in_log_space and 1.1 < (upper or 0.0) < math.inf:
             notes.append(
                 f"rs criterion {criterion.name} with upper bound {upper:g} rejects hardly anything: {geometric}."
             )
         if criterion.rejects_nothing:
             notes.append(f"rs criterion {criterion.name} rejects nothing: no value is outside its bounds.")
     trusted = any(criterion.condition == "away" for criterion in config.criteria)  # DPPO, whose weights are a token's
-    if config.algorithm == 3 and config.tis.level == "token" and not trusted:
+    if config.algorithm == 3 and config.weighted and config.unit.per_token and not trusted:
         notes.append("algorithm 3 at token level is biased: the rollout-correction guide has it at sequence level.")
     if config.policy_objective in ("gspo", "sapo", "gmpo") and config.aggregation != "seq-mean-token-mean":
         notes.append(
@@ -187,7 +187,7 @@ def bound_warnings(config: Settings, response_length: object = None) -> list[str
         return []
     fault = tis.upper_bound_fault
     notes = [f"--tis-upper-bound {tis.upper_bound:g}: {fault}. 2 is usual."] if fault else []
-    if tis.level in GROWING and isinstance(response_length, int) and response_length > 0:
+    if tis.unit.multiplies and isinstance(response_length, int) and response_length > 0:
         mean, ess = truncated_product(config, response_length)
         if mean < MIN_MEAN_WEIGHT or ess < MIN_EFFECTIVE_SAMPLE_SIZE:
             bound = f"{tis.upper_bound:g}" + (f"^(n^{tis.bound_growth:g})" if tis.bound_growth else "")
@@ -223,6 +223,6 @@ def truncated_product(config: Settings, length: int, kl: float = USUAL_KL) -> tu
             total += math.exp(k * lo) * below(lo)
         return total
 
-    lengths = range(1, length + 1, 1 + length // 256) if tis.level == "prefix" else [length]
+    lengths = range(1, length + 1, 1 + length // 256) if tis.unit.needs_second_reduction else [length]
     first, second = (sum(moment(k, n) for n in lengths) / len(lengths) for k in (1, 2))
     return first, first * first / second if second else 0.0

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from mismatch_plugin.config.criteria import Criterion, Rejection
 from mismatch_plugin.config.fields import Section, described
 from mismatch_plugin.config.sections import EPS_CLIP, ImportanceSampling, Objective, PPOClip, Terms
+from mismatch_plugin.config.units import Unit
 from mismatch_plugin.limits import SAFETY_BOUND
 
 Denominator = Literal["auto", "accepted", "original"]
@@ -30,115 +31,62 @@ ALGORITHM_NAMES = ("PPO", "bypass PPO", "decoupled PPO", "REINFORCE + IS")
 class Settings(Section):
     """The fields of a configuration and what follows from them; `MismatchConfig` validates and loads them."""
 
-    use_rollout_log_probs: bool = described(
-        False,
-        "use SGLang's log-probs as the old policy; no second forward pass",
-        flag="--use-rollout-log-probs",
-        aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
-        slime="use_rollout_logprobs",
-        verl="bypass_mode, bypass_old_logprob_for_rollout",
-    )
-    use_tis: bool = described(
-        False,
-        "apply training-inference importance sampling",
-        flag="--use-tis",
-        slime="use_tis",
-        verl="rollout_is (not null)",
-    )
-    objective: Objective = described(
-        "ppo",
+    # fmt: off
+    use_rollout_log_probs: bool = described(False, "use SGLang's log-probs as the old policy; no second forward pass",
+        flag="--use-rollout-log-probs", aliases=("--use_rollout_log_probs", "--use-rollout-logprobs"),
+        slime="use_rollout_logprobs", verl="bypass_mode, bypass_old_logprob_for_rollout")
+    use_tis: bool = described(False, "apply training-inference importance sampling", flag="--use-tis", slime="use_tis",
+        verl="rollout_is (not null)")
+    objective: Objective = described("ppo",
         "what becomes of π_θ, anchor and advantage in algorithms 0, 1, 2: ppo; gspo = the clip on the sequence's "
         "geometric mean; cispo = −sg(clip(r))·A·log π_θ; sapo = a smooth gate for the clip; gmpo = the geometric mean "
         "of clipped ratios; reinforce = −A·log π_θ. Algorithm 3 is reinforce",
-        flag="--mismatch-objective",
-        slime="advantage_estimator",
-        verl="loss_mode",
+        slime="advantage_estimator", verl="loss_mode",
         source="Schulman et al. 2017; arXiv 2507.18071 (GSPO); arXiv 2506.13585 (CISPO); arXiv 2511.20347 (SAPO); "
-        "arXiv 2507.20673 (GMPO); Williams 1992",
-    )
+        "arXiv 2507.20673 (GMPO); Williams 1992")
     tis: ImportanceSampling = Field(default_factory=ImportanceSampling)
     rs: Rejection = Field(default_factory=Rejection)
     ppo: PPOClip = Field(default_factory=PPOClip)
     terms: Terms = Field(default_factory=Terms)
-    denominator: Denominator = described(
-        "auto",
+    denominator: Denominator = described("auto",
         "what the summed loss is divided by: accepted = rejected tokens leave it, original = they stay; auto = "
-        "accepted wherever the plugin owns the denominator",
-        flag="--mismatch-denominator",
-    )
-    aggregation: Aggregation = described(
-        "token-mean",
-        "how token losses become one number",
-        flag="--mismatch-aggregation",
-        slime="calculate_per_token_loss",
-        verl="loss_agg_mode",
-        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm",
-    )
-    length_norm: float | None = described(
-        None,
-        "constant that divides each sequence's sum under seq-mean-token-sum",
-        flag="--mismatch-length-norm",
-        unit="tokens",
-        verl="seq-mean-token-sum-norm",
-        source="Liu et al. 2025 (Dr. GRPO)",
-        ge=1e-6,
-        allow_inf_nan=False,
-    )
-    rollout_log_prob_policy: InvalidPolicy = described(
-        "error",
+        "accepted wherever the plugin owns the denominator")
+    aggregation: Aggregation = described("token-mean", "how token losses become one number",
+        slime="calculate_per_token_loss", verl="loss_agg_mode",
+        source="Liu et al. 2025 (Dr. GRPO) for seq-mean-token-sum with a length norm")
+    length_norm: float | None = described(None, "constant that divides each sequence's sum under seq-mean-token-sum",
+        unit="tokens", verl="seq-mean-token-sum-norm", source="Liu et al. 2025 (Dr. GRPO)", ge=1e-6,
+        allow_inf_nan=False)
+    rollout_log_prob_policy: InvalidPolicy = described("error",
         "what an invalid log-prob (NaN, > 0, −inf or a floor, a 0.0 fill) does where it is used; where it is only "
-        "measured it is left out of the metrics and counted",
-        flag="--rollout-log-prob-policy",
-    )
+        "measured it is left out of the metrics and counted", flag="--rollout-log-prob-policy")
     # YAML 1.1 reads a bare off as false.
-    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described(
-        "basic", "off, the guide's metrics, or everything", flag="--mismatch-metrics"
-    )
-    dry_run: bool = described(
-        False, "compute weights and rejections, report them, apply none", flag="--mismatch-dry-run"
-    )
-    gate_kl: float | None = described(
-        None,
+    metrics: Annotated[MetricsLevel, BeforeValidator(lambda v: "off" if v is False else v)] = described("basic",
+        "off, the guide's metrics, or everything")
+    dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
+    gate_kl: float | None = described(None,
         "a step with k3_kl above this is an error on all ranks, before the optimizer steps: for CI and first steps at "
-        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate",
-        flag="--mismatch-gate-kl",
-        unit="nat a token",
-        source="prime-rl #3543 (gate of its CI); xtuner #2044",
-        gt=0.0,
-    )
-    report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(
-        None,
-        "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them",
-        flag="--mismatch-report-dir",
-    )
-    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described(
-        "warn",
+        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate", unit="nat a token",
+        source="prime-rl #3543 (gate of its CI); xtuner #2044", gt=0.0)
+    report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(None,
+        "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them")
+    verify_weights: Annotated[VerifyWeights, BeforeValidator(lambda v: "off" if v is False else v)] = described("warn",
         "after a weight update, servers with our SGLang plugin that hold other weights than were sent are a warning, "
-        "or an error on all ranks; off = not compared. slime and miles",
-        flag="--mismatch-verify-weights",
-    )
-    log_prob_backend: LogProbBackend = described(
-        "auto",
-        "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two give "
-        "no entropy); auto = triton where it can run, else torch. Only where the plugin computes them (megatron-core)",
-        flag="--mismatch-log-prob-backend",
-        source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)",
-    )
+        "or an error on all ranks; off = not compared. slime and miles")
+    log_prob_backend: LogProbBackend = described("auto",
+        "what computes log-probs from the logits: torch, triton (CUDA), megatron or transformer-engine (these two "
+        "give no entropy); auto = triton where it can run, else torch. Only where the plugin computes them "
+        "(megatron-core)", source="Milakov & Gimelshein 2018, arXiv 1805.02867 (online softmax)")
     # YAML 1.1 reads a bare off as false.
-    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described(
-        "auto",
+    inplace_logits: Annotated[InplaceLogits, BeforeValidator(lambda v: "off" if v is False else v)] = described("auto",
         "whether the gradient is written over the logits: auto = where nothing else reads them, which saves memory of "
-        "their size; off = never. Only where the plugin computes log-probs (megatron-core)",
-        flag="--mismatch-inplace-logits",
-    )
-    fused_head: bool = described(
-        False,
-        "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, vocabulary] "
-        "never exist, for a fourth product with the weight. Only where the plugin computes log-probs (megatron-core)",
-        flag="--mismatch-fused-head",
-        verl="use_fused_kernels",
-        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009",
-    )
+        "their size; off = never. Only where the plugin computes log-probs (megatron-core)")
+    fused_head: bool = described(False,
+        "log-probs from hidden states and the head's weight, a chunk of rows at a time: logits of [tokens, "
+        "vocabulary] never exist, for a fourth product with the weight. Only where the plugin computes log-probs "
+        "(megatron-core)", verl="use_fused_kernels",
+        source="Liger Kernel, arXiv 2410.10989; Cut Cross-Entropy, arXiv 2411.09009")
+    # fmt: on
 
     @model_validator(mode="after")
     def _with_own_clip(self) -> Settings:
@@ -174,6 +122,11 @@ class Settings(Section):
         if self.policy_objective in ("reinforce", "sapo"):
             return None
         return (math.exp(-low), math.exp(min(high, SAFETY_BOUND))) if self.objective == "gmpo" else (1 - low, 1 + high)
+
+    @property
+    def unit(self) -> Unit:
+        """What shares one weight."""
+        return self.tis.unit
 
     @property
     def weighted(self) -> bool:

@@ -26,7 +26,6 @@ from mismatch_plugin.core.rejection import (
 )
 from mismatch_plugin.core.segments import Column, segment_max, segment_sums, spread
 from mismatch_plugin.core.tokens import Tokens, select_tokens
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import TRAIN_DEFECTS, invalid_error, stopping_kinds
 
 if TYPE_CHECKING:
@@ -165,7 +164,7 @@ def compute_correction(
 
     # Decisions and weights that need one token only.
     state.outside_T = reject_tokens(config, judged, stale_T)
-    if state.units.per_token:
+    if state.unit.per_token:
         state.weigh()
     masked_T, rejected_T = state.rejected_tokens()
 
@@ -189,9 +188,9 @@ def compute_correction(
 
     # Decisions and weights that need the whole unit or sequence.
     state.outside_N, state.values_N = reject_sequences(config, judged, state.sums_N, state.means_N, maxima_N)
-    if not state.units.per_token:
+    if not state.unit.per_token:
         state.weigh()
-    if state.units.needs_second_reduction:
+    if state.unit.needs_second_reduction:
         masked_T, rejected_T = state.rejected_tokens()
         names, sums = segment_sums(second_columns(state, masked_T, rejected_T), packed.offsets)
         if names:
@@ -218,7 +217,7 @@ def compute_correction(
     weights = mask
     if state.weights_U is not None:
         weights = state.weights_U.to(mask.dtype)
-        if not state.units.one_ratio_per_token:
+        if not state.unit.one_ratio_per_token:
             weights = mask * spread(weights, packed.sequence_index if state.parts is None else state.parts.index)
     if state.factor is not None:
         weights = weights / state.factor
@@ -290,12 +289,12 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
 
 def validate_cut(packed: PackedSequences, config: MismatchConfig, cp_size: int) -> None:
     """Raise ValueError where a part of the sequences does not say what the level needs to know of the whole."""
-    units = units_of(config)
-    for name in units.needs if cp_size > 1 else ():
+    unit = config.unit
+    for name in unit.needs if cp_size > 1 else ():
         if getattr(packed, name) is None:
             raise ValueError(
-                f"{name} is missing: --tis-level {units.name} under context parallelism needs "
-                f"{' and '.join(units.needs)}, which parallel.context.shard sets. For a batch built by hand see "
+                f"{name} is missing: --tis-level {config.tis.level} under context parallelism needs "
+                f"{' and '.join(unit.needs)}, which parallel.context.shard sets. For a batch built by hand see "
                 f"PackedSequences."
             )
 

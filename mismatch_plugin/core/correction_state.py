@@ -12,9 +12,8 @@ from torch import Tensor
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import RejectionInputs
 from mismatch_plugin.core.segments import Column, bounded_exp, spread
-from mismatch_plugin.core.sequence_parts import LARGEST
 from mismatch_plugin.core.tokens import Tokens
-from mismatch_plugin.core.units import acting_bounds, growth_of, units_of
+from mismatch_plugin.core.units import LARGEST, acting_bounds, unit_log_ratio, unit_tokens
 from mismatch_plugin.core.validity import Locator, find_invalid
 from mismatch_plugin.core.weights import batch_factor, bound_weight
 
@@ -60,8 +59,8 @@ class CorrectionState:
         self, config: MismatchConfig, packed: PackedSequences, tokens: Tokens, judged: RejectionInputs, train_T: Tensor
     ) -> None:
         self.config, self.packed, self.tokens, self.judged = config, packed, tokens, judged
-        self.units, self.bounds = units_of(config), acting_bounds(config)
-        self.parts = self.units.parts(packed)
+        self.unit, self.bounds = config.unit, acting_bounds(config)
+        self.parts = packed.parts(self.unit)
         self.measured = config.metrics != "off" and tokens.code is not None
         self.weights_U: Tensor | None = None
         self.outside_T: dict[str, Tensor] = {}
@@ -87,9 +86,9 @@ class CorrectionState:
             return
         log_ratio = self.tokens.log_ratio
         # Chunks before a rank's own count as its running sum would count them.
-        yield Column("log_ratio", log_ratio.clamp(-LARGEST, LARGEST) if self.units.one_ratio_per_token else log_ratio)
+        yield Column("log_ratio", log_ratio.clamp(-LARGEST, LARGEST) if self.unit.one_ratio_per_token else log_ratio)
         yield Column("tokens", self.tokens.mask)
-        if self.units.one_ratio_per_token:
+        if self.unit.one_ratio_per_token:
             return
         if rejected_T is not None:
             yield Column("rejected", rejected_T)
@@ -112,8 +111,8 @@ class CorrectionState:
     @cached_property
     def log_ratio_U(self) -> Tensor:
         """The aggregated log-ratio of every unit, unclamped; 0 at padding."""
-        log_ratio = self.units.aggregate(self.tokens.log_ratio, self.sums_U, self.parts)
-        return log_ratio.masked_fill_(self.tokens.padding, 0.0) if self.units.needs_second_reduction else log_ratio
+        log_ratio = unit_log_ratio(self.unit, self.tokens.log_ratio, self.sums_U, self.parts)
+        return log_ratio.masked_fill_(self.tokens.padding, 0.0) if self.unit.needs_second_reduction else log_ratio
 
     @cached_property
     def ratio_U(self) -> Tensor:
@@ -123,14 +122,14 @@ class CorrectionState:
     @cached_property
     def scale_U(self) -> Tensor | None:
         """n^g, what the logs of the bounds are multiplied by; None where they do not grow."""
-        growth = growth_of(self.config)
-        return self.units.count(self.tokens.mask, self.sums_U, self.parts).pow(growth) if growth else None
+        growth = self.config.tis.growth
+        return unit_tokens(self.unit, self.tokens.mask, self.sums_U, self.parts).pow(growth) if growth else None
 
     @cached_property
     def counts_U(self) -> Tensor:
         """What each unit counts in a mean over units, 0 without response tokens: [N] for units that are tokens, the
         tokens of each sequence, whose rows are means over them."""
-        if self.units.one_ratio_per_token:
+        if self.unit.one_ratio_per_token:
             return self.tokens_N
         return (self.sums_U["tokens"] > 0).double()
 
@@ -138,20 +137,20 @@ class CorrectionState:
         """Bound the units' ratios to weights, where there are weights, and note what mask mode rejects."""
         if not self.config.weighted:
             return
-        tis, units = self.config.tis, self.units
-        padding = self.tokens.padding if units.one_ratio_per_token else None
-        ratio = None if units.per_token else self.ratio_U
+        tis, unit = self.config.tis, self.unit
+        padding = self.tokens.padding if unit.one_ratio_per_token else None
+        ratio = None if unit.per_token else self.ratio_U
         weights, rejected = bound_weight(
-            self.log_ratio_U, tis.mode, tis.lower, tis.upper, padding, ratio, None if units.per_token else self.scale_U
+            self.log_ratio_U, tis.mode, tis.lower, tis.upper, padding, ratio, None if unit.per_token else self.scale_U
         )
-        self.weights_U = weights.mul_(self.tokens.mask) if units.one_ratio_per_token else weights
+        self.weights_U = weights.mul_(self.tokens.mask) if unit.one_ratio_per_token else weights
         if rejected is not None:
             self.units_outside["mode"] = rejected
 
     @property
     def units_outside(self) -> dict[str, Tensor]:
         """Where what is said of units is noted."""
-        if self.units.one_ratio_per_token:
+        if self.unit.one_ratio_per_token:
             return self.outside_T
         return self.outside_N if self.parts is None else self.outside_U
 
@@ -159,7 +158,7 @@ class CorrectionState:
         """Which tokens stay, and how many of each sequence and unit, once everything is judged."""
         rejected_N, mask = any_of(self.outside_N.values()), self.tokens.mask
         self.keep_T = mask if rejected_T is None else mask.masked_fill(rejected_T, 0.0)
-        sums, tokens, parts = self.sums_N, self.tokens_N, None if self.units.one_ratio_per_token else self.parts
+        sums, tokens, parts = self.sums_N, self.tokens_N, None if self.unit.one_ratio_per_token else self.parts
         if parts is not None:
             sums, tokens = self.sums_U, self.sums_U["tokens"]
             of_parts = None if rejected_N is None else spread(rejected_N, parts.sequence)
@@ -181,7 +180,7 @@ class CorrectionState:
     def unit_rows(self) -> dict[str, Tensor]:
         """Rows whose sums batch normalisation divides: weights before it, and the units they are averaged over."""
         units = torch.ones_like(self.counts_U)
-        if self.units.one_ratio_per_token:
+        if self.unit.one_ratio_per_token:
             if "outside_mode" in self.means_N:
                 units = units - self.means_N["outside_mode"]
             return {"weight_unit": self.means_N["weight_unit"], "units": units}

@@ -53,26 +53,26 @@ def validate_one_policy(
         )
 
 
-_MOST_TURNS = 1000
-"""Or a response's tokens: memory is set aside for every turn up to the last, and a number above is an id."""
+_MOST_UNITS = 1000
+"""Or a response's tokens: memory is set aside for every unit up to the last, and a number above is an id."""
 
 
-def checked_turns(
+def checked_units(
     turn_ids_T: Tensor, counts: tuple[int, ...] | None, lengths: tuple[int, ...], ids: tuple[object, ...]
 ) -> tuple[int, ...]:
-    """Turns of each sequence: as given, else one more than its last number. Only what is on the CPU is checked."""
+    """Units of each sequence: as given, else one more than its last number. Only what is on the CPU is checked."""
     if counts is not None and turn_ids_T.device.type != "cpu":
         return counts
     rows = turn_ids_T.cpu().split(list(lengths)) if lengths else ()
     known = tuple(int(row[-1]) + 1 if len(row) else 1 for row in rows) if counts is None else counts
     for row, count, label in zip(rows, known, ids, strict=True):
         wrong = torch.cat([row.new_zeros(1), row])[:-1] > row
-        wrong |= (row < 0) | (row >= (count if counts is not None else max(len(row), _MOST_TURNS)))
+        wrong |= (row < 0) | (row >= (count if counts is not None else max(len(row), _MOST_UNITS)))
         if wrong.any():
             position = int(wrong.nonzero()[0])
             among = "" if counts is None else f"{count} "
             raise ValueError(
-                f"turn_ids of sequence {label} is {int(row[position])} at position {position}: number its {among}turns "
+                f"unit_ids of sequence {label} is {int(row[position])} at position {position}: number its {among}units "
                 f"from 0 upwards, and give the tokens between two of them the number of either."
             )
     return known
@@ -215,11 +215,11 @@ def _tensor(row: Any, integer: bool) -> Tensor:
 
 
 def validate_parts(
-    turn_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
+    unit_counts: tuple[int, ...] | None, chunk_lengths: tuple[tuple[int, ...], ...] | None, lengths: tuple[int, ...]
 ) -> None:
-    """Raise ValueError where turns or chunks are those of other sequences."""
-    if turn_counts is not None and len(turn_counts) != len(lengths):
-        raise ValueError(f"turn_counts has {len(turn_counts)} entries for {len(lengths)} sequences.")
+    """Raise ValueError where units or chunks are those of other sequences."""
+    if unit_counts is not None and len(unit_counts) != len(lengths):
+        raise ValueError(f"unit_counts has {len(unit_counts)} entries for {len(lengths)} sequences.")
     if chunk_lengths is None:
         return
     if tuple(map(sum, chunk_lengths)) != lengths or len({*map(len, chunk_lengths)}) > 1:

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import Units, growth_of, units_of
 from mismatch_plugin.limits import MIN_EFFECTIVE_SAMPLE_SIZE, MIN_MEAN_WEIGHT, UPPER_BOUNDS
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config.units import Unit
 
 About = Literal["data", "correction", "fault"]
 
@@ -80,12 +80,12 @@ def _enough_units(metrics: Mapping[str, float], config: MismatchConfig) -> bool:
     return metrics.get("sequences", 0.0) >= MIN_UNITS
 
 
-def _weighted_by(judge: Callable[[type[Units]], bool]) -> _Judge:
-    return lambda metrics, config: config.weighted and judge(units_of(config))
+def _weighted_by(judge: Callable[[Unit], bool]) -> _Judge:
+    return lambda metrics, config: config.weighted and judge(config.unit)
 
 
 def _weighted_in(measure: str) -> _Judge:
-    return _weighted_by(lambda units: units.measure == measure)
+    return _weighted_by(lambda unit: unit.measure == measure)
 
 
 def _mostly_kept(judge: _Judge) -> _Judge:
@@ -143,8 +143,8 @@ RULES: tuple[Rule, ...] = (
     Rule("rollout_is_weight_after_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
          "few tokens carry the gradient", _SPREAD, _mostly_kept(_weighted_in("tokens")),
          "weights at token and prefix level, most tokens kept"),
-    Rule("rollout_is_weight_after_turn_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
-         "few turns carry the gradient", _SPREAD, _mostly_kept(_weighted_in("turns")),
+    Rule("rollout_is_weight_after_unit_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
+         "few turns (or other units) carry the gradient", _SPREAD, _mostly_kept(_weighted_in("units")),
          "weights at turn level, most tokens kept"),
     Rule("rollout_is_weight_after_seq_eff_sample_size", "correction", lambda v: v < MIN_EFFECTIVE_SAMPLE_SIZE, _ESS,
          "few sequences carry the gradient", _SPREAD, _mostly_kept(_weighted_in("sequences")),
@@ -152,7 +152,7 @@ RULES: tuple[Rule, ...] = (
     Rule("seq_log_ratio_mean", "correction", lambda v: v < VANISHING_LOG_WEIGHT, f"below {VANISHING_LOG_WEIGHT:g}",
          "the mean log-ratio times the length makes product weights vanish",
          "Long responses lose their gradient: use geometric or token level, or find the shift that all tokens share.",
-         _weighted_by(lambda units: units.multiplies and units.spans), "weights at sequence and prefix level"),
+         _weighted_by(lambda unit: unit.multiplies and unit.cut == "sequence"), "weights at sequence and prefix level"),
     Rule("rollout_is_veto_fraction", "correction", lambda v: v > MAX_VETO_FRACTION, f"above {MAX_VETO_FRACTION:g}",
          "many sequences are vetoed",
          "Look at the log-probs of the vetoed tokens first (fills, filters, bf16); then lower the veto threshold."),
@@ -217,7 +217,7 @@ def check_health(metrics: Mapping[str, float], config: MismatchConfig) -> list[H
         for rule in RULES
         if rule.metric in values and rule.applies(values, config) and rule.is_wrong(values[rule.metric])
     ]
-    largest, bounded = values.get(_BLOWN.metric), config.tis.batch_normalize and growth_of(config) == 0
+    largest, bounded = values.get(_BLOWN.metric), config.tis.batch_normalize and config.tis.growth == 0
     if largest is not None and bounded and _BLOWN.is_wrong(largest / config.tis.upper):
         found.append(_warning(_BLOWN, _BLOWN.metric, largest))
     if config.weighted and (fault := config.tis.upper_bound_fault):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.core.entries import (
-    checked_turns,
+    checked_units,
     flatten_entries,
     shape_wanted,
     validate_field_names,
@@ -22,10 +22,13 @@ from mismatch_plugin.core.entries import (
     whole_number,
 )
 from mismatch_plugin.core.host import to_rows
-from mismatch_plugin.core.sequence_parts import SequenceParts, chunk_parts, number_turns, turn_parts
+from mismatch_plugin.core.units import SequenceParts, chunk_parts, number_runs, unit_parts
 from mismatch_plugin.core.validity import InvalidLogProb, find_invalid
 
-_INTEGER_FIELDS = ("positions", "weight_versions", "turn_ids")
+if TYPE_CHECKING:
+    from mismatch_plugin.config.units import Unit
+
+_INTEGER_FIELDS = ("positions", "weight_versions", "unit_ids")
 HALF = (torch.bfloat16, torch.float16)
 """Dtypes that are widened to float32: sums over a response would lose all digits."""
 _LOG_PROBS = ("rollout_log_probs", "old_log_probs", "ref_log_probs")
@@ -45,11 +48,12 @@ class PackedSequences:
     * entropy: in nats; may carry gradient
     * positions: index of the token in its response, integer; under context parallelism the global one
     * weight_versions: integer
-    * turn_ids: number of the token's turn in its sequence, integer, from 0 and never falling; without them turns are
-      the runs of `loss_mask`. Under context parallelism they and turn_counts are those of the whole sequences
+    * unit_ids: number of the token's unit (turn, tool call, paragraph) in its sequence, integer, from 0 and never
+      falling; without them units are the runs of `loss_mask`. Under context parallelism they and unit_counts are those
+      of the whole sequences
 
     trainer_version: number of the weights that train, counted as weight_versions are; an int on the host.
-    turn_counts: turns of each sequence, the same on every rank that holds a part of it (some may be empty).
+    unit_counts: units of each sequence, the same on every rank that holds a part of it (some may be empty).
     chunk_lengths: under context parallelism, of each sequence this rank's tokens in each of the chunks it is cut into,
     in order, 0 in those of other ranks (`parallel.context` makes both).
     rewards: [N]. sequence_ids: names for error messages. padded_width: S of the [B, S] tensors of `from_padded`, so
@@ -67,8 +71,8 @@ class PackedSequences:
     positions: Tensor | None = None
     weight_versions: Tensor | None = None
     trainer_version: int | None = None
-    turn_ids: Tensor | None = None
-    turn_counts: tuple[int, ...] | None = None
+    unit_ids: Tensor | None = None
+    unit_counts: tuple[int, ...] | None = None
     chunk_lengths: tuple[tuple[int, ...], ...] | None = None
     rewards: Tensor | None = None
     sequence_ids: tuple[object, ...] = ()
@@ -97,7 +101,7 @@ class PackedSequences:
                 object.__setattr__(self, name, value.float())
         if self.trainer_version is not None:
             object.__setattr__(self, "trainer_version", version_number(self.trainer_version))
-        validate_parts(self.turn_counts, self.chunk_lengths, self.lengths)
+        validate_parts(self.unit_counts, self.chunk_lengths, self.lengths)
         if not self.sequence_ids:
             object.__setattr__(self, "sequence_ids", tuple(range(len(self.lengths))))
         elif len(self.sequence_ids) != len(self.lengths):
@@ -132,26 +136,30 @@ class PackedSequences:
         tokens = torch.arange(self.loss_mask.shape[0], device=self.loss_mask.device)
         return tokens - self.offsets.index_select(0, self.sequence_index)
 
-    def turn_numbers(self) -> tuple[Tensor, tuple[int, ...]]:
-        """([T] number of each token's turn, turns of each sequence): as given, else the runs of `loss_mask`.
+    def unit_numbers(self) -> tuple[Tensor, tuple[int, ...]]:
+        """([T] number of each token's unit, units of each sequence): as given, else the runs of `loss_mask`.
 
-        Host syncs: none, but for turn_ids on a device without turn_counts. Raises ValueError for CPU data where
-        turn_ids fall inside a sequence, are negative or above turn_counts.
+        Host syncs: none, but for unit_ids on a device without unit_counts. Raises ValueError for CPU data where
+        unit_ids fall inside a sequence, are negative or above unit_counts.
         """
-        if self.turn_ids is None:
-            return number_turns(self.loss_mask, self.lengths, self.sequence_index)
-        return self.turn_ids, checked_turns(self.turn_ids, self.turn_counts, self.lengths, self.sequence_ids)
+        if self.unit_ids is None:
+            return number_runs(self.loss_mask, self.lengths, self.sequence_index)
+        return self.unit_ids, checked_units(self.unit_ids, self.unit_counts, self.lengths, self.sequence_ids)
 
     @cached_property
-    def turns(self) -> SequenceParts:
-        """The turns of every sequence."""
-        return turn_parts(*self.turn_numbers(), self.sequence_index)
+    def units(self) -> SequenceParts:
+        """What `unit_ids` number in every sequence, or its turns."""
+        return unit_parts(*self.unit_numbers(), self.sequence_index)
 
     @cached_property
     def chunks(self) -> SequenceParts:
         """The chunks of every sequence, one where `chunk_lengths` was not given."""
         whole = tuple((length,) for length in self.lengths)
         return chunk_parts(whole if self.chunk_lengths is None else self.chunk_lengths, self.loss_mask.device)
+
+    def parts(self, unit: Unit) -> SequenceParts | None:
+        """Over which log-ratios and tokens are summed for a unit, too; None where the sequences' sums do."""
+        return self.units if unit.cut == "ids" else self.chunks if unit.aggregate == "running" else None
 
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.
@@ -173,7 +181,7 @@ class PackedSequences:
         copy = replace(self, **changes)
         if copy.lengths == self.lengths:
             same = ["offsets", "sequence_index", "padded_index"]
-            same += [] if changes.keys() & {"loss_mask", "turn_ids", "turn_counts"} else ["turns"]
+            same += [] if changes.keys() & {"loss_mask", "unit_ids", "unit_counts"} else ["units"]
             same += [] if "chunk_lengths" in changes else ["chunks"]
             copy.__dict__.update({name: self.__dict__[name] for name in same if name in self.__dict__})
         return copy
@@ -182,7 +190,7 @@ class PackedSequences:
         """This batch with its offsets made now, at data preparation, and not in the middle of the loss."""
         assert self.offsets is not None and self.sequence_index is not None
         assert self.padded_index is None or self.padded_width is not None
-        assert self.turn_ids is None or self.turns
+        assert self.unit_ids is None or self.units
         assert self.chunk_lengths is None or self.chunks
         return self
 
@@ -244,7 +252,7 @@ class PackedSequences:
         positions: Sequence[Any] | None = None,
         weight_versions: Sequence[Any] | None = None,
         trainer_version: int | None = None,
-        turn_ids: Sequence[Any] | None = None,
+        unit_ids: Sequence[Any] | None = None,
         rewards: Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
         **unknown: Any,
@@ -277,7 +285,7 @@ class PackedSequences:
             "entropy": entropy,
             "positions": positions,
             "weight_versions": weight_versions,
-            "turn_ids": turn_ids,
+            "unit_ids": unit_ids,
         }
         fields: dict[str, Any] = {
             name: flatten_entries(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)
@@ -316,7 +324,7 @@ class PackedSequences:
         positions: Tensor | None = None,
         weight_versions: Tensor | None = None,
         trainer_version: int | None = None,
-        turn_ids: Tensor | None = None,
+        unit_ids: Tensor | None = None,
         rewards: Tensor | Sequence[Any] | None = None,
         sequence_ids: Sequence[object] | None = None,
         **unknown: Any,
@@ -336,7 +344,7 @@ class PackedSequences:
             "entropy": entropy,
             "positions": positions,
             "weight_versions": weight_versions,
-            "turn_ids": turn_ids,
+            "unit_ids": unit_ids,
         }
         for name, value in {"loss_masks": loss_masks, **fields}.items():
             if not isinstance(value, (Tensor, type(None))):

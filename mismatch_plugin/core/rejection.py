@@ -178,7 +178,7 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     tokens = judged.tokens
     there = {"log_ratio", "k3"} if has_k3 else {"log_ratio"}
     of_sequences = [criterion for criterion in config.criteria if not criterion.judges_tokens]
-    for name, criterion in {judged.column(c): c for c in of_sequences if c.aggregate != "sequence_max"}.items():
+    for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
     if judged.advantages is not None and any(c.conditional for c in of_sequences):
@@ -192,7 +192,7 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
 def maximum_columns(config: MismatchConfig, judged: RejectionInputs) -> Iterator[tuple[str, Tensor]]:
     """(criterion name, [T]) columns whose maximum over the sequence is judged."""
     for criterion in config.criteria:
-        if criterion.aggregate == "sequence_max":
+        if criterion.unit.aggregate == "max":
             value = judged.values(criterion)
             # The other statistics are not negative, so the zeros at padding do no harm.
             padded = value.masked_fill(judged.tokens.padding, -torch.inf) if criterion.in_log_space else value
@@ -216,10 +216,10 @@ def reject_sequences(
     for criterion in config.criteria:
         if criterion.judges_tokens:
             continue
-        if criterion.aggregate == "sequence_max":
+        if criterion.unit.aggregate == "max":
             value = maxima_N[criterion.name]
         else:
-            value = (sums_N if criterion.aggregate == "sequence_sum" else means_N)[judged.column(criterion)]
+            value = (sums_N if criterion.unit.aggregate == "sum" else means_N)[judged.column(criterion)]
         values[criterion.name] = value
         rejected = outside_bounds(value, *criterion.log_bounds)
         outside[criterion.name] = _where_judged(criterion, rejected, sums_N.get("advantage"), value)

@@ -1,182 +1,155 @@
-"""The units at which ratios are aggregated: one class a level. Nothing outside of this file asks which level it is.
+"""Parts of sequences and the log-ratios of units: tokens, what `unit_ids` numbers, sequences, running sums.
 
+How many parts there are is known on the host, so that finding and summing them waits for no device.
 References: rollout-correction guide, section 3.3; Liu & Li et al. 2025, "When Speed Kills Stability"; Precup, Sutton &
-Singh 2000 (prefix: per-decision importance sampling).
+Singh 2000 (running sums: per-decision importance sampling).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
-
-from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.sequence_parts import SequenceParts
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
+    from mismatch_plugin.config.units import Unit
 
-
-class Units:
-    """How a level cuts sequences into units, and what a unit's log-ratio is: each unit has one weight.
-
-    name: as in the settings.
-    per_token: a unit's log-ratio needs one token only: it is bounded before the reduction over context-parallel ranks,
-        and its sums ride on that. Else it is formed from the reduced sums.
-    one_ratio_per_token: every token has a ratio of its own, [U] is [T]. Else [U] is the sequences, or their `parts`.
-    needs_second_reduction: a token's ratio is known only after that reduction, so what becomes of tokens takes another.
-    measure: what the merged sums count a unit by, `tokens`, `turns` or `sequences`.
-    multiplies: the ratio is a product over many tokens, so that its spread grows with their number.
-    spans: the ratio reaches over the whole response.
-    ess: what the metric of a unit's effective sample size is called by, before `eff_sample_size`.
-    needs: fields of the batch without which context parallelism cannot find the units.
-    """
-
-    name: ClassVar[str]
-    per_token: ClassVar[bool] = False
-    one_ratio_per_token: ClassVar[bool] = False
-    needs_second_reduction: ClassVar[bool] = False
-    measure: ClassVar[str] = "sequences"
-    multiplies: ClassVar[bool] = False
-    spans: ClassVar[bool] = True
-    ess: ClassVar[str] = "seq_"
-    needs: ClassVar[tuple[str, ...]] = ()
-
-    @staticmethod
-    def parts(packed: PackedSequences) -> SequenceParts | None:
-        """Parts of sequences over which log-ratios and tokens are summed, too; None where the sequences' sums do."""
-        return None
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """The unit's log-ratio, [U], unclamped; 0 for a unit without response tokens.
-
-        log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, or of each
-            sequence without parts, reduced; not looked at where `per_token`.
-        """
-        raise NotImplementedError
-
-    @staticmethod
-    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Response tokens that a unit's log-ratio is the sum of, [U]."""
-        return sums["tokens"]
-
-
-class TokenUnits(Units):
-    """Each response token: l_t."""
-
-    name, per_token, one_ratio_per_token, measure, spans, ess = "token", True, True, "tokens", False, ""
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """l_t, [T]."""
-        return log_ratio_T
-
-
-class SequenceUnits(Units):
-    """The whole response: Σ m l, the log of the product."""
-
-    name, multiplies = "sequence", True
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Σ m l, [N]."""
-        return sums["log_ratio"]
-
-
-class GeometricUnits(Units):
-    """The whole response: Σ m l / Σ m, the log of the geometric mean."""
-
-    name = "geometric"
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Σ m l / Σ m, [N]."""
-        return sums["log_ratio"] / sums["tokens"].clamp(min=1)
-
-
-class TurnUnits(Units):
-    """Each turn of a response, a run of trained tokens: Σ m l over it, the log of the product."""
-
-    name, measure, multiplies, spans, ess = "turn", "turns", True, False, "turn_"
-    needs = ("turn_ids", "turn_counts")
-
-    @staticmethod
-    def parts(packed: PackedSequences) -> SequenceParts | None:
-        """The turns."""
-        return packed.turns
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Σ m l, [C]."""
-        return sums["log_ratio"]
-
-
-class PrefixUnits(Units):
-    """Each response token, with all of its response before it: Σ_{k≤t} m_k l_k, the log of the product so far.
-
-    A rank sums its own chunk up to each token, and adds what the reduced sums say of the chunks before.
-    """
-
-    name, measure, multiplies, ess = "prefix", "tokens", True, ""
-    one_ratio_per_token = needs_second_reduction = True
-    needs = ("chunk_lengths",)
-
-    @staticmethod
-    def parts(packed: PackedSequences) -> SequenceParts | None:
-        """The chunks of context parallelism."""
-        return packed.chunks
-
-    @staticmethod
-    def aggregate(log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Σ_{k≤t} m_k l_k, [T] float64."""
-        return _so_far(log_ratio_T, sums["log_ratio"], parts)
-
-    @staticmethod
-    def count(mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None = None) -> Tensor:
-        """Σ_{k≤t} m_k, [T]."""
-        return _so_far(mask_T, sums["tokens"], parts, whole=True)
-
-
-def _so_far(values_T: Tensor, sums_C: Tensor, parts: SequenceParts | None, whole: bool = False) -> Tensor:
-    assert parts is not None
-    running = parts.running(values_T, whole)
-    return running.add_(parts.earlier(sums_C).index_select(0, parts.index)) if parts.splits else running
-
-
-LEVELS = (TokenUnits, TurnUnits, SequenceUnits, GeometricUnits, PrefixUnits)
-UNITS: dict[str, type[Units]] = {units.name: units for units in LEVELS}
+LARGEST = 1e4
+"""Of one token in a running sum, on every rank: what is beyond leaves other sequences their digits."""
 _MAX_CENTERED = 100.0
-_OF_CRITERION = {"token": TokenUnits, "sequence_sum": SequenceUnits, "sequence_mean": GeometricUnits}
 
 
-def units_of(config: MismatchConfig) -> type[Units]:
-    """The units of the weights; tokens where there are none (`tis.level` none), for the metrics."""
-    return UNITS.get(config.tis.level, TokenUnits)
+@dataclass(frozen=True, eq=False)
+class SequenceParts:
+    """C parts of N sequences, those of a sequence one after the other. Any may be empty on this rank, or everywhere.
+
+    offsets [C + 1] int64: a part holds this rank's tokens offsets[c] to offsets[c + 1]. index [T] integer: the part of
+    each token. first [N + 1] int64: a sequence has the parts first[n] to first[n + 1]. sequence [C] int64: the sequence
+    of each part. width: parts of every sequence where all have as many, else 0.
+    """
+
+    offsets: Tensor
+    index: Tensor
+    first: Tensor
+    sequence: Tensor
+    width: int = 0
+
+    @property
+    def splits(self) -> bool:
+        """False where every sequence is one part, so that its sums are the parts'."""
+        return self.width != 1
+
+    def to_sequences(self, values_KC: Tensor) -> Tensor:
+        """Σ over the parts of each sequence: [K, C] float64 → [K, N]."""
+        return torch.segment_reduce(values_KC.T.contiguous(), "sum", offsets=self.first, unsafe=True).T
+
+    def running(self, values_T: Tensor, sums_C: Tensor, whole: bool = False) -> Tensor:
+        """Σ over the tokens of the sequence up to and with each: [T] → [T] float64, each within ±1e4. A rank sums its
+        own part up to each token, and adds the reduced sums of the parts before. whole: of whole numbers."""
+        sums = torch.zeros(len(values_T) + 1, dtype=torch.float64, device=values_T.device)
+        values, before = sums[1:], sums
+        values.copy_(values_T).clamp_(-LARGEST, LARGEST)
+        if whole:
+            values.cumsum_(0)
+        else:  # one scan over all parts, brought back to 0 where each begins: it rounds as one part does, not as all do
+            ended = torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+            resets = torch.zeros_like(sums).index_add_(0, self.offsets[1:], ended)
+            values.sub_(resets[:-1]).cumsum_(0)
+            before = sums - resets
+        running = values - before.index_select(0, self.offsets[:-1]).index_select(0, self.index)
+        if self.splits:
+            sums_NC = sums_C.view(-1, self.width)
+            running.add_((sums_NC.cumsum(1) - sums_NC).flatten().index_select(0, self.index))
+        return running
 
 
-def growth_of(config: MismatchConfig) -> float:
-    """g: log lo and log hi are those of one token, and grow as n^g with the n tokens of a product; 0 elsewhere."""
-    return config.tis.bound_growth if units_of(config).multiplies else 0.0
+def chunk_parts(chunk_lengths: Sequence[Sequence[int]], device: torch.device) -> SequenceParts:
+    """The chunks of every sequence, in order. chunk_lengths: this rank's tokens in each, as many chunks a sequence."""
+    width = len(chunk_lengths[0]) if chunk_lengths else 1
+    lengths = [length for chunks in chunk_lengths for length in chunks]
+    tokens = torch.tensor(lengths, dtype=torch.int64, device=device)
+    index = torch.repeat_interleave(_numbers(len(lengths), device), tokens, output_size=sum(lengths))
+    first = _numbers(len(chunk_lengths) + 1, device) * width
+    sequence = _numbers(len(lengths), device) // width
+    return SequenceParts(torch.cat([tokens.new_zeros(1), tokens.cumsum(0)]), index, first, sequence, width)
+
+
+def unit_parts(unit_ids_T: Tensor, unit_counts: Sequence[int], sequence_index_T: Tensor) -> SequenceParts:
+    """The units of every sequence, from the number of each token's unit in its sequence."""
+    device, parts = unit_ids_T.device, sum(unit_counts)
+    counts = torch.tensor(unit_counts, dtype=torch.int64, device=device)
+    first = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    index = first.index_select(0, sequence_index_T) + unit_ids_T
+    sequence = torch.repeat_interleave(_numbers(len(unit_counts), device), counts, output_size=parts)
+    return SequenceParts(torch.searchsorted(index, _numbers(parts + 1, device)), index, first, sequence)
+
+
+def _numbers(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+def number_runs(
+    loss_mask_T: Tensor, lengths: tuple[int, ...], sequence_index_T: Tensor
+) -> tuple[Tensor, tuple[int, ...]]:
+    """([T] int64 number of each token's turn in its sequence, turns of each sequence) of whole sequences.
+
+    A turn is a maximal run of tokens that train; those between two belong to the first of them, where they add 0. A
+    sequence has at least one, which may be empty. A mask on a device is not waited for: its sequences have as many as
+    they could have, ⌈length / 2⌉, of which some are empty.
+    """
+    before = torch.cat([loss_mask_T.new_zeros(1), loss_mask_T[:-1]]) if len(loss_mask_T) else loss_mask_T
+    within = torch.cat([loss_mask_T.new_zeros(1), sequence_index_T[1:] == sequence_index_T[:-1]])[: len(loss_mask_T)]
+    starts = loss_mask_T & ~(before & within)
+    running = torch.cat([torch.zeros(1, dtype=torch.int64, device=starts.device), starts.cumsum(0)])
+    ends = torch.tensor([0, *lengths], device=starts.device).cumsum(0)
+    turns = running.index_select(0, ends)
+    ids = (running[1:] - turns.index_select(0, sequence_index_T) - 1).clamp_(min=0)
+    if loss_mask_T.device.type != "cpu":
+        return ids, tuple(max((length + 1) // 2, 1) for length in lengths)
+    return ids, tuple(max(count, 1) for count in turns.diff().tolist())
+
+
+def unit_log_ratio(unit: Unit, log_ratio_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None) -> Tensor:
+    """The log-ratio of every unit, [U], unclamped; 0 without response tokens.
+
+    token: l_t · sum: Σ m l · mean: Σ m l / Σ m · running: Σ_{k≤t} m_k l_k, float64
+    log_ratio_T: l, 0 at padding. sums: Σ m l (`log_ratio`) and Σ m (`tokens`) of each whole part, or of each sequence
+    without parts (`PackedSequences.parts`), reduced; not looked at where the unit is a token.
+    """
+    if unit.per_token:
+        return log_ratio_T
+    if unit.aggregate == "running":
+        assert parts is not None
+        return parts.running(log_ratio_T, sums["log_ratio"])
+    return sums["log_ratio"] / sums["tokens"].clamp(min=1) if unit.aggregate == "mean" else sums["log_ratio"]
+
+
+def unit_tokens(unit: Unit, mask_T: Tensor, sums: Mapping[str, Tensor], parts: SequenceParts | None) -> Tensor:
+    """Response tokens that a unit's log-ratio is the sum of, [U]."""
+    if unit.per_token:
+        return mask_T
+    return (
+        sums["tokens"]
+        if unit.aggregate != "running" or parts is None
+        else parts.running(mask_T, sums["tokens"], whole=True)
+    )
 
 
 class ActingBounds(NamedTuple):
     """The bounds that act on ratios, which the fractions outside of them are reported for.
 
-    level: whose aggregated ratio is compared. lower may be 0 (no bound), upper inf. growth: `growth_of`.
+    unit: whose ratio is compared. lower may be 0 (no bound), upper inf. growth: g, log lo and log hi grow as n^g.
     """
 
-    level: str
+    unit: Unit
     lower: float
     upper: float
     growth: float = 0.0
-
-    @property
-    def units(self) -> type[Units]:
-        """Those of the level."""
-        return UNITS[self.level]
 
     @property
     def log_lower(self) -> float:
@@ -196,15 +169,14 @@ def acting_bounds(config: MismatchConfig) -> ActingBounds | None:
     A criterion counts that bounds π_train's ratio in every unit: not under a condition, nor where π_θ is judged.
     """
     tis = config.tis
+    own = ActingBounds(config.unit, tis.lower, tis.upper, tis.growth)
     if config.weighted:
-        return ActingBounds(units_of(config).name, tis.lower, tis.upper, growth_of(config))
+        return own
     for criterion in () if config.rejects_on_current_policy else config.criteria:
-        if criterion.in_log_space and not criterion.conditional and criterion.aggregate in _OF_CRITERION:
+        if criterion.in_log_space and not criterion.conditional and criterion.unit.aggregate != "max":
             upper = math.inf if criterion.upper_bound is None else criterion.upper_bound
-            return ActingBounds(_OF_CRITERION[criterion.aggregate].name, criterion.lower_bound or 0.0, upper)
-    if tis.model_fields_set & {"upper_bound", "lower_bound"}:
-        return ActingBounds(units_of(config).name, tis.lower, tis.upper, growth_of(config))
-    return None
+            return ActingBounds(criterion.unit, criterion.lower_bound or 0.0, upper)
+    return own if tis.model_fields_set & {"upper_bound", "lower_bound"} else None
 
 
 def center(config: MismatchConfig) -> float:

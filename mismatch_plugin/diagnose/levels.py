@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_plugin.config.sections import GROWING
+from mismatch_plugin.config.units import LEVELS, UNITS, Unit
 from mismatch_plugin.core.metrics.full import HISTOGRAM_EDGE, HISTOGRAM_SCALE
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import token_statistic
 from mismatch_plugin.core.segments import segment_max, segment_sum
 from mismatch_plugin.core.tokens import select_tokens
-from mismatch_plugin.core.units import UNITS, Units
+from mismatch_plugin.core.units import unit_log_ratio, unit_tokens
 from mismatch_plugin.data.arrays import Floats
 from mismatch_plugin.diagnose.result import Histograms, LevelHistogram
 from mismatch_plugin.limits import SAFETY_BOUND
 
-LEVELS = tuple(UNITS)
 GROWN = 0.5
 """`tis.bound_growth` of the bounds that are tried: the share outside hardly depends on the length."""
 SHARES = (0.99, 0.999)
@@ -54,7 +53,7 @@ class LevelUnits:
     """log_ratio_U, float64: of every unit, unclamped. count_U: tokens that it is the sum over. tokens_U: tokens that
     have it for their ratio. index_T: the unit of each token; None where every token is one."""
 
-    units: type[Units]
+    unit: Unit
     log_ratio_U: Tensor
     count_U: Tensor
     tokens_U: Tensor
@@ -73,29 +72,28 @@ class LevelUnits:
 
 def levels_of(packed: PackedSequences) -> tuple[str, ...]:
     """The levels, without those that are another one here: a turn is the whole response where each has one."""
-    several = any(count > 1 for count in packed.turn_numbers()[1])
-    return tuple(level for level in LEVELS if several or UNITS[level].measure != "turns")
+    several = any(count > 1 for count in packed.unit_numbers()[1])
+    return tuple(level for level in LEVELS if several or UNITS[level].measure != "units")
 
 
 def growing(packed: PackedSequences) -> dict[str, str]:
     """Level whose bounds may grow with the length → what such bounds are called in `bounds_for`."""
-    return {level: f"{level}_growing" for level in levels_of(packed) if level in GROWING}
+    return {level: f"{level}_growing" for level in levels_of(packed) if UNITS[level].multiplies}
 
 
 def units_in(level: str, packed: PackedSequences, train_T: Tensor | None = None) -> LevelUnits:
     """train_T: log π_train, [T]; None: `packed.old_log_probs`. Units without response tokens have log-ratio 0."""
     train_T = packed.old_log_probs if train_T is None else train_T
     assert train_T is not None
-    units, log_ratio = UNITS[level], select_tokens(train_T.detach(), packed).log_ratio.double()
-    parts, mask = units.parts(packed), packed.loss_mask.double()
+    unit, log_ratio = UNITS[level], select_tokens(train_T.detach(), packed).log_ratio.double()
+    parts, mask = packed.parts(unit), packed.loss_mask.double()
     offsets = packed.offsets if parts is None else parts.offsets
     sums = {"log_ratio": segment_sum(log_ratio, offsets), "tokens": segment_sum(mask, offsets)}
-    count = mask if units.per_token else units.count(mask, sums, parts)
-    aggregated = units.aggregate(log_ratio, sums, parts)
-    if units.one_ratio_per_token:
-        return LevelUnits(units, aggregated, count, mask, None)
+    counts, aggregated = unit_tokens(unit, mask, sums, parts), unit_log_ratio(unit, log_ratio, sums, parts)
+    if unit.one_ratio_per_token:
+        return LevelUnits(unit, aggregated, counts, mask, None)
     index = packed.sequence_index if parts is None else parts.index
-    return LevelUnits(units, aggregated, count, sums["tokens"], index)
+    return LevelUnits(unit, aggregated, counts, sums["tokens"], index)
 
 
 # Bounds from the data, in place of constants -------------------------------------------------------------------------

@@ -159,7 +159,7 @@ def _parts(
     yield "probability", _between(PROBABILITY_EDGES), probability
     if packed.entropy is not None:
         yield "entropy", _between(ENTROPY_EDGES), _bucket(packed.entropy.numpy(), ENTROPY_EDGES)
-    turns = packed.turn_numbers()[0].numpy()
+    turns = packed.unit_numbers()[0].numpy()
     if turns.max() > 0:
         labels = (*map(str, range(1, MAX_TURNS + 1)), f"from {MAX_TURNS + 1}")
         yield "turn", labels, np.minimum(turns, MAX_TURNS)
@@ -261,7 +261,7 @@ def figures_of(
     means = segment_sum(log_ratio.clamp(-6 * median, 6 * median), packed.offsets) / lengths
     shift = (means - means.median()) * lengths.sqrt()
     deviation = 1.4826 * shift.abs().median()
-    of_turns = packed.turns.offsets.diff().double()
+    of_turns = packed.units.offsets.diff().double()
     versions, fresh, old_kl = packed.weight_versions, math.inf, 0.0
     if versions is not None and packed.trainer_version is not None:
         behind = packed.trainer_version - versions

@@ -31,7 +31,7 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
     sides that `core.validity` finds sound. `positions` are those in the response, `sequence_ids` the samples' indices.
     advantages: those of the samples, else the rewards, centred and divided by the sample deviation within their group
     (the same `group`, else the same prompt), as GRPO has it; None where there are neither. entropy, weight_versions:
-    where every token has one. trainer_version: where all samples have the same one. turn_ids: of whole responses, so
+    where every token has one. trainer_version: where all samples have the same one. unit_ids: of whole responses, so
     that what is left out splits no turn.
     Raises InputError where no token is left.
     """
@@ -52,7 +52,7 @@ def packed_of(batch: Batch) -> tuple[PackedSequences, tuple[str, ...]]:
         positions=torch.from_numpy(tokens.position),
         weight_versions=None if versions.min() < 0 else torch.from_numpy(versions),
         trainer_version=trained_at.pop() if len(trained_at) == 1 else None,
-        turn_ids=torch.from_numpy(at_places(_turns, samples, places)),
+        unit_ids=torch.from_numpy(at_places(_turns, samples, places)),
         sequence_ids=tuple(order.tolist()),
     )
     return packed, (*notes, *said)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mismatch_plugin
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.diagnose import words
 from mismatch_plugin.diagnose.normal import LOOSE
@@ -63,7 +63,7 @@ def write_page(diagnosis: Diagnosis, path: Path, *, host: str = "slime") -> Path
         levels = {name: level.model_dump() for name, level in histograms.levels.items()}
         first = vars(advised or words.Controls("token", "none", None, None))
         data = {"edges": histograms.edges, "levels": levels, "settings": settings, "first": first}
-        data = _finite(data | {"judged": list(LEVEL_TO_AGGREGATE), "units": UNIT_NAMES})
+        data = _finite(data | {"judged": list(RS_LEVELS), "units": UNIT_NAMES})
     html = template.render(
         d=diagnosis,
         verdict=verdict,

@@ -86,7 +86,7 @@ def write_panels(
     """Write `six_panels.png` and one PNG for each panel that has something to show; returns their paths.
 
     rows: metrics of each step, with their prefix. numbers: the steps; of a step that is there twice the later counts.
-    units: `Units.ess` of the weights: the effective sample size that is judged is theirs.
+    units: `Unit.ess` of the weights: the effective sample size that is judged is theirs.
     Raises OSError where the folder cannot be written.
     """
     last = dict(zip(numbers, rows, strict=True))

@@ -18,7 +18,6 @@ from mismatch_plugin.core.loss import token_loss
 from mismatch_plugin.core.metrics.registry import PREFIX
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp, segment_sum, spread
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.levels import Bounds, LevelUnits, units_in
 from mismatch_plugin.diagnose.packing import Groups, subset
 from mismatch_plugin.diagnose.result import Prediction
@@ -138,7 +137,7 @@ class _Data:
         probabilities, that of the whole response."""
         if name not in self._levels:
             of = units_in(name, self.packed)
-            if of.units.multiplies or of.units.per_token:
+            if of.unit.multiplies or of.unit.per_token:
                 advantages_U = of.total(self.advantages_T)
                 values, there = bounded_exp(of.log_ratio_U) * advantages_U, float((of.tokens_U > 0).sum())
                 reference = _Reference(float(values.sum()), float(values.abs().sum()), _noise(advantages_U), there)
@@ -196,7 +195,7 @@ def _prediction(setting: Setting, data: _Data) -> Prediction:
 
 @torch.no_grad()
 def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dict[str, Any]:
-    metrics, units = correction.statistics.metrics(), units_of(config)
+    metrics, units = correction.statistics.metrics(), config.unit
     tokens_N, kept_N, weights_T = data.tokens_N, correction.kept_N, correction.applied
     found: dict[str, Any] = {"kept": float(kept_N.sum() / tokens_N.sum()), "unit": units.measure.removesuffix("s")}
     found |= {name: float(correction.keep.dot(sign) / count) for name, (sign, count) in data.signs.items()}
@@ -218,7 +217,7 @@ def _figures(config: MismatchConfig, correction: Correction, data: _Data) -> dic
         changed = group_metrics(data.groups.rewards, data.groups.ids, kept_N, config.rs.least_accepted)
         names = {"groups_changed": "group_changed", "advantages_changed": "advantage_changed"}
         found |= {name: changed[f"{PREFIX}rollout_rs_{metric}_fraction"] for name, metric in names.items()}
-    level, of = data.level(units.name)
+    level, of = data.level(units.level)
     values = level.total(weights_T * data.advantages_T)
     total, absolute, noise = float(values.sum()), float(values.abs().sum()), _noise(values)
     return found | {

@@ -10,7 +10,6 @@ from typing import Any
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import dotted_fields_set, get_path, ignore_mismatch_warnings
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.flags import HOSTS, config_of, flags_for, preset_of
 from mismatch_plugin.diagnose.levels import Bounds
 from mismatch_plugin.diagnose.measure import OLD_SHARE, Figures
@@ -382,7 +381,7 @@ def _watch(figures: Figures, config: MismatchConfig, prediction: Prediction | No
     if prediction is None:
         return tuple(lines)
     if config.weighted:
-        of = units_of(config).ess
+        of = config.unit.ess
         lines.append(
             f"{PREFIX}rollout_is_weight_after_mean near {prediction.mean_weight:.3g}; below 0.5 the step shrinks"
         )

@@ -15,7 +15,6 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.documents import read_mapping
 from mismatch_plugin.core.health import HealthWarning, check_health
 from mismatch_plugin.core.metrics.registry import PREFIX
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose import normal
 from mismatch_plugin.diagnose.measure import Figures
 from mismatch_plugin.diagnose.normal import gate
@@ -267,7 +266,7 @@ def _correction(mean: Mean, found: str, config: MismatchConfig | None) -> str:
         shown = f" ({', '.join(known)})" if known else ""
         return f"not judged, since the run's settings are not known: give them with --config{shown}."
     if config.weighted:
-        ess = mean(f"rollout_is_weight_after_{units_of(config).ess}eff_sample_size")
+        ess = mean(f"rollout_is_weight_after_{config.unit.ess}eff_sample_size")
         kept = of_weights | {"effective sample size": ess} | kept
     figures = {label: "not recorded" if math.isnan(value) else f"{value:.2g}" for label, value in kept.items()}
     shown = ", ".join(f"{label} {value}" for label, value in figures.items())
@@ -378,7 +377,7 @@ def _draw(source: Source, config: MismatchConfig, folder: Path) -> tuple[list[Pa
     try:
         from mismatch_plugin.diagnose.panels import write_panels
 
-        return write_panels(_rows(source), source.numbers, folder, units=units_of(config).ess), ""
+        return write_panels(_rows(source), source.numbers, folder, units=config.unit.ess), ""
     except ImportError as error:
         return [], f"no pictures: {error}: pip install 'mismatch-plugin[lab]'"
     except OSError as error:

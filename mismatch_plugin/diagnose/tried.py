@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.presets import PRESETS, Preset
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import ignore_mismatch_warnings, merge
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.diagnose.levels import GROWN, Bounds, bounds_for, growing, levels_of
@@ -103,8 +103,8 @@ def _of_bounds(level: str, lower: float, upper: float, note: str) -> Iterator[Se
                 tis["lower_bound"] = lower
             shown = f"{upper:.7g}" if mode == "truncate" else f"{lower:.7g} to {upper:.7g}"
             yield _setting(algorithm, f"{level}, {mode} {shown}{note}", {"tis": tis})
-    if level in LEVEL_TO_AGGREGATE:
-        criterion = {"aggregate": LEVEL_TO_AGGREGATE[level], "statistic": "ratio"}
+    if level in RS_LEVELS:
+        criterion = {"aggregate": level, "statistic": "ratio"}
         yield from _rejections(
             f"reject {level} ratio outside {lower:.7g} to {upper:.7g}{note}", criterion, lower, upper
         )

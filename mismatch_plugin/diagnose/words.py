@@ -206,4 +206,4 @@ def controls_of(settings: Mapping[str, object]) -> Controls | None:
         return None
     mode = config.tis.mode if config.weighted else "reject"
     lower = bounds.lower if mode != "truncate" and bounds.lower > 0 else None
-    return Controls(bounds.level, mode, lower, bounds.upper if bounds.log_upper < 20 else None)
+    return Controls(bounds.unit.level, mode, lower, bounds.upper if bounds.log_upper < 20 else None)

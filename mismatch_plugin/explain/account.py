@@ -112,7 +112,7 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
         columns["objective_ratio"] = bounded_exp(loss.log_r.detach())
     if bounds is not None:
         # The aggregated ratio is the weight that no bound changes, in an algorithm with weights.
-        free = {"use_tis": True, "tis": {"level": bounds.level, "mode": "truncate", "upper_bound": math.inf}}
+        free = {"use_tis": True, "tis": {"level": bounds.unit.level, "mode": "truncate", "upper_bound": math.inf}}
         columns["unit_ratio"] = _corrected(numbers, _only(config, free)).weights
         columns["upper"] = _grown(bounds, bounds.log_upper, numbers)
         if not (config.weighted and config.tis.mode == "truncate"):  # there the lower one bounds nothing
@@ -134,7 +134,7 @@ def account(numbers: Numbers, config: MismatchConfig) -> Account:
         algorithm=config.algorithm,
         name=ALGORITHM_NAMES[config.algorithm],
         settings=config.model_dump(mode="json", exclude_unset=True),
-        level="" if bounds is None else bounds.level,
+        level="" if bounds is None else bounds.unit.level,
         batch_factor=None if factor is None else float(factor),
         tokens=tuple(found),
         sums=Sums(
@@ -182,7 +182,7 @@ def _grown(bounds: ActingBounds, log_bound: float, numbers: Numbers) -> Tensor:
     """The bound on the ratio of every token's unit, as `core.weights` lets it grow."""
     if not bounds.growth or math.isinf(log_bound):
         return torch.full_like(numbers.log_probs, math.exp(log_bound))
-    units = units_in(bounds.level, numbers.packed)
+    units = units_in(bounds.unit.level, numbers.packed)
     return torch.as_tensor(grown(log_bound, units.at_tokens(units.count_U).pow(bounds.growth))).exp()
 
 

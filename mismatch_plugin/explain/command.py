@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection
-from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,24 +14,6 @@ if TYPE_CHECKING:
 _OWN, _EXAMPLE, _OUTPUT = "Numbers of your own", "Worked example", "Output"
 SETTINGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 """Typer's: what is no option here is a flag of the launch line."""
-
-
-class Mode(str, Enum):
-    """What is done with a ratio outside its bounds."""
-
-    truncate = "truncate"
-    clip = "clip"
-    mask = "mask"
-
-
-class Level(str, Enum):
-    """How ratios are aggregated."""
-
-    token = "token"
-    turn = "turn"
-    sequence = "sequence"
-    geometric = "geometric"
-    prefix = "prefix"
 
 
 def _own(help: str) -> Any:
@@ -58,18 +39,12 @@ def explain(
         int | None, typer.Option(help="Weight version that trains.", rich_help_panel=_OWN, metavar="NUMBER")
     ] = None,
     mode: Annotated[
-        list[Mode] | None,
-        typer.Option(
-            metavar="truncate|clip|mask", help="Show only this mode. May be repeated.", rich_help_panel=_EXAMPLE
-        ),
+        list[str] | None,
+        typer.Option(metavar="MODE", help="Show only this --tis-mode. May be repeated.", rich_help_panel=_EXAMPLE),
     ] = None,
     level: Annotated[
-        list[Level] | None,
-        typer.Option(
-            metavar="token|turn|sequence|geometric|prefix",
-            help="Show only this level. May be repeated.",
-            rich_help_panel=_EXAMPLE,
-        ),
+        list[str] | None,
+        typer.Option(metavar="LEVEL", help="Show only this --tis-level. May be repeated.", rich_help_panel=_EXAMPLE),
     ] = None,
     markdown: Annotated[
         bool,
@@ -160,10 +135,16 @@ def _validate_used(given: dict[str, Numbers], trainer_version: int | None, confi
                 raise ValueError(f"--rs-max-staleness compares --versions with --trainer-version: give --{name}.")
 
 
-def _example(modes: Collection[Mode], levels: Collection[Level], markdown: bool) -> None:
-    from mismatch_plugin.explain.example import LEVELS, MODES, example_tables, explain_table
+def _example(modes: Collection[str], levels: Collection[str], markdown: bool) -> None:
+    from mismatch_plugin.config.units import LEVELS
+    from mismatch_plugin.config.values import unknown
+    from mismatch_plugin.explain.example import MODES, example_tables, explain_table
     from mismatch_plugin.report.terminal import show
 
+    for flag, names, known in (("--mode", modes, MODES), ("--level", levels, LEVELS)):
+        for name in names:
+            if name not in known:
+                raise unknown(flag, name, known)
     narrowed = explain_table(
         [name for name in MODES if name in (modes or MODES)], [name for name in LEVELS if name in (levels or LEVELS)]
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.units import LEVELS, PRODUCTS, UNITS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import group_advantages
@@ -19,7 +20,6 @@ from mismatch_plugin.core.segments import spread
 from mismatch_plugin.report.table import Table
 
 MODES = ("truncate", "clip", "mask")
-LEVELS = ("token", "turn", "sequence", "geometric", "prefix")
 UPPER = 2.0
 VETO = 0.45
 GROWTH = 0.5
@@ -80,13 +80,6 @@ def explain_table(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) 
     return Table("Worked example: weights", _HEADERS, tuple(rows), notes=notes(modes, levels))
 
 
-_LEVEL_NOTES = {
-    "token": "each token has its own ratio.",
-    "turn": "all tokens of a turn have the product of its ratios; the tool's output cuts A into two turns.",
-    "sequence": "all tokens of a response have the product of its ratios.",
-    "geometric": "all tokens of a response have the geometric mean of its ratios.",
-    "prefix": "each token has the product of the ratios up to and with its own.",
-}
 _MODE_NOTES = {
     "truncate": "truncate lowers a ratio to the upper bound.",
     "clip": "clip also raises one to the lower bound.",
@@ -97,23 +90,20 @@ _MODE_NOTES = {
 def notes(modes: Sequence[str] = MODES, levels: Sequence[str] = LEVELS) -> tuple[str, ...]:
     """How to read the table, one sentence for each thing that is in it."""
     lines = [
-        f"Each column is a token; A, B and C are sequences. The bounds are {1 / UPPER:g} and {UPPER:g}.",
+        f"Each column is a token; A (two turns), B and C are sequences. The bounds are {1 / UPPER:g} and {UPPER:g}.",
         f"{PADDING} is a token under the loss mask (here a tool's output): it counts nowhere, whatever its ratio is.",
-        *(f"{name}: {_LEVEL_NOTES[name]}" for name in levels),
+        *(f"{name}: {UNITS[name].ratio}." for name in levels),
         *(_MODE_NOTES[name] for name in modes),
     ]
     if "mask" in modes:
         lines.append(f"{REJECTED} is a rejected token: it leaves the loss, and by default its denominator as well.")
     if tuple(modes) == MODES:
         lines.append("normalised: truncated, then divided by the mean weight (of tokens, of turns, or of sequences).")
-        if set(levels) & set(_GROWING):
+        if set(levels) & set(PRODUCTS):
             lines.append(
                 f"bounds grow: clipped at 2^√n and ½^√n, n tokens in the product (tis.bound_growth {GROWTH:g})."
             )
     return tuple(lines)
-
-
-_GROWING = ("turn", "sequence", "prefix")
 
 
 def _tis(level: str, mode: str, upper: float = UPPER, **more: Any) -> dict[str, Any]:
@@ -125,7 +115,7 @@ def _further(levels: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     for level in levels:
         yield f"{level}: normalised", _tis(level, "truncate", batch_normalize=True)
     for level in levels:
-        if level in _GROWING:
+        if level in PRODUCTS:
             yield f"{level}: bounds grow", _tis(level, "clip", bound_growth=GROWTH)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mismatch_plugin.config import MismatchConfig
+from mismatch_plugin.config.units import UNITS
 from mismatch_plugin.explain.account import Account, Token
 from mismatch_plugin.report.table import NOTHING, Table, figure
 
@@ -28,8 +29,9 @@ def _weights(account: Account, config: MismatchConfig) -> Table:
         values = (train, token.rollout_log_prob, token.log_ratio, token.ratio, token.unit_ratio, token.lower)
         rows.append((token.name, *_cells(token, *values, token.upper, token.weight)))
     notes = [f"l = log {side} − log π_rollout, ρ = e^l: how much likelier the trainer finds a token than the sampler."]
-    if account.level in _UNITS:
-        notes.append(f"{of_unit}: {_UNITS[account.level]}.")
+    unit = UNITS.get(account.level)
+    if unit is not None and not unit.per_token:
+        notes.append(f"{of_unit}: {unit.ratio}.")
     if not config.weighted:
         notes.append("Without importance weights every weight is 1.")
     if account.batch_factor is not None:
@@ -38,17 +40,8 @@ def _weights(account: Account, config: MismatchConfig) -> Table:
         notes.append(f"{PADDING} is under the loss mask: it counts nowhere.")
     table = Table("From log-probs to weights", headers, tuple(rows), notes=tuple(notes))
     empty = {header for header in headers if set(table.column(header)) <= {NOTHING, PADDING}}
-    hidden = empty | ({of_unit} if account.level not in _UNITS else set())
+    hidden = empty | ({of_unit} if unit is None or unit.per_token else set())
     return table.only(*(header for header in headers if header not in hidden))
-
-
-_UNITS = {
-    "turn": "the product of the ρ of the token's turn",
-    "sequence": "the product of the sequence's ρ",
-    "geometric": "the geometric mean of the sequence's ρ",
-    "prefix": "the product of the sequence's ρ up to and with the token",
-}
-"""Levels at which a unit's ratio is another than its tokens', and what it is."""
 
 
 def _losses(account: Account, config: MismatchConfig) -> Table:

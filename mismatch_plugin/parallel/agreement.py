@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_plugin.core.correction import validate_fields
 from mismatch_plugin.core.packed import PackedSequences
-from mismatch_plugin.core.units import acting_bounds, units_of
+from mismatch_plugin.core.units import acting_bounds
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -89,7 +89,7 @@ def step_kind(
 
 def _sequences(packed: PackedSequences, config: MismatchConfig) -> int | str:
     """How many there are, and where these are summed over, how many turns."""
-    counts = packed.turn_counts if "turn_counts" in units_of(config).needs else None
+    counts = packed.unit_counts if "unit_counts" in config.unit.needs else None
     return len(packed.lengths) if counts is None else f"{len(packed.lengths)} with {sum(counts)} turns"
 
 

@@ -133,7 +133,7 @@ def select_tokens_of(
     cuts. Made on the host at data preparation.
     """
     tokens = packed.loss_mask.shape
-    turn_ids, turn_counts = packed.turn_numbers()
+    unit_ids, unit_counts = packed.unit_numbers()
     taken: dict[str, Any] = {}
     for item in fields(packed):
         value = getattr(packed, item.name)
@@ -143,8 +143,8 @@ def select_tokens_of(
     # A defect is raised by the step on all ranks together, not here on the rank that happens to hold it.
     taken |= {
         "lengths": lengths,
-        "turn_ids": turn_ids.index_select(0, index),
-        "turn_counts": turn_counts,
+        "unit_ids": unit_ids.index_select(0, index),
+        "unit_counts": unit_counts,
         "chunk_lengths": chunk_lengths,
         "positions": packed.response_positions.index_select(0, index),
         "invalid": (),

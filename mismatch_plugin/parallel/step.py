@@ -19,7 +19,6 @@ from mismatch_plugin.core.metrics.state import Statistics
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.rejection import stale_tokens
 from mismatch_plugin.core.segments import segment_sum
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import DEFECTS, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 from mismatch_plugin.parallel.agreement import NO_MICRO_BATCH, StepKind, settings_of, step_kind
@@ -140,7 +139,7 @@ class Step:
         if not by_token:
             names[1:] = ["one@sequences", "kept_any@sequences"]
         if self.config.normalizes_step:
-            measure = units_of(self.config).measure
+            measure = self.config.unit.measure
             names += [f"weight_unit@{measure}", f"units@{measure}"]
         values = [statistics.sum_of(name) for name in names]
         return torch.stack(values + [torch.zeros_like(values[0])] * (5 - len(values)))
@@ -208,10 +207,10 @@ def _key(packed: PackedSequences) -> tuple[object, ...]:
     """What a correction of π_old depends on; copies with other fields share it. What was written since is another."""
     tensors = (
         packed.loss_mask, packed.rollout_log_probs, packed.old_log_probs, packed.advantages, packed.weight_versions,
-        packed.turn_ids, packed.positions,
+        packed.unit_ids, packed.positions,
     )  # fmt: skip
     seen = [(id(value), None if value is None or value.is_inference() else value._version) for value in tensors]
-    return *seen, packed.lengths, packed.trainer_version, packed.turn_counts, packed.chunk_lengths
+    return *seen, packed.lengths, packed.trainer_version, packed.unit_counts, packed.chunk_lengths
 
 
 _NOTHING = (1.0, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Configuration files that are odd, huge, hostile or not files at all."""
+"""Configuration files that are odd, huge or not files at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.documents import MAX_VALUES, read_file, read_mapping
+from mismatch_plugin.config.documents import read_file, read_mapping
 
 
 def write(folder: Path, text: str, name: str = "mismatch.yaml") -> Path:
@@ -50,29 +50,16 @@ def test_a_key_that_is_there_twice_is_refused_next_to_merge_keys_too(tmp_path: P
         read_mapping(write(tmp_path, '{"use_tis": true, "use_tis": false}', "a.json"))
 
 
-BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
-)
-MERGES = "m0: &m0 {x: 1}\n" + "".join(f"m{i}: &m{i} {{<<: [*m{i - 1}, *m{i - 1}, *m{i - 1}]}}\n" for i in range(1, 13))
-
-
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (BOMB, f"more than {MAX_VALUES} keys and values, each alias .* counted in full"),
-        (f"tis: {{<<: {{x: 1}}}}\n{MERGES}", f"more than {MAX_VALUES} keys and values"),
-        ("".join(f"key{i}: 1\n" for i in range(30_000)), f"more than {MAX_VALUES} keys and values"),
-        ("&a\ntis: *a", "nested more than 32 levels deep, or an alias .* holds itself"),
-        ("tis: &a [*a]", "or an alias .* holds itself"),
-        ("tis: &a {<<: *a}", "or an alias .* holds itself"),
         ("tis: " + "[" * 15_000, "nested too deeply"),
-        ("tis: " + "{a: " * 40 + "1" + "}" * 40, "nested more than 32 levels deep"),
         ("use_tis: true\n" + "#" * (1 << 20), "is larger than 1 MiB"),
         ("? [a]\n: 1", "unhashable key"),
         ("x: !!python/object/apply:os.system ['true']", "could not determine a constructor"),
     ],
 )
-def test_what_grows_without_end_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_what_is_no_configuration_is_refused(tmp_path: Path, text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason) as error:
         mp.MismatchConfig.from_file(write(tmp_path, text))
     assert "mismatch.yaml" in str(error.value) and len(str(error.value)) < 1000
@@ -81,8 +68,7 @@ def test_what_grows_without_end_is_refused(tmp_path: Path, text: str, reason: st
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply|nested more than 32"),
-        ('{"tis": ' + '{"a": ' * 500 + "1" + "}" * 501, "nested more than 32 levels deep"),
+        ('{"tis": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
         ('{"tis": {"upper_bound": 1' + "0" * 400 + "}}", "upper_bound"),
         ('{"tis": {"upper_bound": "1' + "0" * 5000 + 'x"}}', "upper_bound is '1000.*… *, which is not a number"),
         ("{" + ", ".join(f'"key{i}": 1' for i in range(5000)) + "}", "There are 4990 more faults like these"),

@@ -39,7 +39,7 @@ def batch(sequences: int, longest: int = 40) -> mp.PackedSequences:
     )
     # Made once a batch at data preparation, outside the hook.
     assert packed.offsets is not None and packed.sequence_index is not None and packed.response_positions is not None
-    assert packed.turns and packed.chunks
+    assert packed.units and packed.chunks
     return packed
 
 
@@ -212,7 +212,7 @@ def test_nothing_of_a_device_is_read(level: str) -> None:
     packed = batch(64).to("meta")
     config = mp.MismatchConfig(**{**rejecting("token:k3:0.5"), "tis": {"level": level, "mode": "mask"}})
     assert mp.correct(packed, config).weights.shape == packed.loss_mask.shape
-    assert len(packed.turns.sequence) == sum((length + 1) // 2 for length in packed.lengths)
+    assert len(packed.units.sequence) == sum((length + 1) // 2 for length in packed.lengths)
 
 
 @pytest.mark.parametrize("metrics", ["off", "basic", "full"])

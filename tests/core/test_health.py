@@ -113,7 +113,7 @@ PLANTED: dict[str, tuple[dict[str, Any], list[list[float]], list[list[float]]]] 
     "rollout_is_weight_after_seq_eff_sample_size": (weighted("sequence"), [[-9.0]] * 8 + [[0.0]] * 2,
                                                     [[-9.0]] * 6 + [[0.0]] * 4),
     # the same of turns, one a sequence
-    "rollout_is_weight_after_turn_eff_sample_size": (weighted("turn"), [[-9.0]] * 8 + [[0.0]] * 2,
+    "rollout_is_weight_after_unit_eff_sample_size": (weighted("turn"), [[-9.0]] * 8 + [[0.0]] * 2,
                                                      [[-9.0]] * 6 + [[0.0]] * 4),
     # the length trap: 300 tokens of l = −.01 each are Σ l = −3, 190 are −1.9
     "seq_log_ratio_mean": (weighted("sequence"), [[-0.01] * 300], [[-0.01] * 190]),
@@ -260,7 +260,7 @@ FOLLOWED: dict[str, dict[str, Any]] = {
     "rollout_is_weight_after_mean": weighted(batch_normalize=True),
     "rollout_is_weight_after_eff_sample_size": weighted(mode="clip", lower_bound=0.5),
     "rollout_is_weight_after_seq_eff_sample_size": weighted("sequence", mode="clip", lower_bound=0.5),
-    "rollout_is_weight_after_turn_eff_sample_size": weighted("turn", mode="clip", lower_bound=0.5),
+    "rollout_is_weight_after_unit_eff_sample_size": weighted("turn", mode="clip", lower_bound=0.5),
     "seq_log_ratio_mean": weighted("geometric"),
     "rollout_is_weight_after_max": weighted(mode="clip", lower_bound=0.5, batch_normalize=True),
     "rollout_is_veto_fraction": {"rs": {"veto_threshold": 1e-6}},

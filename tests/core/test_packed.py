@@ -404,7 +404,7 @@ def test_lengths_are_whole_numbers() -> None:
             mp.PackedSequences.from_padded(loss_masks=mask, lengths=[2, odd])  # pyright: ignore
 
 
-@pytest.mark.parametrize("name", ["turn_ids", "weight_versions", "positions"])
+@pytest.mark.parametrize("name", ["unit_ids", "weight_versions", "positions"])
 def test_whole_numbers_are_not_cut_off(name: str) -> None:
     given: dict[str, Any] = {name: [torch.tensor([0.0, 1.0])]}
     packed = mp.PackedSequences.from_lists(loss_masks=[[1, 1]], **given)

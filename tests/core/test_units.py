@@ -1,4 +1,4 @@
-"""The levels by hand, and that nothing but `core/units.py` and the settings asks which one it is."""
+"""The units by hand, and that nothing but the table of the settings asks for one by its word."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.sections import GROWING, ImportanceSampling, Level
-from mismatch_plugin.core.sequence_parts import chunk_parts, number_turns
-from mismatch_plugin.core.units import UNITS, acting_bounds, units_of
+from mismatch_plugin.config.sections import ImportanceSampling
+from mismatch_plugin.config.units import LEVELS, PRODUCTS, RS_LEVELS, UNITS, Aggregate, Level
+from mismatch_plugin.core.units import acting_bounds, chunk_parts, number_runs, unit_log_ratio, unit_tokens
 from mismatch_plugin.parallel.context import shard
 
 LOG_RATIO = torch.tensor([0.1, 0.0, 0.5, -0.4])  # the second token is masked, the third sequence is empty
@@ -36,11 +36,11 @@ LN2, LN3 = math.log(2.0), math.log(3.0)
 def test_aggregates(
     level: str, sums: dict[str, torch.Tensor], aggregated: list[float], counts: list[int] | None
 ) -> None:
-    units = UNITS[level]
-    parts = units.parts(PACKED)
-    assert units.aggregate(LOG_RATIO, sums, parts).tolist() == pytest.approx(aggregated)
+    unit = UNITS[level]
+    parts = PACKED.parts(unit)
+    assert unit_log_ratio(unit, LOG_RATIO, sums, parts).tolist() == pytest.approx(aggregated)
     if counts is not None:
-        assert units.count(PACKED.loss_mask.double(), sums, parts).tolist() == counts
+        assert unit_tokens(unit, PACKED.loss_mask.double(), sums, parts).tolist() == counts
 
 
 def weighted(level: str, packed: mp.PackedSequences, **tis: Any) -> list[float]:
@@ -77,8 +77,8 @@ def test_a_rank_adds_the_chunks_before_its_own() -> None:
         "tokens": torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0], dtype=torch.float64),
     }
     values, mask = torch.tensor([1.0, 2.0, 7.0, 9.0]), torch.ones(4)
-    assert UNITS["prefix"].aggregate(values, sums, parts).tolist() == [1, 3, 120, 16]
-    assert UNITS["prefix"].count(mask, sums, parts).tolist() == [1, 2, 6, 3]
+    assert unit_log_ratio(UNITS["prefix"], values, sums, parts).tolist() == [1, 3, 120, 16]
+    assert unit_tokens(UNITS["prefix"], mask, sums, parts).tolist() == [1, 2, 6, 3]
     assert parts.sequence.tolist() == [0] * 4 + [1] * 4
 
 
@@ -86,7 +86,7 @@ def test_a_turn_is_a_run_of_tokens_that_train() -> None:
     """Three turns, tools before, between and behind them."""
     log_ratios, mask = [9.0, LN2, LN3, 9.0, 9.0, LN3, 9.0, -LN2, LN2, LN2, 9.0], [0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0]
     packed = of([log_ratios], [mask])
-    assert packed.turns.first.tolist() == [0, 3]
+    assert packed.units.first.tolist() == [0, 3]
     assert weighted("turn", packed) == pytest.approx([0, 6, 6, 0, 0, 3, 0, 2, 2, 2, 0])
     assert weighted("turn", packed, upper_bound=2.5, mode="mask") == pytest.approx([0] * 7 + [2, 2, 2, 0])
 
@@ -94,19 +94,19 @@ def test_a_turn_is_a_run_of_tokens_that_train() -> None:
 def test_a_sequence_without_turns_behind_one_with_two() -> None:
     packed = of([[LN2, 9.0, LN3], [LN3], [1.0, 1.0]], [[1, 0, 1], [1], [0, 0]])
     assert weighted("turn", packed) == pytest.approx([2, 0, 3, 3, 0, 0])
-    assert packed.turn_numbers()[1] == (2, 1, 1)
+    assert packed.unit_numbers()[1] == (2, 1, 1)
 
 
 def test_a_mask_on_a_device_is_not_waited_for() -> None:
     """Its sequences have as many turns as they could have: every second token of 3, 4 and 0."""
     device = torch.device("meta")
     mask, index = torch.ones(7, dtype=torch.bool, device=device), torch.zeros(7, dtype=torch.int64, device=device)
-    assert number_turns(mask, (3, 4, 0), index)[1] == (2, 2, 1)
+    assert number_runs(mask, (3, 4, 0), index)[1] == (2, 2, 1)
 
 
 def test_turns_that_are_given_are_those() -> None:
     """One turn over both runs, then one that begins inside a run."""
-    packed = of([[LN2, 9.0, LN3, LN3]], [[1, 0, 1, 1]], turn_ids=[[0, 0, 0, 1]])
+    packed = of([[LN2, 9.0, LN3, LN3]], [[1, 0, 1, 1]], unit_ids=[[0, 0, 0, 1]])
     assert weighted("turn", packed) == pytest.approx([6, 0, 6, 3])
 
 
@@ -114,7 +114,7 @@ def test_turns_that_are_given_are_those() -> None:
 def test_turns_that_are_empty_count_nowhere(mode: str) -> None:
     """Where a mask on a device is not waited for, there is room for more of them than there are."""
     packed = of([[LN2, 9.0, LN3, LN2], [LN2]], [[1, 0, 1, 1], [1]])
-    roomy = packed.replace(turn_ids=torch.tensor([0, 0, 2, 2, 1]), turn_counts=(4, 3))
+    roomy = packed.replace(unit_ids=torch.tensor([0, 0, 2, 2, 1]), unit_counts=(4, 3))
     settings = {"level": "turn", "mode": mode, "upper_bound": 3.0, "batch_normalize": True, "bound_growth": 0.5}
     config = mp.MismatchConfig(use_tis=True, tis=settings, metrics="full")  # pyright: ignore[reportArgumentType]
     found, expected = mp.correct(roomy, config), mp.correct(packed, config)
@@ -247,24 +247,27 @@ def test_a_mean_over_turns_is_not_one_over_sequences() -> None:
         "rollout_is_mean": (2 + 4 + 4 + 1 + 1) / 5,
         "rollout_is_seq_mean": (10 / 3 + 1) / 2,
         "rollout_is_max": 4.0,
-        "rollout_is_weight_after_turn_eff_sample_size": 36 / 42,
+        "rollout_is_weight_after_unit_eff_sample_size": 36 / 42,
     }
     assert {name: metrics[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected)
 
 
-def test_every_level_of_the_settings_has_its_units() -> None:
-    assert {*UNITS, "none"} == {*get_args(Level)}
-    assert [name for name, units in UNITS.items() if units.per_token] == ["token"]
-    assert [name for name, units in UNITS.items() if units.multiplies] == [*GROWING]
-    assert units_of(mp.preset("pg_rs")).name == "token"  # level none: metrics of tokens
+def test_levels_and_aggregates_are_words_for_the_same_units() -> None:
+    assert {*LEVELS, "none"} == {*get_args(Level)}
+    assert PRODUCTS == ("turn", "sequence", "prefix") and RS_LEVELS == ("token", "sequence", "geometric")
+    assert mp.preset("pg_rs").unit == UNITS["token"]  # level none: metrics of tokens
+    for level, aggregate in (("token", "token"), ("sequence", "sequence_sum"), ("geometric", "sequence_mean")):
+        config = mp.MismatchConfig.model_validate({"rs": {"criteria": (f"{level}:ratio:2.0",)}})
+        assert config.criteria[0].unit is UNITS[aggregate] and config.criteria[0].unit == UNITS[level]
+        assert config == mp.MismatchConfig.model_validate({"rs": {"criteria": (f"{aggregate}:ratio:2.0",)}})
 
 
 def test_the_bounds_that_act() -> None:
     assert acting_bounds(mp.MismatchConfig()) is None
-    assert acting_bounds(mp.preset("seq_is")) == ("sequence", 0.5, 2.0, 0.0)
-    assert acting_bounds(mp.preset("geo_rs")) == ("geometric", 1 / 1.001, 1.001, 0.0)
-    assert acting_bounds(mp.preset("ppo_is_bypass")) == ("token", 0.5, 2.0, 0.0)
-    assert acting_bounds(mp.preset("prefix_is")) == ("prefix", 0.2, 5.0, 0.5)
+    assert acting_bounds(mp.preset("seq_is")) == (UNITS["sequence"], 0.5, 2.0, 0.0)
+    assert acting_bounds(mp.preset("geo_rs")) == (UNITS["geometric"], 1 / 1.001, 1.001, 0.0)
+    assert acting_bounds(mp.preset("ppo_is_bypass")) == (UNITS["token"], 0.5, 2.0, 0.0)
+    assert acting_bounds(mp.preset("prefix_is")) == (UNITS["prefix"], 0.2, 5.0, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -272,13 +275,13 @@ def test_the_bounds_that_act() -> None:
     [([0, 1, 0], "is 0 at position 2"), ([-1, 0, 0], "is -1 at position 0"), ([0, 1, 5], "is 5 at position 2")],
 )
 def test_turn_numbers_that_cannot_be_are_refused(ids: list[int], said: str) -> None:
-    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], turn_ids=[[0], ids])
-    packed = packed.replace(turn_counts=(1, 3))
-    with pytest.raises(ValueError, match=f"turn_ids of sequence 1 {said}"):
-        packed.turn_numbers()
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1, 1]], unit_ids=[[0], ids])
+    packed = packed.replace(unit_counts=(1, 3))
+    with pytest.raises(ValueError, match=f"unit_ids of sequence 1 {said}"):
+        packed.unit_numbers()
 
 
-@pytest.mark.parametrize(("level", "missing"), [("turn", "turn_ids"), ("prefix", "chunk_lengths")])
+@pytest.mark.parametrize(("level", "missing"), [("turn", "unit_ids"), ("prefix", "chunk_lengths")])
 def test_a_part_that_does_not_know_the_whole_is_refused(level: str, missing: str) -> None:
     class Two:
         counts_sequences, cp_size = True, 2
@@ -288,14 +291,14 @@ def test_a_part_that_does_not_know_the_whole_is_refused(level: str, missing: str
     config = mp.MismatchConfig(use_tis=True, tis={"level": level})  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=f"{missing} is missing: --tis-level {level}"):
         mp.correct(packed, config, Two())
-    mp.correct(packed.replace(turn_ids=torch.tensor([0, 0]), turn_counts=(1,), chunk_lengths=((2, 0),)), config, Two())
+    mp.correct(packed.replace(unit_ids=torch.tensor([0, 0]), unit_counts=(1,), chunk_lengths=((2, 0),)), config, Two())
 
 
 def test_chunks_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match=r"chunk_lengths .* must have as many chunks for every sequence, and add up"):
         of([[LN2, LN3]], [[1, 1]]).replace(chunk_lengths=((1, 0),))
-    with pytest.raises(ValueError, match="turn_counts has 2 entries for 1 sequences"):
-        of([[LN2, LN3]], [[1, 1]]).replace(turn_counts=(1, 1))
+    with pytest.raises(ValueError, match="unit_counts has 2 entries for 1 sequences"):
+        of([[LN2, LN3]], [[1, 1]]).replace(unit_counts=(1, 1))
 
 
 def test_a_prefix_is_the_same_split_where_one_token_is_beyond_all_bounds() -> None:
@@ -326,14 +329,15 @@ def test_a_prefix_is_the_same_split_where_one_token_is_beyond_all_bounds() -> No
 
 def test_a_turn_number_that_is_an_id_is_refused() -> None:
     """Memory for 10^12 turns would be set aside."""
-    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], turn_ids=[[999], [0, 10**12]])
-    with pytest.raises(ValueError, match=r"turn_ids of sequence 1 is 10{12} at position 1: number its turns"):
-        packed.turn_numbers()
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1], [1, 1]], unit_ids=[[999], [0, 10**12]])
+    with pytest.raises(ValueError, match=r"unit_ids of sequence 1 is 10{12} at position 1: number its units"):
+        packed.unit_numbers()
 
 
 def test_nothing_else_asks_which_level_it_is() -> None:
     root = Path(mp.__file__).parent
-    asks = re.compile(r"level (==|!=|in|not in) |aggregate (==|!=) \"token\"")
+    words = "|".join((*LEVELS, *get_args(Aggregate), "none"))
+    asks = re.compile(rf'(level|aggregate) (==|!=|in|not in) [("\']*({words})\b')
     files = [path for path in root.rglob("*.py") if path.relative_to(root).parts[0] in ("core", "parallel", "hooks")]
     asking = [path.name for path in files if path.name != "units.py" and asks.search(path.read_text())]
     assert len(files) > 40 and asking == []
@@ -347,7 +351,7 @@ def test_a_product_so_far_keeps_the_digits_of_its_own_response() -> None:
     rows = torch.randn(sum(lengths), generator=random, dtype=torch.float64)
     rows *= torch.rand(sum(lengths), generator=random, dtype=torch.float64)
     expected = torch.cat([row.cumsum(0) for row in rows.split(lengths)])
-    found = chunk_parts([[length] for length in lengths], torch.device("cpu")).running(rows)
+    found = chunk_parts([[length] for length in lengths], torch.device("cpu")).running(rows, rows)
     assert float((found - expected).abs().max()) < 1e-12
 
 

@@ -55,7 +55,7 @@ def noise(
         old_log_probs=rollout + log_ratio,
         weight_versions=behind if stale or old else None,
         trainer_version=10 if old else None,
-        turn_ids=torch.cat([torch.arange(n) * turns // n for n in lengths.tolist()]) if turns > 1 else None,
+        unit_ids=torch.cat([torch.arange(n) * turns // n for n in lengths.tolist()]) if turns > 1 else None,
         advantages=torch.randn(total, dtype=torch.float64, generator=maker) if credit else None,
     )
 

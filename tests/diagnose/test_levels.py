@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mismatch_plugin as mp
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.diagnose import page
 from mismatch_plugin.diagnose.levels import LEVELS, STATISTICS, bound_edges, bounds_for, histograms, levels_of, units_in
@@ -26,7 +26,7 @@ from tests.diagnose.diagnoses import SETTINGS, data, packed, prediction
 from tests.diagnose.dumps import batch_of, drawn
 
 PACKED, _ = packed_of(drawn(400, spread=0.1))
-PACKED = PACKED.replace(turn_ids=torch.cat([torch.arange(length) // 5 for length in PACKED.lengths]))
+PACKED = PACKED.replace(unit_ids=torch.cat([torch.arange(length) // 5 for length in PACKED.lengths]))
 FIGURES = ("kept", "kept_positive", "kept_negative", "mean_weight", "ess")
 
 
@@ -47,7 +47,7 @@ def test_bounds_of_a_level_keep_the_wished_share_and_hardly_more(name: str, wish
     # Rounding outwards and whole units let in a little more.
     assert wished - 1e-12 <= found <= wished + 2 / units + 0.003
     assert wished == 1.0 or kept(PACKED, level, lower ** (1 / 1.2), upper ** (1 / 1.2), growth) < found
-    assert name.startswith("turn") != (name in bounds_for(PACKED.replace(turn_ids=None)))
+    assert name.startswith("turn") != (name in bounds_for(PACKED.replace(unit_ids=None)))
 
 
 @pytest.mark.parametrize("wished", [0.5, 0.99])
@@ -120,7 +120,7 @@ def test_edges_are_round_ratios_and_counts_add_up_with_the_extremes_in_the_open_
 def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path):
     """Every level × mode × bounds, and rejection alone."""
     batch = packed(data(verdict))
-    batch = batch.replace(turn_ids=torch.cat([torch.arange(length) // 7 for length in batch.lengths]))
+    batch = batch.replace(unit_ids=torch.cat([torch.arange(length) // 7 for length in batch.lengths]))
     bounds = ((0.5, 2.0), (0.9, 1.1), (0.1, 20.0), (0.999, 1.0005))
     histogram = histograms(batch, [bound for pair in bounds for bound in pair])
     edges, given = np.array(histogram.edges), []
@@ -128,7 +128,7 @@ def test_the_script_computes_what_the_core_computes(verdict: Any, tmp_path: Path
         for mode in ("truncate", "clip", "mask"):
             tis = {"level": level, "mode": mode, "upper_bound": upper}
             given.append({"use_tis": True, "tis": tis | ({} if mode == "truncate" else {"lower_bound": lower})})
-        if aggregate := LEVEL_TO_AGGREGATE.get(level):
+        if (aggregate := level) in RS_LEVELS:
             given.append({"rs": {"criteria": [{"aggregate": aggregate, "lower_bound": lower, "upper_bound": upper}]}})
     script = Path(page.__file__).with_name("page.js").read_text()
     browser = start(tmp_path)

@@ -101,7 +101,7 @@ def test_pieces_are_whole_responses_in_order(tokens: int):
     found = [*pieces(packed, tokens)]
     for name in ("lengths", "sequence_ids"):
         assert [value for piece in found for value in getattr(piece, name)] == list(getattr(packed, name))
-    for name in ("old_log_probs", "rollout_log_probs", "positions", "turn_ids"):
+    for name in ("old_log_probs", "rollout_log_probs", "positions", "unit_ids"):
         assert torch.equal(torch.cat([getattr(piece, name) for piece in found]), getattr(packed, name))
     assert all(sum(piece.lengths[:-1]) <= tokens for piece in found) and (len(found) > 1) == (tokens < 100)
 
@@ -111,7 +111,7 @@ def test_turns_are_those_of_the_whole_response_whatever_is_left_out():
     values = [-1.0, -1.0, NAN, -1.0, NAN, -1.0, -1.0, -1.0]
     packed, _ = packed_of(batch_of([values], [[-1.1] * 8], [{"loss_mask": mask}]))
     assert packed.positions is not None and packed.positions.tolist() == [1, 5, 7]
-    assert packed.turn_ids is not None and packed.turn_ids.tolist() == [0, 1, 2]
+    assert packed.unit_ids is not None and packed.unit_ids.tolist() == [0, 1, 2]
 
 
 def test_groups_are_the_record_s_else_the_prompt_s_where_every_response_has_a_reward():

@@ -16,7 +16,6 @@ import mismatch_plugin as mp
 from mismatch_plugin.config.presets import PRESETS
 from mismatch_plugin.config.values import ignore_mismatch_warnings
 from mismatch_plugin.core.loss import token_loss
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.diagnose.packing import Groups, subset
 from mismatch_plugin.diagnose.predict import predict, predict_settings
 from mismatch_plugin.diagnose.result import Prediction
@@ -51,7 +50,7 @@ def agrees(item: Prediction, metrics: dict[str, float], config: mp.MismatchConfi
     after = "rollout_is_weight_after_"
     told: dict[str, float] = {"accepted_token_fraction": item.kept}
     if config.weighted:
-        ess = {"token": "", "turn": "turn_", "sequence": "seq_"}[item.unit] + "eff_sample_size"
+        ess = {"token": "", "unit": "unit_", "sequence": "seq_"}[item.unit] + "eff_sample_size"
         told |= {f"{after}mean": item.mean_weight, f"{after}max": item.max_weight, f"{after}{ess}": item.ess}
     if config.policy_objective != "reinforce":
         told["pg_clipfrac"] = item.clipped
@@ -74,7 +73,7 @@ def by_gradient(packed: mp.PackedSequences, config: mp.MismatchConfig) -> tuple[
     log_ratio = torch.where(packed.loss_mask, packed.old_log_probs - packed.rollout_log_probs, 0.0)
     weighted, plain = -gradient, packed.advantages * mask
     rows: list[tuple[Any, ...]] = []
-    level = units_of(config).name
+    level = config.unit.level
     for w, ratio, a, m in zip(*map(packed.unpack, (weighted, log_ratio, plain, mask)), strict=True):
         trained, starts = m.bool(), torch.cat([m[:1], (m[1:] - m[:-1]).clamp(min=0)])
         if level in ("token", "prefix"):

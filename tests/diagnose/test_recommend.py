@@ -268,7 +268,7 @@ def test_figures_by_hand() -> None:
     assert (found.mean_length, found.max_length, found.tail, found.stale) == (2.5, 3, 0.2, 1.0)
     assert (found.fresh, found.old_kl, found.credit) == (math.inf, 0.0, 0.0)
     assert (found.mean_turns, found.longest_turn) == (1.0, 3.0)
-    cut = figures_of(packed.replace(turn_ids=torch.tensor([0, 1, 0, 0, 0])))
+    cut = figures_of(packed.replace(unit_ids=torch.tensor([0, 1, 0, 0, 0])))
     assert (cut.mean_turns, cut.longest_turn) == (1.5, 3.0)  # the first response has two turns
     dated = packed.replace(trainer_version=5, weight_versions=torch.tensor([5, 5, 5, 5, 1]))
     assert figures_of(dated).fresh == 4.0  # a twentieth of five tokens is none

@@ -241,7 +241,7 @@ def run_counted(case: Case) -> list[dict[str, Any]]:
                 "backward": backward,
                 "finish": finish.calls,
                 "sequences": [len(packed.lengths) for packed, _ in local],
-                "turns": [sum(packed.turn_counts or ()) for packed, _ in local],
+                "turns": [sum(packed.unit_counts or ()) for packed, _ in local],
                 "state": (statistics.sums.numel(), statistics.maxima.numel()),
             }
         )

@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
+from mismatch_plugin.config.units import LEVELS
 from mismatch_plugin.explain.example import (
     KEPT,
-    LEVELS,
     MODES,
     PADDING,
     REJECTED,

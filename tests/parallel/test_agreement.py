@@ -164,7 +164,7 @@ def test_other_turns_are_named_where_they_are_summed_over() -> None:
             packed = mp.PackedSequences.from_lists(
                 loss_masks=[[1, 0, 1]], rollout_log_probs=[[-1.0] * 3], old_log_probs=[[-1.0] * 3], advantages=[1.0]
             )
-            packed = packed.replace(turn_ids=torch.tensor([0, 0, 1]), turn_counts=(2 + rank,))
+            packed = packed.replace(unit_ids=torch.tensor([0, 0, 1]), unit_counts=(2 + rank,))
             kinds[level, rank] = step_kind(config, [packed], has_loss=True)
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})

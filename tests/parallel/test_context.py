@@ -56,12 +56,12 @@ def test_a_shard_knows_the_turns_of_the_whole_and_its_chunks() -> None:
     what another rank holds."""
     whole = mp.PackedSequences.from_lists(loss_masks=[[0, 1, 1, 0, 1], [1], []])
     first, second = (shard(whole, "zigzag", 2, rank) for rank in range(2))
-    assert first.turn_counts == second.turn_counts == (2, 1, 1)
+    assert first.unit_counts == second.unit_counts == (2, 1, 1)
     assert first.chunk_lengths == ((2, 0, 0, 0), (1, 0, 0, 0), (0, 0, 0, 0))
     assert second.chunk_lengths == ((0, 2, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0))
-    assert first.turn_ids is not None and first.turn_ids.tolist() == [0, 0, 0]
-    assert second.turn_ids is not None and second.turn_ids.tolist() == [0, 0, 1]
-    assert second.turns.offsets.tolist() == [0, 2, 3, 3, 3]
+    assert first.unit_ids is not None and first.unit_ids.tolist() == [0, 0, 0]
+    assert second.unit_ids is not None and second.unit_ids.tolist() == [0, 0, 1]
+    assert second.units.offsets.tolist() == [0, 2, 3, 3, 3]
     assert shard(whole, "none", 1, 0).chunk_lengths is None
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.compat.reading import known_only, note, present, switch_of
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE, Criterion, parse_criterion
+from mismatch_plugin.config.criteria import Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import lower_epsilon, number, unknown
 
 MIS_KEYS = (
@@ -143,13 +144,13 @@ def _mis_rejection(given: Mapping[str, Any], weights: Mapping[str, Any], use_tis
     if not use_tis:
         note("use_rs without use_tis rejects here, as slime's page says: slime's own code skips it.")
     level = given.get("rs_level", "token")
-    if level not in LEVEL_TO_AGGREGATE:
-        raise unknown("rs_level", level, LEVEL_TO_AGGREGATE)
+    if level not in RS_LEVELS:
+        raise unknown("rs_level", level, RS_LEVELS)
     tis_upper = weights.get("upper_bound", 2.0)
     tis_lower = weights.get("lower_bound", 1.0 / tis_upper if tis_upper > 0 else 0.0)
     upper, lower = given.get("rs_upper_bound"), given.get("rs_lower_bound")
     criterion = {
-        "aggregate": LEVEL_TO_AGGREGATE[level],
+        "aggregate": level,
         "upper_bound": tis_upper if upper is None else number(upper, "rs_upper_bound"),
         # slime takes TIS's lower bound, not the reciprocal of rejection's own upper bound
         "lower_bound": tis_lower if lower is None else number(lower, "rs_lower_bound"),

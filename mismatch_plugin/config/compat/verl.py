@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mismatch_plugin.config.compat.reading import either, known_only, note, present, switch_of
-from mismatch_plugin.config.criteria import LEVEL_TO_AGGREGATE
 from mismatch_plugin.config.model import MismatchConfig
+from mismatch_plugin.config.units import RS_LEVELS
 from mismatch_plugin.config.values import bounds, lower_epsilon, number, unknown
 
 CORRECTION = {
@@ -86,8 +86,8 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     bypass = either(given, "bypass_mode", "bypass_old_logprob_for_rollout")
     gradient = _verl_policy_gradient(given, bypass)
     level = given.get("rollout_is")
-    if level not in (None, *LEVEL_TO_AGGREGATE):
-        raise unknown("rollout_is", level, LEVEL_TO_AGGREGATE)
+    if level not in (None, *RS_LEVELS):
+        raise unknown("rollout_is", level, RS_LEVELS)
     threshold = given.get("rollout_is_threshold")
     threshold = 2.0 if threshold is None else threshold
     lower, upper = bounds(threshold, "rollout_is_threshold")
@@ -195,11 +195,11 @@ def _verl_rejection(given: Mapping[str, Any], is_threshold: Any) -> dict[str, An
 def _verl_criterion(name: str, limit: Any, below: Any, inherits: bool) -> dict[str, Any]:
     """One option of `rollout_rs`: token, sequence, geometric (2025) bound ρ, *_k1 (2026) 1/ρ; k2, k3 have one bound."""
     lower, upper = bounds(limit, "rollout_rs_threshold")
-    if name in LEVEL_TO_AGGREGATE:
+    if name in RS_LEVELS:
         lower = lower if below is None else number(below, "rollout_rs_threshold_lower")
-        return {"aggregate": LEVEL_TO_AGGREGATE[name], "upper_bound": upper} | present(lower_bound=lower)
+        return {"aggregate": name, "upper_bound": upper} | present(lower_bound=lower)
     if name not in _VERL_CRITERIA:
-        raise unknown("option of rollout_rs", name, (*LEVEL_TO_AGGREGATE, *_VERL_CRITERIA))
+        raise unknown("option of rollout_rs", name, (*RS_LEVELS, *_VERL_CRITERIA))
     if below is not None:
         raise ValueError(
             f"rollout_rs_threshold_lower {below} does not go with rollout_rs {name}: write rollout_rs_threshold as "

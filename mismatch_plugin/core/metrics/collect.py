@@ -31,7 +31,7 @@ from mismatch_plugin.core.metrics.units import (
     weight_columns,
 )
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import ActingBounds
+from mismatch_plugin.core.units import ActingBounds, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -44,7 +44,7 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
         yield Column("train", tokens.train)  # the sum of log π_rollout is that of train − log_ratio
     yield Column("log_ratio", log_ratio)
     yield Column("tokens", tokens.mask)
-    if not state.units.needs_second_reduction:
+    if not state.unit.needs_second_reduction:
         yield from _verdict_columns(state, masked_T, rejected_T)
     if not state.measured:
         return
@@ -55,10 +55,10 @@ def token_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: T
     yield Column("k3", torch.sub(ratio, bounded, out=bounded))
     del bounded
     yield Column("ratio", ratio, "ratio_squared")
-    if state.units.per_token:
+    if state.unit.per_token:
         yield Column("clamped", clamped(state, ratio, log_ratio, tokens.padding), "clamped_squared")
     bounds = state.bounds
-    if bounds is not None and bounds.units.per_token:
+    if bounds is not None and bounds.unit.per_token:
         outside = {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
         excludes_one = not bounds.lower <= 1.0 <= bounds.upper
         for name, verdict in outside.items():
@@ -75,7 +75,7 @@ def second_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T: 
     yield Column("unit_ratio", ratio, "unit_ratio_squared")
     yield Column("clamped", clamped(state, ratio, state.log_ratio_U, padding), "clamped_squared")
     yield Column("unit_plain", state.ratio_U.masked_fill(padding, 0.0), "unit_square")
-    if state.bounds is not None and state.bounds.units is state.units:
+    if state.bounds is not None and state.bounds.unit == state.unit:
         for name, verdict in outside_bounds(state).items():
             yield Column(name, verdict.masked_fill_(padding, False))
 
@@ -104,10 +104,10 @@ def collect_statistics(state: CorrectionState, counts_sequences: bool) -> Statis
     rows, unit_rows = _rows(state, has)
     values = [(torch.stack(list(rows.values())) @ torch.stack([state.tokens_N, has]).T).flatten()]
     names = [f"{row}@{measure}" for row in rows for measure in ("tokens", "sequences")]
-    if state.parts is not None and not state.units.one_ratio_per_token:
+    if state.parts is not None and not state.unit.one_ratio_per_token:
         unit_rows |= {"one": state.counts_U}
         values.append(torch.stack(list(unit_rows.values())) @ state.counts_U)
-        names += [f"{row}@{state.units.measure}" for row in unit_rows]
+        names += [f"{row}@{state.unit.measure}" for row in unit_rows]
     if not counts_sequences:
         values = [torch.zeros_like(value) for value in values]
     maximum_names, maxima = _maxima(state, has, rows)
@@ -137,20 +137,20 @@ def _indexed(name: str, size: int) -> tuple[str, ...]:
 def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """One number a sequence, and one a unit where these are (parts of) sequences; all finite. What has no response
     tokens is weighed 0 by every measure."""
-    config, means, units = state.config, state.means_N, state.units
+    config, means, unit = state.config, state.means_N, state.unit
     kept = state.kept_N / state.divisor_N
     rows = {"one": has, "kept": kept, "kept_any": kept > 0}
     unit_rows: dict[str, Tensor] = {}
     if config.normalizes:
-        (rows if units.one_ratio_per_token else unit_rows).update(state.unit_rows())
+        (rows if unit.one_ratio_per_token else unit_rows).update(state.unit_rows())
     if config.metrics == "off":
         return rows | state.of_sequences(unit_rows), unit_rows
     rows |= _rejection_rows(state)
-    if units.one_ratio_per_token:
+    if unit.one_ratio_per_token:
         rows |= token_weight_rows(state, kept)
     else:
         unit_rows |= unit_weight_rows(state, kept)
-    if state.measured and not units.one_ratio_per_token:
+    if state.measured and not unit.one_ratio_per_token:
         unit_rows |= unit_ratio_rows(state)
     rows |= state.of_sequences(unit_rows)
     if "weight" in rows:
@@ -162,13 +162,13 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
     perplexities = torch.stack([rows["train"], rows["rollout"]]).neg_().clamp_(max=SAFETY_BOUND).exp_()
     rows |= dict(zip(("training_ppl", "rollout_ppl"), perplexities.unbind(0), strict=True))
     rows["log_ratio_mean_abs"] = means["log_ratio"].abs()
-    if units.one_ratio_per_token:
+    if unit.one_ratio_per_token:
         names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
         names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
-    if measures_parts(units):
+    if measures_parts(unit):
         rows["seq_ratio_squared"] = mean_ratio(rows).square()
-    if not (units.multiplies and units.measure == "sequences"):  # there it is the unit's
+    if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
     if state.bounds is not None:
         rows |= _outside_rows(state, state.bounds, rows)
@@ -180,13 +180,13 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
 def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
-    if measures_parts(bounds.units):
-        ratio = rows["ratio"] if bounds.units.per_token else mean_ratio(rows)
+    if measures_parts(bounds.unit):
+        ratio = rows["ratio"] if bounds.unit.per_token else mean_ratio(rows)
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
-    if bounds.units is state.units:
+    if bounds.unit == state.unit:
         return {}  # they are the unit's
-    log_ratio = bounds.units.aggregate(state.tokens.log_ratio, state.sums_N)
+    log_ratio = unit_log_ratio(bounds.unit, state.tokens.log_ratio, state.sums_N, None)
     return {"high": log_ratio > bounds.log_upper, "low": log_ratio < bounds.log_lower}
 
 
@@ -258,7 +258,7 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     if state.measured:
         both["log_ratio_seq"] = state.means_N["log_ratio"]
         units["log_aggregate"] = state.log_ratio_U
-        if measures_parts(state.units):
+        if measures_parts(state.unit):
             both["ratio_seq"] = mean_ratio(rows)
         if state.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in state.values_N.items()}
@@ -266,14 +266,14 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
         weights_U, factor = state.weights_U, own_factor(state)
         used = (
             weights_U * state.keep_T
-            if state.units.one_ratio_per_token
+            if state.unit.one_ratio_per_token
             else weights_U.masked_fill(state.kept_U == 0, 0.0)
         )
         weights["weight"] = used if factor is None else used / factor
     absent = has.logical_not()
-    if state.units.one_ratio_per_token or state.parts is not None:
-        padding = state.tokens.padding if state.units.one_ratio_per_token else state.counts_U == 0
-        extremes = _extremes_of_tokens if state.units.one_ratio_per_token else _extremes
+    if state.unit.one_ratio_per_token or state.parts is not None:
+        padding = state.tokens.padding if state.unit.one_ratio_per_token else state.counts_U == 0
+        extremes = _extremes_of_tokens if state.unit.one_ratio_per_token else _extremes
         parts = [_extremes(both, {}, absent), extremes(units, {}, padding), extremes({}, weights, padding)]
     else:
         parts = [_extremes(both | units, weights, absent)]

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from mismatch_plugin.core.metrics import full
-from mismatch_plugin.core.units import acting_bounds, center, units_of
+from mismatch_plugin.core.units import acting_bounds, center
 from mismatch_plugin.core.validity import DEFECTS
 from mismatch_plugin.limits import SAFETY_BOUND
 
@@ -26,9 +26,7 @@ class State:
 
     def __init__(self, sums: Mapping[str, float], maxima: Mapping[str, float], config: MismatchConfig) -> None:
         self.sums, self.maxima, self.config = sums, maxima, config
-        self.units = units_of(config)
-        self.token_level = self.units.per_token
-        self.unit = self.units.measure
+        self.token_level, self.unit = config.unit.per_token, config.unit.measure
         self.judges_means = self.unit != "sequences"  # a sequence has several units, and their mean stands for it
         self.center = center(config)
         self.bounds_on_parts = measure(BOUND_UNITS, config) != "sequences"
@@ -89,13 +87,13 @@ def bounded_exp(log_value: float) -> float:
 
 
 def measure(over: str, config: MismatchConfig) -> str:
-    """What counts the units that a metric is over: tokens, turns or sequences."""
+    """What counts the units that a metric is over: tokens, units or sequences."""
     if over == LEVEL_UNITS:
-        return units_of(config).measure
+        return config.unit.measure
     if over != BOUND_UNITS:
         return over
     bounds = acting_bounds(config)
-    return "sequences" if bounds is None else bounds.units.measure
+    return "sequences" if bounds is None else bounds.unit.measure
 
 
 def ratio_total(s: State, measure: str) -> float:

@@ -70,9 +70,9 @@ class Metric:
 
 
 def means(config: MismatchConfig) -> Iterator[tuple[Metric, Mean, str]]:
-    """Every metric that is a `Mean`, and what counts it: tokens or sequences. No host counts turns."""
+    """Every metric that is a `Mean`, and what counts it: tokens or sequences. No host counts other units."""
     for metric in METRICS if config.metrics != "off" else ():
-        if isinstance(metric.value, Mean) and (measure := f.measure(metric.over, config)) != "turns":
+        if isinstance(metric.value, Mean) and (measure := f.measure(metric.over, config)) != "units":
             yield metric, metric.value, measure
 
 
@@ -161,8 +161,8 @@ METRICS: tuple[Metric, ...] = (
            lambda s: f.after_ess(s, "tokens", "weight_squared"), unit="share", place="correction"),
     Metric("rollout_is_weight_after_seq_eff_sample_size", "the same of each sequence's mean weight", "sequences",
            "seq_weight_squared", lambda s: f.after_ess(s, "sequences", "seq_weight_squared"), unit="share"),
-    Metric("rollout_is_weight_after_turn_eff_sample_size", "the same of each turn's mean weight, at turn level",
-           "turns", "unit_weight_squared@turns", lambda s: f.after_ess(s, "turns", "unit_weight_squared"),
+    Metric("rollout_is_weight_after_unit_eff_sample_size", "the same of each unit's mean weight, at turn level",
+           "units", "unit_weight_squared@units", lambda s: f.after_ess(s, "units", "unit_weight_squared"),
            unit="share"),
     Metric("rollout_is_batch_norm_factor", "mean bounded weight that batch normalisation divides by", f.LEVEL_UNITS,
            "weight_unit", lambda s: s.batch_factor, averaged=True),

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.gate import check_gate
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.core.validity import Locator, invalid_error, stopping_kinds
 from mismatch_plugin.core.weights import batch_factor
 
@@ -83,7 +82,7 @@ class Statistics:
         """
         if not self.config.normalizes:
             return self.sums.new_ones(())
-        measure = units_of(self.config).measure
+        measure = self.config.unit.measure
         return batch_factor(self.sum_of(f"weight_unit@{measure}"), self.sum_of(f"units@{measure}"))
 
     def k3_kl(self) -> Tensor:

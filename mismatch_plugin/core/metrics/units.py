@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mismatch_plugin.core.correction_state import CorrectionState
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import Units, center
+from mismatch_plugin.core.units import center
 from mismatch_plugin.core.weights import grown
+
+if TYPE_CHECKING:
+    from mismatch_plugin.config.units import Unit
 
 
 def outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
@@ -37,9 +41,9 @@ def weight_columns(state: CorrectionState, weights_T: Tensor, rejected_T: Tensor
         yield Column(None, weight - kept, "weight_deviation")
 
 
-def measures_parts(units: type[Units]) -> bool:
+def measures_parts(unit: Unit) -> bool:
     """A sequence has several units, and is judged by its tokens' mean ρ."""
-    return units.measure != "sequences"
+    return unit.measure != "sequences"
 
 
 def mean_ratio(rows: dict[str, Tensor]) -> Tensor:
@@ -56,7 +60,7 @@ def unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
     rows["unit_ratio_squared"] = rows["unit_ratio"].square()
     rows["clamped"] = clamped(state, rows["unit_ratio"], state.log_ratio_U)
     rows["clamped_squared"] = rows["clamped"].square()
-    if state.bounds is not None and state.bounds.units is state.units:
+    if state.bounds is not None and state.bounds.unit == state.unit:
         rows |= outside_bounds(state)
     return rows
 

@@ -10,7 +10,6 @@ from mismatch_plugin.config import MismatchConfig, MismatchWarning, bound_warnin
 from mismatch_plugin.config.fields import value_and_default
 from mismatch_plugin.config.flags import given_flags
 from mismatch_plugin.config.values import dotted_fields_set, lower_epsilon, merge
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.data.sampling import filter_bias
 from mismatch_plugin.hooks.base import validate_group_advantages, validate_log_prob_settings
 
@@ -147,8 +146,8 @@ def describe(config: MismatchConfig, host_args: Namespace, masked: bool = True) 
 
 def sums_tokens(config: MismatchConfig) -> bool:
     """True where log-ratios are added up over a sequence, and rounding with them, or GSPO's narrow clip sees it."""
-    weights = config.weighted and units_of(config).multiplies
-    return weights or config.policy_objective == "gspo" or any(c.aggregate == "sequence_sum" for c in config.criteria)
+    weights = config.weighted and config.unit.multiplies
+    return weights or config.policy_objective == "gspo" or any(c.unit.multiplies for c in config.criteria)
 
 
 def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> MismatchConfig:
@@ -160,7 +159,7 @@ def without_mask(config: MismatchConfig, metrics_asked: bool = False) -> Mismatc
     tis, metrics = config.tis, config.metrics
     judging = {
         f"--mismatch-objective {config.objective}": config.policy_objective == "gspo",
-        f"level {tis.level}": config.weighted and not units_of(config).per_token,
+        f"level {tis.level}": config.weighted and not config.unit.per_token,
         "batch normalisation": config.normalizes,
         **{f"criterion {c.name}": not c.judges_tokens for c in config.criteria},
         "the veto": config.rs.veto_threshold is not None,

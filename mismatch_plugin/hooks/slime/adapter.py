@@ -27,7 +27,6 @@ from mismatch_plugin.core.loss import TokenLoss, token_loss
 from mismatch_plugin.core.objectives import LOW_VARIANCE_BOUND, score_function_kl
 from mismatch_plugin.core.packed import PackedSequences
 from mismatch_plugin.core.segments import bounded_exp
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.slime.batch import pack_local, without_rejected
 from mismatch_plugin.hooks.slime.config import check_arguments, check_loss, describe_settings, read_settings
 from mismatch_plugin.hooks.slime.step import StepRun, logger
@@ -164,7 +163,7 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
-            units_of(config).needs,
+            config.unit.needs,
             old_log_probs=train_log_probs,
             rollout_log_probs=rollout_log_probs,
         )
@@ -207,7 +206,7 @@ class RayAdapter(ABC):
             args,
             batch,
             self.groups,
-            units_of(config).needs,
+            config.unit.needs,
             old_log_probs=None if config.use_rollout_log_probs else batch.get("log_probs"),
             rollout_log_probs=batch.get("rollout_log_probs"),
             advantages=batch["advantages"],
@@ -283,7 +282,7 @@ class RayAdapter(ABC):
                         if (values := rollout_data.get(key)) is not None
                     }
                     fields = {mine: chosen.get(theirs) for theirs, mine in _COMPARED.items()}
-                    packed = pack_local(args, chosen, self.groups, units_of(config).needs, **fields)
+                    packed = pack_local(args, chosen, self.groups, config.unit.needs, **fields)
                     steps.append(self.versions.on(packed, config, chosen["loss_masks"]))
             except ValueError as error:  # on all ranks together
                 failure = str(error)

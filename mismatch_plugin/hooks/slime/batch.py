@@ -48,7 +48,7 @@ def pack_local(
 
     batch: loss_masks ([response] a sample, whole on every rank; anything but 0 trains), total_lengths,
         response_lengths, and under `--qkv-format bshd` (miles) max_seq_lens, which the chunks are cut from.
-    needs: `Units.needs`, what is to be said of the whole sequences under context parallelism.
+    needs: `Unit.needs`, what is to be said of the whole sequences under context parallelism.
     tokens: per-token fields of `PackedSequences`, [this rank's tokens] a sample; None or [] leaves one out. All are
         detached but the entropy, whose gradient is the bonus.
     Raises ValueError where a field does not cover this rank's tokens of a sample.
@@ -87,10 +87,10 @@ def pack_local(
     if size > 1:
         positions = [torch.arange(start, stop) for parts in ranges for start, stop in parts]
         fields["positions"] = torch.cat(positions).to(mask.device)
-        if "turn_ids" in needs:
+        if "unit_ids" in needs:
             whole = PackedSequences(loss_mask=torch.cat(list(masks)) != 0, lengths=tuple(responses))
-            turn_ids, fields["turn_counts"] = whole.turn_numbers()
-            fields["turn_ids"] = mine(turn_ids.split(list(responses)))
+            unit_ids, fields["unit_counts"] = whole.unit_numbers()
+            fields["unit_ids"] = mine(unit_ids.split(list(responses)))
         if "chunk_lengths" in needs:
             before, between = (0,) * rank, (0,) * (2 * (size - rank) - 2)
             fields["chunk_lengths"] = tuple((*before, b - a, *between, d - c, *before) for (a, b), (c, d) in ranges)

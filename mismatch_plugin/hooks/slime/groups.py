@@ -17,7 +17,6 @@ from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config.values import parse_bool
 from mismatch_plugin.core.correction import correct
 from mismatch_plugin.core.groups import EPSILON, group_advantages, group_metrics
-from mismatch_plugin.core.units import units_of
 from mismatch_plugin.hooks.base import validate_group_advantages
 from mismatch_plugin.hooks.slime.batch import pack_local
 from mismatch_plugin.hooks.slime.versions import Versions
@@ -97,7 +96,7 @@ def rollout_advantages(
     compared = {"old_log_probs": data["log_probs"], "rollout_log_probs": data.get("rollout_log_probs")}
     kept_N = torch.zeros(len(places), device=data["loss_masks"][0].device)
     try:
-        packed = pack_local(args, data, groups, units_of(config).needs, **compared)
+        packed = pack_local(args, data, groups, config.unit.needs, **compared)
         kept_N = correct(versions.on(packed, config, data["loss_masks"]), config, groups).kept_N
     except ValueError as error:  # on all ranks together
         failure = error

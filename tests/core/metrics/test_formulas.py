@@ -194,7 +194,7 @@ def reference(raw: Raw, level: str, mode: str) -> dict[str, float]:
         }
     if level == "turn":
         parts = [row[a:b] for row, at in zip(used, starts, strict=True) for a, b in pairwise(at)]
-        values["rollout_is_weight_after_turn_eff_sample_size"] = effective([stats.fmean(part) for part in parts])
+        values["rollout_is_weight_after_unit_eff_sample_size"] = effective([stats.fmean(part) for part in parts])
     for name in ("masked_fraction", "seq_masked_fraction"):
         values[f"rollout_rs_{name}"] = values[f"rollout_is_{name}"]
     return values
