@@ -68,6 +68,11 @@ METHODS = (
     Method("GMPO", "arXiv 2507.20673",
         "−A exp(mean over the response of log r, each clipped on the side of A's sign)", "--mismatch-preset gmpo",
         "verl loss_mode geo_mean; TRL GMPOTrainer"),
+    Method("VESPO", "arXiv 2602.10693",
+        "−sg(W^k e^(λ (1 − W))) A log π_θ, W = Π ρ of the response, k and λ by the sign of A",
+        "--mismatch-preset vespo", "TRL loss_type vespo"),
+    Method("TOPR", "arXiv 2503.14286", "−sg(w) A log π_θ: w = 1 where A ≥ 0, else min(Π ρ, 1)",
+        "--mismatch-preset topr", "ROLL pg_variant topr"),
     Method("REINFORCE without a ratio", "Williams 1992", "−w A log π_θ, w of π_old",
         "--use-tis --mismatch-objective reinforce", "NeMo-RL disable_ppo_ratio"),
     Method("prime-rl's default", "prime-rl, default_loss_fn",
@@ -96,9 +101,6 @@ NOT_YET = (
     Method("CTPO", "arXiv 2605.07331",
         "−min(R A, clip(R) A) with R = Π_{k≤t} r_k, clipped to [e^(−0.025 √t), e^(0.05 √t)]; a clip of π_θ/π_old, no "
         "bounds of a weight", "", "its fork of verl: cum-token-cumprod-la, with a dual clip at e^(0.05 √t)"),
-    Method("VESPO", "arXiv 2602.10693",
-        "−sg(W^k e^(λ (1 − W))) A log π_θ, W = Π ρ of the response, k and λ by the sign of A", "", NOTHING),
-    Method("TOPR", "arXiv 2503.14286", "−sg(w) A log π_θ: w = 1 where A ≥ 0, else min(Π ρ, 1)", "", NOTHING),
     Method("M2PO", "M2PO", "tokens of the largest l² dropped until the mean l² of the step is below τ", "", NOTHING),
 )
 """Not available yet."""
@@ -201,6 +203,13 @@ EQUALITIES = (
         "1e-10",
         "core/test_loss_enumeration.py::test_at_the_anchor_every_objective_has_reinforces_gradient",
         NOTHING,
+    ),
+    Equality(
+        "VESPO",
+        "TRL",
+        "1e-9",
+        "core/test_methods_peers.py::test_gamma_equals_trl",
+        "TRL keeps W above 1e-8 and each token's ratio within e^±20; ours keep W within e^±20",
     ),
     Equality(
         "DPPO-TV, DPPO-KL",

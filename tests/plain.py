@@ -278,12 +278,39 @@ def log_bounds(config: mp.MismatchConfig, n: int) -> tuple[float, float]:
     return low, high
 
 
+def safe_log(value: float) -> float:
+    return math.log(value) if value > 0 else -math.inf
+
+
+def weighs_by_sign(config: mp.MismatchConfig) -> bool:
+    own = (config.tis.lower_bound_positive, config.tis.upper_bound_positive)
+    return weighted(config) and (config.tis.mode == "gamma" or own != (None, None))
+
+
+def not_negative(unit: list[Token], near: Near) -> bool:
+    """Whether the advantages of a unit add up to 0 or more."""
+    total = math.fsum(token.advantage for token in unit)
+    if any(token.advantage != 0 for token in unit):
+        near(total, 0.0)
+    return total >= 0
+
+
 def give_weights(responses: list[list[Token]], config: mp.MismatchConfig, near: Near) -> list[list[Token]]:
     """Bounded weights before batch normalisation. Returns the units."""
     units, over = units_of(config.tis.level, responses), summed(config.tis.level, responses)
     for unit, tokens in zip(units, over, strict=True):
         log_ratio = aggregate(config.tis.level, tokens)
+        positive = weighs_by_sign(config) and not_negative(unit, near)
+        if config.tis.mode == "gamma":
+            bounded, (k, scale) = clamp(log_ratio, -SAFETY, SAFETY), (2.0, 3.0) if positive else (3.0, 2.0)
+            for token in unit:
+                token.weight = math.exp(scale) * math.exp(k * bounded - scale * math.exp(bounded))
+            continue
         log_lower, log_upper = log_bounds(config, len(tokens))
+        if positive:
+            of_positive = [config.tis.lower_bound_positive, config.tis.upper_bound_positive]
+            log_upper = log_upper if of_positive[1] is None else min(safe_log(of_positive[1]), SAFETY)
+            log_lower = min(log_lower, log_upper) if of_positive[0] is None else safe_log(of_positive[0])
         near(log_ratio, log_upper)
         near(log_ratio, log_lower)
         high, low = log_ratio > log_upper, log_ratio < log_lower

@@ -175,6 +175,17 @@ def _gmpo(b: Batch) -> Tensor:
     return _response_mean(b, -b.a * _each(clipped, b.sequences, _mean).exp())
 
 
+def _vespo(b: Batch) -> Tensor:
+    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    phi = torch.where(b.a >= 0, w**2 * (3 * (1 - w)).exp(), w**3 * (2 * (1 - w)).exp())
+    return -phi * b.a * b.theta
+
+
+def _topr(b: Batch) -> Tensor:
+    w = _each((b.theta - b.mu).detach(), b.sequences, _sum).exp()
+    return -torch.where(b.a >= 0, 1, w.clamp(max=1)) * b.a * b.theta
+
+
 def _prime(b: Batch) -> Tensor:
     """As prime-rl writes it; r A has the gradient of sg(r) A log π."""
     r, difference = (b.theta - b.mu).exp(), b.theta.exp() - b.mu.exp()
@@ -212,6 +223,8 @@ _FORMULAS: dict[str, Formula] = {
     "CISPO": lambda b: -(b.theta - b.old).exp().clamp(max=1.2).detach() * b.a * b.theta,
     "SAPO": _sapo,
     "GMPO": _gmpo,
+    "VESPO": _vespo,
+    "TOPR": _topr,
     "REINFORCE without a ratio": lambda b: -_l(b).exp().clamp(max=2) * b.a * b.theta,
     "prime-rl's default": _prime,
     "prime-rl's default, its own form": _prime,

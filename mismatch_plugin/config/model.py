@@ -110,7 +110,9 @@ class MismatchConfig(Settings):
         """The block that is shown at the start of a run: algorithm, weights, rejection, denominator."""
         tis, lines = self.tis, [f"algorithm {self.algorithm}: {ALGORITHM_NAMES[self.algorithm]}"]
         if self.weighted:
-            bounds = f"[{tis.lower:g}, {tis.upper:g}]" if tis.mode != "truncate" else f"at most {tis.upper:g}"
+            pairs = [(tis.lower, tis.upper), *([tis.positive] if tis.differs_by_sign else [])]
+            said = [f"[{low:g}, {high:g}]" if tis.mode != "truncate" else f"at most {high:g}" for low, high in pairs]
+            bounds = ", where A ≥ 0 ".join(said) if tis.mode != "gamma" else "by the sign of A"
             bounds += f" to the power n^{tis.bound_growth:g}, n = tokens of the product" if tis.bound_growth else ""
             scope = f", normalised over {tis.batch_normalize_scope}" if tis.batch_normalize else ""
             tried = " (dry run: computed, not applied)" if self.dry_run else ""

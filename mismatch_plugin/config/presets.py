@@ -174,6 +174,18 @@ def _objective(name: str) -> Callable[[Parameters], Settings]:
     return lambda _: {"objective": name, "aggregation": "seq-mean-token-mean"}
 
 
+def _of_sequences(**tis: Any) -> Callable[[Parameters], Settings]:
+    """Weights of whole responses."""
+    return lambda _: {"tis": {"level": "sequence", **tis}}
+
+
+_ONE = {
+    "mode": "clip",
+    "lower_bound": 0.0,
+    "upper_bound": 1.0,
+    "lower_bound_positive": 1.0,
+    "upper_bound_positive": 1.0,
+}
 _TOKEN, _SEQUENCE = partial(_weights, "token"), partial(_weights, "sequence")
 _RATIO, _GEO = partial(_reject, "sequence_sum", "ratio"), partial(_reject, "sequence_mean", "ratio")
 _K3 = partial(_one_bound, partial(_reject, "sequence_mean", "k3"))
@@ -290,6 +302,12 @@ PRESETS = (
     Preset("gmpo", 0, (_objective("gmpo"),), {},
         "PPO on the geometric mean of a response's clipped ratios (GMPO)",
         "as sapo, where single tokens of far ratios should not carry the step"),
+    Preset("topr", 3, (_of_sequences(**_ONE),), {},
+        "REINFORCE, weight 1 where A ≥ 0, else the sequence's ratio truncated above at 1 (TOPR)",
+        "old or far data: good responses are learned at full weight, bad ones only while the policy would sample them"),
+    Preset("vespo", 3, (_of_sequences(mode="gamma"),), {},
+        "REINFORCE, sequence weights that fall off smoothly on both sides of 1, by the sign of A (VESPO)",
+        "as pg_is, without a bound to choose; responses short enough that their product of ratios stays near 1"),
 )
 # fmt: on
 """All presets, in the order of the pages; the table of the command line and of docs/presets.md is generated from it."""

@@ -11,7 +11,7 @@ from mismatch_plugin.config.fields import Section, described, spell
 from mismatch_plugin.config.units import LEVELS, UNITS, Level, Unit
 from mismatch_plugin.limits import SAFETY_BOUND, UPPER_BOUNDS
 
-Mode = Literal["truncate", "clip", "mask"]
+Mode = Literal["truncate", "clip", "mask", "gamma"]
 Scope = Literal["auto", "step", "rollout_batch", "micro_batch"]
 KlType = Literal["k1", "k2", "k3", "low_var_kl"]
 RolloutKlType = Literal["k2", "k3"]
@@ -26,8 +26,9 @@ class ImportanceSampling(Section):
     # fmt: off
     mode: Mode = described("truncate",
         "what happens to an aggregated ratio outside its bounds: truncate = min(ρ, hi), clip = min(max(ρ, lo), hi), "
-        "mask = rejected (weight 0, out of the loss)", slime="tis_mode", verl='rollout_is_threshold ("lo_hi" = mask)',
-        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop)")
+        "mask = rejected (weight 0, out of the loss), gamma = e^λ ρ^k e^(−λρ), which needs no bounds: (k, λ) is (2, 3) "
+        "where A ≥ 0, else (3, 2)", slime="tis_mode", verl='rollout_is_threshold ("lo_hi" = mask)',
+        source="Yao et al. 2025 (TIS); Liu & Li 2025 (MIS); arXiv 2510.18855 (IcePop); arXiv 2602.10693 (VESPO)")
     level: Level = described("token",
         f"the ratio that weighs a token: {', '.join(f'{level} = {UNITS[level].ratio}' for level in LEVELS)}; none = "
         "weight 1, REINFORCE with rejection only", slime="tis_level", verl="rollout_is",
@@ -37,6 +38,12 @@ class ImportanceSampling(Section):
         slime="tis_lower_bound, tis_clip_low", verl='rollout_is_threshold ("lo_hi")', ge=0.0)
     upper_bound: float = described(2.0, "upper bound hi of the aggregated ratio; inf means e^20", unit="ratio",
         slime="tis_upper_bound, tis_clip", verl="rollout_is_threshold", gt=0.0)
+    lower_bound_positive: float | None = described(None,
+        "lo where A ≥ 0, of several tokens their sum; absent = as elsewhere", unit="ratio",
+        source="arXiv 2503.14286 (TOPR)", ge=0.0)
+    upper_bound_positive: float | None = described(None,
+        "hi where A ≥ 0, of several tokens their sum; absent = as elsewhere", unit="ratio",
+        source="arXiv 2503.14286 (TOPR)", gt=0.0)
     bound_growth: float = described(0.0,
         "g: log lo and log hi grow as n^g with the n tokens that a product is over (turn, sequence, prefix), at most "
         "to ±20; 0.5 keeps the share outside nearly independent of the length", source="arXiv 2605.07331", ge=0.0,
@@ -70,6 +77,18 @@ class ImportanceSampling(Section):
         return min(self.upper_bound, math.exp(SAFETY_BOUND))
 
     @property
+    def differs_by_sign(self) -> bool:
+        """True where bounds are others for A ≥ 0."""
+        return self.lower_bound_positive is not None or self.upper_bound_positive is not None
+
+    @property
+    def positive(self) -> tuple[float, float]:
+        """(lo, hi) where A ≥ 0; hi at most e^20."""
+        lower, upper = self.lower_bound_positive, self.upper_bound_positive
+        upper = self.upper if upper is None else min(upper, math.exp(SAFETY_BOUND))
+        return (min(self.lower, upper) if lower is None else lower), upper
+
+    @property
     def upper_bound_fault(self) -> str:
         """What is wrong with hi as a bound of weights; "" where it is between 1 and 100."""
         lowest, highest = UPPER_BOUNDS
@@ -97,6 +116,13 @@ class ImportanceSampling(Section):
                 f"default, 1/hi = {1.0 / self.upper:g}: give <tis.lower_bound>, or raise the upper one."
             )
             raise ValueError(spell(template, info, "tis.upper_bound"))
+        lower, upper = self.positive
+        if lower > upper or upper < math.exp(-SAFETY_BOUND):
+            template = (
+                f"<tis.lower_bound_positive> to <tis.upper_bound_positive> is {lower:g} to {upper:g}, which holds no "
+                f"ratio from e^-20 on: lower the first, or raise the other."
+            )
+            raise ValueError(spell(template, info, "tis.upper_bound_positive", "tis.lower_bound_positive"))
         if self.bound_growth and not ("upper_bound" in self.model_fields_set and self.lower <= 1.0 <= self.upper):
             template = (
                 f"<tis.bound_growth> {self.bound_growth:g} needs bounds around 1 for a product of one token, such as "

@@ -167,13 +167,20 @@ class Settings(Section):
 
     @property
     def needs_advantages(self) -> bool:
-        """True where a criterion holds only under a condition on the advantage."""
-        return bool(self.conditional)
+        """True where the advantage decides on a weight or on what is rejected."""
+        return bool(self.advantage_readers)
 
     @property
-    def conditional(self) -> tuple[str, ...]:
-        """The names of such criteria."""
-        return tuple(criterion.name for criterion in self.rs.criteria if criterion.conditional)
+    def weighs_by_sign(self) -> bool:
+        """True where a weight hangs on the sign of the advantage."""
+        return self.weighted and (self.tis.mode == "gamma" or self.tis.differs_by_sign)
+
+    @property
+    def advantage_readers(self) -> tuple[str, ...]:
+        """What reads the advantage: criteria with a condition on it, and weights by its sign."""
+        weights = "tis.mode gamma" if self.tis.mode == "gamma" else "bounds for A ≥ 0"
+        named = (f"criterion {criterion.name}" for criterion in self.rs.criteria if criterion.conditional)
+        return (*((weights,) if self.weighs_by_sign else ()), *named)
 
     @property
     def compares(self) -> bool:

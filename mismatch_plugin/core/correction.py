@@ -103,7 +103,7 @@ def correct(
     """Importance weights, accepted tokens and statistics of a batch.
 
     The training side is `packed.old_log_probs`. l_t = log π_train − log π_rollout on the loss mask and 0 elsewhere;
-    then level, mode, batch normalisation, criteria and veto. A criterion with a condition reads `packed.advantages`;
+    then level, mode, batch normalisation, criteria and veto. What hangs on the advantage reads `packed.advantages`;
     `rs.max_staleness` reads `packed.weight_versions` and `packed.trainer_version`, and no log-prob.
 
     groups: context-parallel reductions; None means whole sequences here.
@@ -275,10 +275,9 @@ def validate_fields(packed: PackedSequences, config: MismatchConfig) -> None:
             f"the rollout engine returned (SGLang: return_logprob)."
         )
     if config.needs_advantages and packed.advantages is None:
-        conditional = ", ".join(config.conditional)
         raise ValueError(
-            f"advantages is missing: rs criterion {conditional} is judged where its condition on the advantage holds: "
-            f"pass one advantage a token (or a sequence, in from_lists), or take the condition off."
+            f"advantages is missing: {', '.join(config.advantage_readers)} hangs on it: pass one advantage a token (or "
+            f"a sequence, in from_lists), or leave that out."
         )
     validate_versions(config, packed)
     # Under bypass the training side is π_θ, and π_old, against which the data were checked, enters nothing: it makes no

@@ -82,7 +82,7 @@ moves π further from π_rollout: up where A > 0 and l > 0, down where A ≤ 0 a
 class RejectionInputs:
     """What criteria and the veto judge. [T] without gradient.
 
-    tokens: the log-probs of their policy. advantages: 0 at padding; None where no condition needs them.
+    tokens: the log-probs of their policy. advantages: 0 at padding; None where nothing reads them.
     separate_policy: theirs is π_θ while weights and metrics are those of π_old, so no sum can be shared.
     """
 
@@ -181,7 +181,7 @@ def rejection_columns(config: MismatchConfig, judged: RejectionInputs, has_k3: b
     for name, criterion in {judged.column(c): c for c in of_sequences if c.unit.aggregate != "max"}.items():
         if name not in there:
             yield Column(name, judged.values(criterion))
-    if judged.advantages is not None and any(c.conditional for c in of_sequences):
+    if judged.advantages is not None and (config.weighs_by_sign or any(c.conditional for c in of_sequences)):
         yield Column("advantage", judged.advantages)
     if config.rs.veto_threshold is not None:
         yield Column("catastrophic", tokens.log_ratio < math.log(config.rs.veto_threshold))

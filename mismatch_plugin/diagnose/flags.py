@@ -163,7 +163,7 @@ def available(config: MismatchConfig, host: Host) -> tuple[MismatchConfig, tuple
 def _not_on_driver(config: MismatchConfig) -> str:
     """What needs π_θ or advantages where verl's driver rejects, or rollout log-probs in its own loss."""
     lost = ["rs.policy current"] if config.rejects_on_current_policy else []
-    lost += [f"criterion {name}" for name in config.conditional]
+    lost += config.advantage_readers
     return ", ".join(lost + (["terms.rollout_kl_coef"] if config.terms.rollout_kl_coef else []))
 
 

@@ -144,17 +144,22 @@ def _lacks_versions(config: MismatchConfig, packed: PackedSequences) -> bool:
 
 
 def measurable(config: MismatchConfig, packed: PackedSequences) -> MismatchConfig:
-    """The settings without the criteria that need advantages, and the limit that needs versions, that are not there."""
+    """The settings without what needs advantages (conditions, weights by their sign), and the limit that needs
+    versions, that are not there."""
     rs: dict[str, Any] = {}
+    tis: dict[str, Any] = {}
     if _lacks_advantages(config, packed):
         criteria = [each for each in config.rs.criteria if not each.conditional]
         rs["criteria"] = [each.model_dump(exclude_unset=True) for each in criteria]
+        if config.weighs_by_sign:
+            tis = {"lower_bound_positive": None, "upper_bound_positive": None}
+            tis |= {"mode": "truncate"} if config.tis.mode == "gamma" else {}
     if _lacks_versions(config, packed):
         rs["max_staleness"] = None
     if not rs:
         return config
     with ignore_mismatch_warnings():
-        return MismatchConfig.build(merge(config.model_dump(exclude_unset=True), {"rs": rs}))
+        return MismatchConfig.build(merge(config.model_dump(exclude_unset=True), {"rs": rs, "tis": tis}))
 
 
 def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool) -> tuple[str, ...]:
@@ -164,7 +169,7 @@ def left_out(packed: PackedSequences, own: MismatchConfig | None, grouped: bool)
         with ignore_mismatch_warnings():
             built = {preset.short: MismatchConfig.build(preset.settings(**preset.required)) for preset in PRESETS}
         names = [name for name, config in built.items() if config.needs_advantages]
-        what = f"criteria with a condition on the advantage ({', '.join(names)})"
+        what = f"criteria and weights that hang on the advantage ({', '.join(names)})"
         notes.append(f"{what} are not predicted: there are no advantages")
     own = own or MismatchConfig()
     if _lacks_versions(own, packed):

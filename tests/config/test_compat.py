@@ -378,7 +378,11 @@ def test_what_has_no_effect_is_accepted_and_said(read: Any, settings: str, note:
     [
         (from_slime, "tis_levl: token", "slime key 'tis_levl' is unknown: did you mean tis_level"),
         (from_slime, "use_tis: true, tis_level: none", "tis.level none is REINFORCE with rejection only"),
-        (from_slime, "use_tis: true, tis_mode: cap", "tis.mode is 'cap': it should be 'truncate', 'clip' or 'mask'"),
+        (
+            from_slime,
+            "use_tis: true, tis_mode: cap",
+            "tis.mode is 'cap': it should be 'truncate', 'clip', 'mask' or 'gamma'",
+        ),
         (from_slime, "use_tis: true, tis_upper_bound: 0.5_2.0", "tis_upper_bound is '0.5_2.0', which is not a number"),
         (from_slime, "use_tis: true, tis_upper_bound: 0, use_rs: true", "tis.upper_bound is 0.0: it should be greater"),
         (from_slime, "use_tis: true, use_rs: true, rs_level: tokn", "rs_level 'tokn' is unknown: did you mean token"),

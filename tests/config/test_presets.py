@@ -26,6 +26,14 @@ _ICEPOP = {"tis.mode": "mask", "tis.lower_bound": 0.5, "tis.upper_bound": 5.0, "
 _SEQUENCE = {"tis.level": "sequence"}
 _UNWEIGHTED = {"tis.level": "none"}
 _DPPO = {"tis.upper_bound": 20.0, "denominator": "original"}
+_TOPR = {
+    "tis.mode": "clip",
+    "tis.level": "sequence",
+    "tis.lower_bound": 0.0,
+    "tis.upper_bound": 1.0,
+    "tis.lower_bound_positive": 1.0,
+    "tis.upper_bound_positive": 1.0,
+}
 _GMPO = {
     "objective": "gmpo", "aggregation": "seq-mean-token-mean", "ppo.eps_clip_low": 0.4, "ppo.eps_clip_high": 0.4
 }  # fmt: skip
@@ -62,6 +70,8 @@ _EXPECTED: dict[str, tuple[int, dict[str, Any], list[tuple[Any, ...]], float | N
     "prefix_is": (2, _PREFIX, [], None),
     "sapo": (0, {"objective": "sapo", "aggregation": "seq-mean-token-mean"}, [], None),
     "gmpo": (0, _GMPO, [], None),
+    "topr": (3, _TOPR, [], None),
+    "vespo": (3, {"tis.level": "sequence", "tis.mode": "gamma"}, [], None),
 }
 _REQUIRED = {"trm": {"max_k2": 0.5, "mean_k3": 0.01}, "opsm": {"delta": 0.1}}
 

@@ -143,6 +143,16 @@ def test_kernels_do_not_depend_on_the_number_of_sequences(metrics: str, level: s
     assert not few.syncs and not many.syncs
 
 
+@pytest.mark.parametrize("tis", [{"mode": "clip", "upper_bound_positive": 3.0}, {"mode": "gamma"}], ids=str)
+def test_kernels_of_weights_by_sign(tis: dict[str, Any]) -> None:
+    """Of the advantages and of a second pair of bounds; as many for any number of sequences, and no sync."""
+    plain, few, many = (
+        loss(number, 3, tis={"level": "sequence", **each}) for number, each in ((64, {}), (8, tis), (64, tis))
+    )
+    assert few.kernels == many.kernels and not many.syncs
+    assert many.total <= plain.total + 12
+
+
 @pytest.mark.parametrize("algorithm", [0, 1, 2, 3])
 def test_policy_loss_has_no_host_sync(algorithm: int) -> None:
     config = mp.MismatchConfig(

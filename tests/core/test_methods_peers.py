@@ -1,4 +1,4 @@
-"""SAPO and GMPO against worked answers and the peers' own functions (`tests/fixtures/method_peers.py`).
+"""SAPO, GMPO, VESPO, TOPR against worked answers and the peers' own functions (`tests/fixtures/method_peers.py`).
 
 GMPO of verl and TRL differentiates the mean of a response, here each token has its own share of it: equal under
 seq-mean-token-mean where advantage and weight are constant in a response, as in GSPO.
@@ -96,3 +96,68 @@ def test_gmpo_equals_verl(number: int) -> None:
     assert 0 < metrics["rollout_corr/pg_clipfrac"] < 1
     # verl counts a ratio beyond either bound, whatever the side of A's sign; here what the clip changes.
     assert metrics["rollout_corr/pg_clipfrac"] < sum(answer["clipped"])
+
+
+def weights(config: mp.MismatchConfig, ratios: list[float], advantages: list[float]) -> list[float]:
+    """Of responses of one token each."""
+    logs = torch.tensor(ratios, dtype=torch.float64).log()
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1]] * len(ratios), rollout_log_probs=[torch.full((1,), -40.0).double()] * len(ratios),
+        advantages=advantages,
+    )  # fmt: skip
+    return mp.policy_loss(logs - 40.0, packed, config).correction.weights.tolist()
+
+
+def test_topr_by_hand() -> None:
+    """1 where A ≥ 0, else at most 1; sequence weights at 2 are ρ here."""
+    ratios, advantages = [2.0, 0.5, 2.0, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0, 0.0]
+    assert weights(mp.preset("topr"), ratios, advantages) == pytest.approx([1, 1, 1, 0.5, 1])
+    assert weights(mp.preset("pg_is"), ratios, advantages) == pytest.approx([2, 0.5, 2, 0.5, 0.5])
+
+
+def test_gamma_by_hand() -> None:
+    """(A ≥ 0, A < 0) at W = 2, ½, 1; bounded wherever W is, and 0 far away."""
+    config = mp.preset("vespo")
+    for ratio, expected in ((2.0, (0.19915, 1.08268)), (0.5, (1.12042, 0.33979)), (1.0, (1.0, 1.0))):
+        assert weights(config, [ratio, ratio], [1.0, -1.0]) == pytest.approx(expected, rel=2e-5)
+    every = [2.0**power for power in range(-40, 41)]
+    for advantage in (1.0, -1.0):
+        found = weights(config, every, [advantage] * len(every))
+        assert max(found) < 1.25 and found[0] < 1e-12 and found[-1] == 0.0
+
+
+@pytest.mark.parametrize("mode", ["clip", "mask"])
+@pytest.mark.parametrize("level", ["token", "turn", "sequence", "geometric", "prefix"])
+def test_the_sign_of_a_unit_is_that_of_its_summed_advantages(level: str, mode: str) -> None:
+    """Two tokens of ρ = 2, two turns: A = 1, −3 adds up to −2. Bounds are 1.1 to 3 where A ≥ 0, else 0.1 to 1.5."""
+    given = {"lower_bound": 0.1, "upper_bound": 1.5, "lower_bound_positive": 1.1, "upper_bound_positive": 3.0}
+    config = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"level": level, "mode": mode, **given}})
+    log_2 = torch.tensor([2.0, 7.0, 2.0], dtype=torch.float64).log()
+    packed = mp.PackedSequences.from_lists(
+        loss_masks=[[1, 0, 1]], rollout_log_probs=[log_2 * 0 - 3], old_log_probs=[log_2 - 3],
+        advantages=[torch.tensor([1.0, float("nan"), -3.0])],
+    )  # fmt: skip
+    correction = mp.correct(packed, config)
+    far = 1.5 if mode == "clip" else 0.0
+    first = far if level in ("sequence", "geometric") else 2.0
+    assert correction.weights.tolist() == pytest.approx([first, 0.0, far])
+    assert correction.keep.tolist() == [float(first > 0), 0.0, float(far > 0)]
+    metrics = correction.statistics.metrics()
+    assert "rollout_corr/rollout_is_ratio_fraction_high" not in metrics
+
+
+def test_what_weighs_by_sign_needs_advantages() -> None:
+    packed = mp.PackedSequences.from_lists(loss_masks=[[1]], rollout_log_probs=[[-1.0]], old_log_probs=[[-1.0]])
+    config = mp.MismatchConfig.model_validate({"use_tis": True, "tis": {"upper_bound_positive": 3.0}})
+    with pytest.raises(ValueError, match="advantages is missing: bounds for A ≥ 0 hangs on it"):
+        mp.correct(packed, config)
+
+
+@pytest.mark.parametrize("number", range(BATCHES))
+def test_gamma_equals_trl(number: int) -> None:
+    log_probs, packed = packed_of(make(number), "advantages")
+    correction = mp.policy_loss(log_probs, packed, mp.preset("vespo")).correction
+    found = torch.stack([row[mask][0] for row, mask in zip(
+        packed.unpack(correction.weights), packed.unpack(packed.loss_mask), strict=True
+    )])  # fmt: skip
+    assert found.tolist() == pytest.approx(CASES[number]["gamma"], rel=1e-9, abs=1e-11)

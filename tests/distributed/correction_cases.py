@@ -108,6 +108,15 @@ class Settings:
     def grows(self) -> bool:
         return self.level in GROWN and self.rotation % 4 == 3
 
+    @property
+    def by_sign(self) -> bool:
+        return self.weighted and not self.grows and self.rotation % 5 == 1
+
+    @property
+    def gamma(self) -> bool:
+        """In place of truncate."""
+        return self.algorithm == 3 and (self.level, self.mode) == ("sequence", "truncate") and self.rotation % 4 < 2
+
     def config(self, scope: str = "", **changes: Any) -> mp.MismatchConfig:
         """scope: of batch normalisation, where there is one."""
         aggregation, _, norm = self.aggregation.partition("/")
@@ -129,6 +138,8 @@ class Settings:
             tis = {"level": self.level, "mode": self.mode, "upper_bound": upper}
             tis |= {} if self.mode == "truncate" else {"lower_bound": lower}
             tis |= {"bound_growth": 0.5} if self.grows else {}
+            tis |= {"upper_bound_positive": 0.9 * upper} if self.by_sign else {}
+            tis = {"level": "sequence", "mode": "gamma"} if self.gamma else tis
             tis |= {"batch_normalize": True} if self.normalizes else {}
             tis |= {"batch_normalize_scope": scope} if self.normalizes and scope else {}
         elif self.level == "none":

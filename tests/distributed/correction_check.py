@@ -84,7 +84,7 @@ def distances(batch: str, settings: Settings) -> list[float]:
     ]
     products, counts = _products(batch, log_ratio, _level(config))
     mean_ratio = torch.stack([row.exp().mean() for row in products])
-    for bound in (config.tis.lower, config.tis.upper):
+    for bound in (config.tis.lower, config.tis.upper, *config.tis.positive):
         log_bound = math.log(bound) * torch.cat(counts) ** config.tis.bound_growth
         pairs += [(torch.cat(products) - log_bound, 0.0), (mean_ratio, bound)]
     judged = _trained(batch, "log_probs") if config.rejects_on_current_policy else train

@@ -118,7 +118,10 @@ def test_every_decision_goes_both_ways():
         if settings.algorithm in (2, 3) and settings.level != "none":
             factor = metrics.get("rollout_corr/rollout_is_batch_norm_factor", 1.0)
             assert (abs(factor - 1.0) > 1e-3) == settings.normalizes
-            assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] > 0.0
+            if not settings.config().weighs_by_sign:
+                assert metrics["rollout_corr/rollout_is_ratio_fraction_high"] > 0.0
+    signed = {(settings.level, settings.config().tis.mode) for settings in PRODUCT if settings.config().weighs_by_sign}
+    assert signed >= {("sequence", "gamma"), *((level, "clip") for level in LEVELS)}
     both_sides = [settings for settings in PRODUCT if settings.objective in ("ppo", "gspo", "cispo", "gmpo")]
     for settings in both_sides:
         for side in ("high", "low"):

@@ -131,9 +131,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("rollout_is_eff_sample_size", "(mean c)² / mean c², c = ρ clamped to [1/hi, hi], so at least .64 at hi = 2: "
            "for comparison with other dashboards", "tokens", "clamped", f.effective_sample_size, unit="share",
            place="clamped ratio"),
-    Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights', else the first ratio "
-           "criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high", Mean("high"),
-           unit="share"),
+    Metric("rollout_is_ratio_fraction_high", "share above the bound that acts: the weights' (unless the sign of A "
+           "decides), else the first ratio criterion's, else a TIS bound from preset or hand", f.BOUND_UNITS, "high",
+           Mean("high"), unit="share"),
     Metric("rollout_is_ratio_fraction_low", "share below it", f.BOUND_UNITS, "low", Mean("low"), unit="share"),
     Metric("rollout_is_seq_mean", "mean of each sequence's mean ρ (rollout_is_mean where lengths are equal)",
            "sequences", "ratio",

@@ -151,7 +151,7 @@ def grpo_terms(
     low, high, log_r = 1.0 - clip.eps_lower, 1.0 + clip.eps_upper, token.log_r
     if log_r is None:  # REINFORCE: no clip, and in algorithm 3 a weight
         weighs = config.use_rollout_log_probs
-        low, high = (config.tis.lower, config.tis.upper) if weighs else (0.0, math.inf)
+        low, high = (config.tis.lower, config.tis.upper) if weighs and not config.weighs_by_sign else (0.0, math.inf)
         anchor = token.correction.tokens.rollout if weighs else packed.old_log_probs
         assert anchor is not None  # `pack` gives both
         log_r = torch.where(token.selected, log_p - anchor, 0.0)

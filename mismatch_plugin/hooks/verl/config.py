@@ -233,10 +233,10 @@ def _validate_driver_settings(config: MismatchConfig) -> None:
             f"{BLOCK}.rs.policy current needs π_θ, which verl's driver, the judge {where}, lacks: choose auto."
         )
     if config.needs_advantages:
-        names = ", ".join(config.conditional)
+        names = ", ".join(config.advantage_readers)
         raise ValueError(
-            f"{BLOCK}.rs.criteria {names} needs advantages, which verl's driver, the judge {where}, computes later: "
-            f"take the condition away, or set bypass_mode."
+            f"{BLOCK}: {names} needs advantages, which verl's driver, the judge {where}, computes later: leave that "
+            f"out, or set bypass_mode."
         )
     if config.terms.rollout_kl_coef:
         raise ValueError(
