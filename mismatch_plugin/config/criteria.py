@@ -32,7 +32,9 @@ class Criterion(Frozen):
     """
 
     statistic: Statistic = "ratio"
-    aggregate: Annotated[Aggregate, BeforeValidator(aggregate_name)] = "token"
+    aggregate: Annotated[Aggregate, BeforeValidator(aggregate_name)] = described(
+        "token", "what is judged as one: a level's word is taken for its unit, too", flag="--rs-level"
+    )
     lower_bound: float | None = described(
         None, "lower bound; for ratio and k1 1/upper if absent, 0 turns it off", flag="--rs-lower-bound", ge=0.0
     )

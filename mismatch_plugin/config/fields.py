@@ -64,7 +64,7 @@ def leaf_fields(model: type[BaseModel], prefix: str = "") -> list[FieldInfo]:
 
 def flag_names(model: type[BaseModel]) -> dict[str, str]:
     """Dotted path → flag, for every setting that has one."""
-    return {leaf.path: leaf.meta["flag"] for leaf in leaf_fields(model) if leaf.meta.get("flag")}
+    return {leaf.path: leaf.meta["flag"] for leaf in leaf_fields(model)}
 
 
 def value_and_default(config: BaseModel, path: str) -> tuple[Any, Any]:

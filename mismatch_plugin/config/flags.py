@@ -92,7 +92,7 @@ def given_flags(namespace: Namespace) -> dict[str, Any]:
     Raises: ValueError where a bound or level of rejection was given without --use-rs, or is none.
     """
     given: dict[str, Any] = {}
-    for leaf in _flagged():
+    for leaf in leaf_fields(Settings):
         value = _read(namespace, _spellings(leaf), off=None if leaf.annotation is bool else False)
         if isinstance(value, str) and leaf.path == _CRITERIA:  # one criterion as a plain string, in a host's YAML
             value = [value]
@@ -125,14 +125,10 @@ def _ratio_criterion(namespace: Namespace) -> dict[str, Any] | None:
 
 def _all_flags() -> list[tuple[list[str], dict[str, Any]]]:
     """(spellings, options of add_argument) of every flag, the rejection flags before --rs-criterion."""
-    flags = [(_spellings(leaf), _options(leaf)) for leaf in _flagged()]
+    flags = [(_spellings(leaf), _options(leaf)) for leaf in leaf_fields(Settings)]
     at = next(index for index, (spellings, _) in enumerate(flags) if "--rs-criterion" in spellings)
     more = [([flag], options) for flag, options in _MORE_FLAGS.items()]
     return [*flags[:at], *more[:4], *flags[at:], *more[4:]]
-
-
-def _flagged() -> list[FieldInfo]:
-    return [leaf for leaf in leaf_fields(Settings) if leaf.meta.get("flag")]
 
 
 def _spellings(leaf: FieldInfo) -> list[str]:

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Collection, Mapping
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, PrivateAttr, ValidationError, ValidationInfo, model_validator
 
 from mismatch_plugin.config.documents import read_file
 from mismatch_plugin.config.fields import flag_names, plain_error, spell
-from mismatch_plugin.config.flags import given_flags
+from mismatch_plugin.config.flags import add_arguments, given_flags
 from mismatch_plugin.config.presets import find_preset
 from mismatch_plugin.config.rules import contradictions, notes_on
 from mismatch_plugin.config.settings import ALGORITHM_NAMES, Settings
 from mismatch_plugin.config.values import MismatchWarning, dotted_fields_set, merge, short_repr
 
-if TYPE_CHECKING:
-    from argparse import Namespace
+
+class _Once(Namespace):
+    """Refuses a flag with two values, of which argparse would take the last."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        before = getattr(self, name, None)
+        if before is not None and before != value and not isinstance(value, list):  # those that may be repeated
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{flag} {value} contradicts {flag} {before}, give it once")
+        super().__setattr__(name, value)
 
 
 class MismatchConfig(Settings):
@@ -151,7 +160,7 @@ class MismatchConfig(Settings):
         report = "" if self.report_dir is None else f", written to {self.report_dir}"
         lines.append(f"invalid rollout log-probs: {invalid}; metrics: {self.metrics}{report}")
         if self.gate_kl is not None:
-            lines.append(f"gate: k3_kl above {self.gate_kl:g} nat a token is an error")
+            lines.append(f"gate: k3_kl above {self.gate_kl:g} nats per token is an error")
         return "\n".join(lines)
 
     @classmethod
@@ -181,6 +190,24 @@ class MismatchConfig(Settings):
                 print(config.describe())
             raise SystemExit(0)
         return config
+
+    @classmethod
+    def from_words(cls, words: Sequence[str], where: str = "the settings") -> MismatchConfig:
+        """Build from the words of a launch line: `from_words(["--use-tis"])`. where: what an error calls them.
+
+        Raises ValueError for a word that is no flag of this package, a flag with two values, and as `from_args`.
+        """
+        parser = ArgumentParser(prog=where, add_help=False, allow_abbrev=False, exit_on_error=False)
+        add_arguments(parser)
+        try:
+            known, unknown = parser.parse_known_args(list(words), _Once())
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{where}: {error}.") from None
+        if unknown:
+            raise ValueError(f"{where}: {unknown[0]} is no flag of this package, leave it out.")
+        if getattr(known, "mismatch_explain_only", None):
+            raise ValueError(f"{where}: --mismatch-explain-only is for a launch line, leave it out.")
+        return cls.from_args(known)
 
     @classmethod
     def _layered(cls, preset: str | None, file: dict[str, Any], flags: dict[str, Any]) -> MismatchConfig:

@@ -66,7 +66,7 @@ class Settings(Section):
     dry_run: bool = described(False, "compute weights and rejections, report them, apply none")
     gate_kl: float | None = described(None,
         "a step with k3_kl above this is an error on all ranks, before the optimizer steps: for CI and first steps at "
-        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate", unit="nat a token",
+        "learning rate 0 (the bar of inspect --gate: 1e-3); absent = no gate", unit="nats per token",
         source="prime-rl #3543 (gate of its CI); xtuner #2044", gt=0.0)
     report_dir: Annotated[str | None, BeforeValidator(lambda v: str(v) if isinstance(v, Path) else v)] = described(None,
         "folder for the run's metrics, one line a step: mismatch-plugin inspect judges them")

@@ -117,3 +117,26 @@ def host_name(given: str) -> str:
     """A trainer's name in its one spelling: megatron-lm for megatron_lm, Megatron-LM, and its folder megatron_rl."""
     plain = given.lower().replace("_", "-")
     return "megatron-lm" if plain == "megatron-rl" else plain
+
+
+def known_only(mapping: Mapping[str, Any], keys: tuple[str, ...], kind: str) -> dict[str, Any]:
+    """The settings as a dict. Raises ValueError for a key that is not among `keys`, with the nearest that is."""
+    for key in mapping:
+        if key not in keys:
+            raise unknown(kind, key, keys)
+    return dict(mapping)
+
+
+def switch_of(given: Mapping[str, Any], key: str) -> bool:
+    """A switch's value, False where it is absent. Raises ValueError for what is neither true nor false."""
+    return parse_bool(given.get(key), key)
+
+
+def present(**settings: Any) -> dict[str, Any]:
+    """Those that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def note(sentence: str) -> None:
+    """A MismatchWarning."""
+    warnings.warn(sentence, MismatchWarning, stacklevel=4)

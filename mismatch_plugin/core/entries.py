@@ -34,23 +34,10 @@ def validate_finite(
         )
 
 
-def validate_one_policy(
-    old_T: Tensor, train_T: Tensor, trained_T: Tensor, lengths: tuple[int, ...], ids: tuple[object, ...]
-) -> None:
-    """old_log_probs and train_log_probs are one field: two different ones would be two policies. One host sync."""
-    if old_T.shape != train_T.shape:
-        raise ValueError(
-            f"old_log_probs has shape {tuple(old_T.shape)}, train_log_probs {tuple(train_T.shape)}: they are two names "
-            f"of log π_old, give one of them."
-        )
-    differ = trained_T & (old_T != train_T) & ~(old_T.isnan() & train_T.isnan())
-    if differ.any():
-        token, sequence, position = _first(differ, lengths)
-        raise ValueError(
-            f"old_log_probs of sequence {ids[sequence]} is {float(old_T[token]):g} at position {position}, "
-            f"train_log_probs {float(train_T[token]):g}: they are two names of log π_old, the policy before the step. "
-            f"Give one of them; π_θ goes to policy_loss as log_probs."
-        )
+ONE_POLICY = (
+    "old_log_probs and train_log_probs are two names of log π_old, the policy before the step: give one of them. "
+    "π_θ goes to policy_loss as log_probs."
+)
 
 
 _MOST_UNITS = 1000
@@ -227,24 +214,3 @@ def validate_parts(
             f"chunk_lengths {list(chunk_lengths)[:4]} must have as many chunks for every sequence, and add up to its "
             f"tokens on this rank, {list(lengths)[:4]}."
         )
-
-
-def shape_wanted(values: Tensor, lengths: tuple[int, ...], padded_width: int | None) -> str:
-    """What a packed batch holds, and how to bring values of another shape into its."""
-    sequences, tokens = len(lengths), sum(lengths)
-    if padded_width is not None:
-        return (
-            f"{tokens} tokens from [{sequences}, {padded_width}] tensors: pass ({sequences}, "
-            f"{padded_width}), laid out as they were, or ({tokens},) without the padding"
-        )
-    held = f"{tokens} tokens of {sequences} sequences"
-    if values.dim() == 2 and values.shape[1] == 1:
-        return f"{held}: write .squeeze(1)" if values.numel() == tokens else f"{held}: pass one value a token"
-    if values.dim() == 2 and values.shape[0] == sequences and values.numel() == tokens:
-        return f"{held}: write .flatten(), or pack with from_padded, which remembers the layout"
-    if values.dim() == 2 and values.shape[0] == sequences and values.shape[1] >= max(lengths, default=0):
-        return (
-            f"{held}: write torch.cat([row[:n] for row, n in zip(log_probs, packed.lengths)]), or pack with "
-            f"from_padded, which remembers the layout"
-        )
-    return f"{held}: pass one value a token, ({tokens},), sequence after sequence"

@@ -16,11 +16,11 @@ class GateError(RuntimeError):
 
 
 def check_gate(k3_kl: float, bar: float, step: int | None = None) -> None:
-    """Raise GateError unless k3_kl ≤ bar; NaN fails. Both in nats a token; step: its number where it is known."""
+    """Raise GateError unless k3_kl ≤ bar; NaN fails. Both in nats per token; step: its number where it is known."""
     if k3_kl <= bar:
         return
     where = "" if step is None else f"step {step}: "
-    what = f"k3_kl {k3_kl:.3g} nat a token is above the bar of --mismatch-gate-kl, {bar:g}"
+    what = f"k3_kl {k3_kl:.3g} nats per token is above the bar of --mismatch-gate-kl, {bar:g}"
     if k3_kl != k3_kl:
         what = f"k3_kl cannot be compared with the bar of --mismatch-gate-kl, {bar:g}: no token has valid log-probs"
     raise GateError(

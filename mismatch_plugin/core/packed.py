@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from mismatch_plugin.core.entries import (
+    ONE_POLICY,
     checked_units,
     flatten_entries,
-    shape_wanted,
     validate_field_names,
     validate_finite,
-    validate_one_policy,
     validate_parts,
     version_number,
     whole_number,
@@ -164,14 +163,13 @@ class PackedSequences:
     def replace(self, **changes: Any) -> PackedSequences:
         """A copy with some fields changed; offsets made once stay, so that this costs no copy to the device.
 
-        train_log_probs is the other spelling of old_log_probs. Raises ValueError where both are given and differ.
+        train_log_probs is the other spelling of old_log_probs. Raises ValueError where both are given.
         """
         if "train_log_probs" in changes:
             train = changes.pop("train_log_probs")
             old = changes.setdefault("old_log_probs", train)
             if train is not old and train is not None and old is not None:
-                where = (changes.get("loss_mask", self.loss_mask), changes.get("lengths", self.lengths))
-                validate_one_policy(old, train, *where, changes.get("sequence_ids", self.sequence_ids))
+                raise ValueError(ONE_POLICY)
             changes["old_log_probs"] = train if old is None else old
         if changes.keys() & {"loss_mask", "lengths", "rollout_log_probs", "old_log_probs"}:
             # What was found belongs to the values before.
@@ -217,9 +215,11 @@ class PackedSequences:
         if values.shape == self.loss_mask.shape:
             return values
         if self.padded_width is None or values.shape != (len(self.lengths), self.padded_width):
+            count, tokens, width = len(self.lengths), sum(self.lengths), self.padded_width
+            rows = "pack with from_padded, which takes [B, S]" if width is None else f"{(count, width)} as before"
             raise ValueError(
-                f"{name} has shape {tuple(values.shape)}, the packed batch "
-                f"{shape_wanted(values, self.lengths, self.padded_width)}."
+                f"{name} has shape {tuple(values.shape)}, the packed batch {tokens} tokens of {count} sequences: pass "
+                f"({tokens},), one value a token, or {rows}."
             )
         flat = values.reshape(-1)
         return flat if self.padded_index is None else flat.index_select(0, self.padded_index)
@@ -263,9 +263,10 @@ class PackedSequences:
         precision becomes float32, float64 stays. On CPU data the log-probs are checked here: `.invalid` holds what was
         found.
         Raises ValueError naming the sample and both lengths where two entries disagree, for advantages, reference
-        log-probs and entropies on the CPU that are not finite where a token trains, and where old_log_probs and
-        train_log_probs are both given and differ at a token that trains.
+        log-probs and entropies on the CPU that are not finite where a token trains, and for both old_log_probs and
+        train_log_probs.
         """
+        given = locals()
         validate_field_names(unknown)
         if loss_masks is None:
             raise ValueError("loss_masks is missing: pass one mask a sequence, 1 where a token trains.")
@@ -276,21 +277,10 @@ class PackedSequences:
                     f"{name} has {len(values)} entries, loss_masks {len(loss_masks)}: pass one entry a sequence."
                 )
         lengths = tuple(len(mask) for mask in loss_masks)
-        given = {
-            "train_log_probs": train_log_probs,
-            "rollout_log_probs": rollout_log_probs,
-            "old_log_probs": old_log_probs,
-            "ref_log_probs": ref_log_probs,
-            "advantages": advantages,
-            "entropy": entropy,
-            "positions": positions,
-            "weight_versions": weight_versions,
-            "unit_ids": unit_ids,
-        }
         fields: dict[str, Any] = {
-            name: flatten_entries(name, values, lengths, ids, integer=name in _INTEGER_FIELDS)
-            for name, values in given.items()
-            if values is not None
+            name: flatten_entries(name, given[name], lengths, ids, integer=name in _INTEGER_FIELDS)
+            for name in (*_TOKEN_FIELDS, "train_log_probs")
+            if given[name] is not None
         }
         mask = flatten_entries("loss_masks", loss_masks, lengths, ids)
         trained = mask != 0
@@ -301,9 +291,10 @@ class PackedSequences:
             if name in fields and mask.device.type == "cpu":
                 validate_finite(name, fields[name].cpu(), trained, lengths, ids)
         fields = {name: value.to(mask.device) for name, value in fields.items()}
-        train = fields.pop("train_log_probs", None)
-        if train is not None and fields.setdefault("old_log_probs", train) is not train:
-            validate_one_policy(fields["old_log_probs"], train, trained, lengths, ids)
+        if "train_log_probs" in fields:
+            if "old_log_probs" in fields:
+                raise ValueError(ONE_POLICY)
+            fields["old_log_probs"] = fields.pop("train_log_probs")
         if rewards is not None:
             fields["rewards"] = torch.as_tensor(rewards, dtype=torch.float32)
         packed = cls(loss_mask=trained, lengths=lengths, sequence_ids=ids, trainer_version=trainer_version, **fields)
@@ -334,18 +325,9 @@ class PackedSequences:
         [B, S], and `to_padded` gives [B, S] back.
         Raises TypeError for what is no tensor, ValueError for shapes that do not fit.
         """
+        given = locals()
         validate_field_names(unknown)
-        fields: dict[str, Tensor | None] = {
-            "rollout_log_probs": rollout_log_probs,
-            "old_log_probs": old_log_probs,
-            "train_log_probs": train_log_probs,
-            "advantages": advantages,
-            "ref_log_probs": ref_log_probs,
-            "entropy": entropy,
-            "positions": positions,
-            "weight_versions": weight_versions,
-            "unit_ids": unit_ids,
-        }
+        fields: dict[str, Tensor | None] = {name: given[name] for name in (*_TOKEN_FIELDS, "train_log_probs")}
         for name, value in {"loss_masks": loss_masks, **fields}.items():
             if not isinstance(value, (Tensor, type(None))):
                 raise TypeError(

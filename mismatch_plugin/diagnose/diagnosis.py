@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.config import preset as find
-from mismatch_plugin.config.words import config_of_words
 from mismatch_plugin.data.read import Dump, InputError, read
 from mismatch_plugin.data.versions import version_number
 from mismatch_plugin.diagnose.batch import DEFAULT_MAX_STALENESS, Batch, make_batch
@@ -67,7 +66,7 @@ def own_settings(config: Path | None, preset: str | None, flags: str | None) -> 
         return MismatchConfig.from_file(config)
     if preset is not None:
         return find(preset)
-    return None if flags is None else config_of_words(shlex.split(flags), f"--flags {flags!r}")
+    return None if flags is None else MismatchConfig.from_words(shlex.split(flags), f"--flags {flags!r}")
 
 
 def diagnose_files(

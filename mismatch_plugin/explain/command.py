@@ -91,7 +91,7 @@ def explain(
 def _own_numbers(
     given: dict[str, Numbers], trainer_version: int | None, flags: list[str], markdown: bool, as_json: bool
 ) -> None:
-    from mismatch_plugin.config.words import config_of_words
+    from mismatch_plugin.config import MismatchConfig
     from mismatch_plugin.explain.account import account
     from mismatch_plugin.explain.numbers import read_numbers
     from mismatch_plugin.explain.tables import tables
@@ -99,7 +99,7 @@ def _own_numbers(
 
     with warnings.catch_warnings(record=True) as notes:
         warnings.simplefilter("always")
-        config = config_of_words(flags)
+        config = MismatchConfig.from_words(flags)
     numbers = read_numbers(given, trainer_version=trainer_version)
     _validate_used(given, trainer_version, config)
     found = account(numbers, config)
@@ -115,7 +115,7 @@ def _own_numbers(
     if config.gate_kl is not None:
         k3_kl = found.metrics["rollout_corr/k3_kl"]
         verdict = "goes on" if k3_kl <= config.gate_kl else "stops here, before the optimizer's step"
-        typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nat a token, the bar is {config.gate_kl:g}: training {verdict}.")
+        typer.echo(f"\ngate: k3_kl {k3_kl:.4g} nats per token, the bar is {config.gate_kl:g}: training {verdict}.")
 
 
 def _validate_used(given: dict[str, Numbers], trainer_version: int | None, config: MismatchConfig) -> None:

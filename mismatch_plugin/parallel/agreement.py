@@ -37,7 +37,7 @@ class StepKind:
 
     settings: equal on all ranks. fields: what micro-batches (or statistics) hold, equal on all ranks that know it; ()
     where none ran.
-    micro_batches (one number a step) and sequences (N of each micro-batch, and its turns where these are summed over):
+    micro_batches (one number a step) and sequences (N of each micro-batch, and its units where these are summed over):
     equal on the ranks of a replica that know them, for these share sequences. None is not known here. failure: why this
     rank cannot take part.
     """
@@ -83,79 +83,74 @@ def step_kind(
     if not has_loss:
         return StepKind(settings, micro_batches=count)
     held = [tuple(name for name in _OPTIONAL if getattr(packed, name) is not None) for packed in micro_batches]
-    sequences = tuple(_sequences(packed, config) for packed in micro_batches)
-    return StepKind(settings, ("loss_mask", *held[0]), count, sequences, _failure(config, micro_batches[0], held))
-
-
-def _sequences(packed: PackedSequences, config: MismatchConfig) -> int | str:
-    """How many there are, and where these are summed over, how many turns."""
-    counts = packed.unit_counts if "unit_counts" in config.unit.needs else None
-    return len(packed.lengths) if counts is None else f"{len(packed.lengths)} with {sum(counts)} turns"
-
-
-def _failure(config: MismatchConfig, first: PackedSequences, held: Sequence[tuple[str, ...]]) -> str:
-    """Why micro-batches that hold these fields cannot be one step, or ""."""
+    failure = ""
     for number, names in enumerate(held):
         if names != held[0]:
             (odd, *_) = sorted(set(names) ^ set(held[0]))
             has, lacks = (number, 0) if odd in names else (0, number)
-            return f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
+            failure = f"micro-batch {has} has {odd}, micro-batch {lacks} does not. {SAME_FIELDS}"
+            break
     try:
-        validate_fields(first.replace(invalid=()), config)
+        validate_fields(micro_batches[0].replace(invalid=()), config)
     except ValueError as error:
-        return str(error)
-    return ""
+        failure = failure or str(error)
+    sequences: tuple[int | str, ...] = tuple(len(packed.lengths) for packed in micro_batches)
+    if "unit_counts" in config.unit.needs:  # sums of another number of units would not fit into one another
+        units = [packed.unit_counts for packed in micro_batches]
+        sequences = tuple(
+            n if of is None else f"{n} with {sum(of)} units" for n, of in zip(sequences, units, strict=True)
+        )
+    return StepKind(settings, ("loss_mask", *held[0]), count, sequences, failure)
 
 
 def difference(replicas: Replicas) -> str:
     """The sentence that names ranks and what they differ in; "" where nothing differs."""
-    ranks = {rank: kind for replica in replicas.values() for rank, kind in replica.items()}
-    for rank, kind in sorted(ranks.items()):
+    ranks = dict(sorted((rank, kind) for replica in replicas.values() for rank, kind in replica.items()))
+    for rank, kind in ranks.items():
         if kind.failure:
             return kind.failure if len(ranks) == 1 else f"on rank {rank}: {kind.failure}"
-    idle = [rank for rank, kind in sorted(ranks.items()) if kind.fields == ()]
+    idle = [rank for rank, kind in ranks.items() if kind.fields == ()]
     if 0 < len(idle) < len(ranks):
         return f"{_names(idle)} ran no micro-batch in this step, other ranks did. Give every rank at least one."
     leaves = {rank: dict(_leaves(kind.settings)) for rank, kind in ranks.items()}
     for key in dict.fromkeys(key for mine in leaves.values() for key in mine):
-        values = {rank: repr(mine[key]) if key in mine else "nothing" for rank, mine in leaves.items()}
-        if who := _who(values, f"{key} = "):
+        values = {rank: f"{key} = {mine[key]!r}" if key in mine else f"no {key}" for rank, mine in leaves.items()}
+        if who := _who(values):
             return f"the ranks of this step have different settings: {who}. Give every rank the same configuration."
-    if what := _other_fields({rank: kind.fields for rank, kind in sorted(ranks.items()) if kind.fields is not None}):
-        return f"the ranks of this step hold different data: {what}. {SAME_FIELDS}"
+    known = {rank: kind.fields for rank, kind in ranks.items() if kind.fields is not None}
+    for name in dict.fromkeys(name for names in known.values() for name in names):
+        if who := _who({rank: name if name in names else f"no {name}" for rank, names in known.items()}):
+            return f"the ranks of this step hold different data: {who}. {SAME_FIELDS}"
     for _, replica in sorted(replicas.items()):
-        counts = {rank: kind.micro_batches for rank, kind in replica.items() if kind.micro_batches}
-        if who := _who({rank: _and(count) for rank, count in counts.items()}):
+        counts = {
+            rank: " and ".join(map(str, kind.micro_batches)) for rank, kind in replica.items() if kind.micro_batches
+        }
+        if who := _who(counts):
             return f"ranks that share sequences have different numbers of micro-batches: {who}. {_SHARED}"
         sequences = {rank: kind.sequences for rank, kind in replica.items() if kind.sequences is not None}
         for number, column in enumerate(zip(*sequences.values(), strict=True)):
             if who := _who(dict(zip(sequences, column, strict=True))):
                 what = f"numbers of sequences in micro-batch {number}"
                 return f"ranks that share sequences have different {what}: {who}. {_SHARED}"
-    return ""
+    return "" if len(set(known.values())) < 2 else f"the ranks of this step hold fields in another order. {SAME_FIELDS}"
 
 
-def _other_fields(known: Mapping[int, tuple[str, ...]]) -> str:
-    """ "rank 0 has entropy, rank 1 does not"; "" where all have the same."""
-    if len(set(known.values())) < 2:
-        return ""
-    parts = []
-    for name in dict.fromkeys(name for names in known.values() for name in names):
-        has = [rank for rank, names in known.items() if name in names]
-        lacks = [rank for rank in known if rank not in has]
-        if lacks:
-            parts.append(f"{_names(has)} {_has(has)} {name}, {_names(lacks)} {'does' if len(lacks) == 1 else 'do'} not")
-    return "; ".join(parts[:_NAMED]) or "the same fields come in another order"
-
-
-def _who(values: Mapping[int, Any], name: str = "") -> str:
+def _who(values: Mapping[int, int | str]) -> str:
     """ "rank 0 has 2, ranks 1 and 3 have 4" from what each rank has; "" where all have the same."""
-    held: dict[Any, list[int]] = {}
+    held: dict[int | str, list[int]] = {}
     for rank, value in sorted(values.items()):
         held.setdefault(value, []).append(rank)
     if len(held) < 2:
         return ""
-    return ", ".join(f"{_names(ranks)} {_has(ranks)} {name}{value}" for value, ranks in held.items())
+    return ", ".join(f"{_names(ranks)} {'has' if len(ranks) == 1 else 'have'} {value}" for value, ranks in held.items())
+
+
+def _names(ranks: Sequence[int]) -> str:
+    """Up to `_NAMED` ranks by number."""
+    if len(ranks) > _NAMED:
+        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
@@ -165,17 +160,3 @@ def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield prefix + str(key), value
-
-
-def _names(ranks: Sequence[int]) -> str:
-    if len(ranks) > _NAMED:
-        return f"ranks {', '.join(map(str, ranks[:_NAMED]))} and {len(ranks) - _NAMED} more"
-    return f"rank{'s' * (len(ranks) > 1)} {_and(ranks)}"
-
-
-def _has(ranks: Sequence[int]) -> str:
-    return "has" if len(ranks) == 1 else "have"
-
-
-def _and(values: Sequence[int]) -> str:
-    return " and ".join(filter(None, [", ".join(map(str, values[:-1])), str(values[-1])]))

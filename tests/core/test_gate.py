@@ -35,7 +35,7 @@ def test_a_step_at_the_bar_passes_and_one_above_it_fails() -> None:
     k3_kl = metrics(packed(0.05))["rollout_corr/k3_kl"]
     assert k3_kl == pytest.approx(0.05**2 / 2, rel=0.1)
     assert metrics(packed(0.05), gate_kl=k3_kl)["rollout_corr/k3_kl"] == k3_kl
-    with pytest.raises(GateError, match=r"k3_kl 0.00134 nat a token is above the bar .* inspect on a dump"):
+    with pytest.raises(GateError, match=r"k3_kl 0.00134 nats per token is above the bar .* inspect on a dump"):
         metrics(packed(0.05), gate_kl=k3_kl * (1 - 1e-12))
 
 
@@ -73,7 +73,7 @@ def test_without_rollout_log_probs_there_is_no_gate() -> None:
 
 
 def test_the_error_names_the_step_and_crosses_processes() -> None:
-    with pytest.raises(GateError, match=r"^step 3: k3_kl 0.02 nat a token is above") as found:
+    with pytest.raises(GateError, match=r"^step 3: k3_kl 0.02 nats per token is above") as found:
         check_gate(0.02, 0.01, 3)
     copy = pickle.loads(pickle.dumps(found.value))  # as Ray does
     assert type(copy) is GateError and str(copy) == str(found.value)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import mismatch_plugin as mp
 from mismatch_plugin.cli import app
-from mismatch_plugin.config.words import config_of_words
+from mismatch_plugin.config import MismatchConfig
 from mismatch_plugin.explain.account import Account, account
 from mismatch_plugin.explain.numbers import read_numbers, sequence_name
 
@@ -26,7 +26,7 @@ NUMBERS = {
 
 def told(flags: str = "", **given: str) -> Account:
     numbers = read_numbers(NUMBERS | {name: [text] for name, text in given.items()})
-    return account(numbers, config_of_words(flags.split()))
+    return account(numbers, MismatchConfig.from_words(flags.split()))
 
 
 def column(found: Account, name: str) -> list[Any]:
@@ -136,7 +136,7 @@ def test_conditions_versions_and_the_policy_that_is_judged():
         found = told(flags, **moved)
         assert column(found, "kept") == kept and [not names for names in column(found, "rejected_by")] == kept, flags
     versions = read_numbers({name: [text] for name, text in (moved | {"versions": "3;5;4"}).items()}, 5)
-    assert column(account(versions, config_of_words(["--rs-max-staleness", "1"])), "rejected_by") == [
+    assert column(account(versions, MismatchConfig.from_words(["--rs-max-staleness", "1"])), "rejected_by") == [
         ("staleness",),
         (),
         (),
@@ -147,7 +147,7 @@ def test_advantages_of_rewards_without_the_rejected():
     given = {"train": "-1;-1;-1;-1", "rollout": "-1;-3;-1;-1"}
     read = read_numbers({name: [text] for name, text in given.items()} | {"rewards": ["1,1,0,0"]})
     kept, excluded = (
-        column(account(read, config_of_words(["--rs-criterion", "token:k2:0.5", *words])), "advantage")
+        column(account(read, MismatchConfig.from_words(["--rs-criterion", "token:k2:0.5", *words])), "advantage")
         for words in ([], ["--rs-group", "exclude"])
     )
     assert kept == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)

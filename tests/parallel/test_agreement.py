@@ -155,8 +155,8 @@ def test_what_is_not_known_on_a_rank_differs_from_nothing() -> None:
     assert "rank 0 has 2, rank 1 has 1" in difference({0: {0: first, 1: other}})
 
 
-def test_other_turns_are_named_where_they_are_summed_over() -> None:
-    """Sums of another number of turns would not fit into one another."""
+def test_other_units_are_named_where_they_are_summed_over() -> None:
+    """Sums of another number of units would not fit into one another."""
     kinds = {}
     for level in ("turn", "sequence"):
         config = mp.MismatchConfig(use_tis=True, tis={"level": level})  # pyright: ignore[reportArgumentType]
@@ -168,4 +168,4 @@ def test_other_turns_are_named_where_they_are_summed_over() -> None:
             kinds[level, rank] = step_kind(config, [packed], has_loss=True)
     assert difference({0: {rank: kinds["sequence", rank] for rank in (0, 1)}}) == ""
     said = difference({0: {rank: kinds["turn", rank] for rank in (0, 1)}})
-    assert "rank 0 has 1 with 2 turns, rank 1 has 1 with 3 turns" in said
+    assert "rank 0 has 1 with 2 units, rank 1 has 1 with 3 units" in said

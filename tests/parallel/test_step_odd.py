@@ -173,7 +173,7 @@ def test_ranks_with_different_fields_or_settings_are_refused_on_all(name: str):
     """Under a host that calls no `start`: vectors of different lengths in one all-reduce, a rank that raises alone."""
     layout = next(layout for layout in LAYOUTS if layout.name == name)
     sentences = {
-        "no versions": "rank 0 has version_log_ratio, rank 1 does not; rank 0 has ",
+        "no versions": "rank 0 has version_log_ratio, rank 1 has no version_log_ratio",
         "versions once": "on rank 0: statistics cannot be merged: one has -version, version, ",
     }
     if layout.cp == 1:  # under CP the loss itself would wait, or abort: hence `start`

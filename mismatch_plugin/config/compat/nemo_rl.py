@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config.compat.reading import present
-from mismatch_plugin.config.values import lower_epsilon, number, unknown
+from mismatch_plugin.config.values import lower_epsilon, number, present, unknown
 
 CORRECTION_TYPE = "truncated_importance_sampling_type"
 OBJECTIVES = {"disable_ppo_ratio": "reinforce", "use_cispo": "cispo", "sequence_level_importance_ratios": "gspo"}

@@ -6,11 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config.compat.reading import known_only, note, present, switch_of
 from mismatch_plugin.config.criteria import Criterion, parse_criterion
 from mismatch_plugin.config.model import MismatchConfig
 from mismatch_plugin.config.units import RS_LEVELS
-from mismatch_plugin.config.values import lower_epsilon, number, unknown
+from mismatch_plugin.config.values import known_only, lower_epsilon, note, number, present, switch_of, unknown
 
 MIS_KEYS = (
     *("tis_mode", "tis_level", "tis_lower_bound", "tis_upper_bound", "tis_batch_normalize"),

@@ -6,10 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from mismatch_plugin.config.compat.reading import either, known_only, note, present, switch_of
 from mismatch_plugin.config.model import MismatchConfig
 from mismatch_plugin.config.units import RS_LEVELS
-from mismatch_plugin.config.values import bounds, lower_epsilon, number, unknown
+from mismatch_plugin.config.values import bounds, known_only, lower_epsilon, note, number, present, switch_of, unknown
 
 CORRECTION = {
     "rollout_is": None,
@@ -83,7 +82,7 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     Raises: ValueError naming an unknown key or a contradiction. Warns: MismatchWarning for what has no effect.
     """
     given = known_only(_verl_settings(mapping), (*_VERL_BLOCK_KEYS, *_VERL_ACTOR_KEYS), "verl key")
-    bypass = either(given, "bypass_mode", "bypass_old_logprob_for_rollout")
+    bypass = _either(given, "bypass_mode", "bypass_old_logprob_for_rollout")
     gradient = _verl_policy_gradient(given, bypass)
     level = given.get("rollout_is")
     if level not in (None, *RS_LEVELS):
@@ -122,6 +121,14 @@ def from_verl(mapping: Mapping[str, Any]) -> MismatchConfig:
     return MismatchConfig.build(data | _verl_actor(given, data.get("objective", "ppo")))
 
 
+def _either(given: Mapping[str, Any], *keys: str) -> bool:
+    """A switch with two spellings. Raises ValueError where both are there and differ."""
+    values = {key: switch_of(given, key) for key in keys if key in given}
+    if len(set(values.values())) > 1:
+        raise ValueError(f"{' and '.join(keys)} are two spellings of one switch and differ: leave one of them out.")
+    return any(values.values())
+
+
 def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """The correction block and the actor's settings as one flat dict, wherever in verl's tree they are."""
     flat = {key: value for key, value in mapping.items() if not str(key).startswith("_")}  # Hydra's _target_
@@ -149,7 +156,7 @@ def _verl_settings(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _verl_policy_gradient(given: Mapping[str, Any], bypass: bool) -> bool:
-    gradient = either(given, "use_policy_gradient", "use_pure_rollout_correction")
+    gradient = _either(given, "use_policy_gradient", "use_pure_rollout_correction")
     loss_type = given.get("loss_type")
     if loss_type not in (None, "ppo_clip", "reinforce"):
         raise unknown("loss_type", loss_type, ("ppo_clip", "reinforce"))

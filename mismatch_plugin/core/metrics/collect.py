@@ -18,21 +18,10 @@ from mismatch_plugin.core.correction_state import CorrectionState, any_of
 from mismatch_plugin.core.host import largest, on_host
 from mismatch_plugin.core.metrics.full import full_diagnostics
 from mismatch_plugin.core.metrics.state import Statistics
-from mismatch_plugin.core.metrics.units import (
-    clamped,
-    masked_with_units,
-    mean_ratio,
-    measures_parts,
-    outside_bounds,
-    own_factor,
-    token_weight_rows,
-    unit_ratio_rows,
-    unit_weight_rows,
-    weight_columns,
-)
 from mismatch_plugin.core.segments import Column, bounded_exp
-from mismatch_plugin.core.units import ActingBounds, unit_log_ratio
+from mismatch_plugin.core.units import ActingBounds, center, unit_log_ratio
 from mismatch_plugin.core.validity import KINDS
+from mismatch_plugin.core.weights import grown
 from mismatch_plugin.limits import SAFETY_BOUND
 
 
@@ -84,10 +73,18 @@ def _verdict_columns(state: CorrectionState, masked_T: Tensor | None, rejected_T
     """What rejects tokens, and weights that tokens have of their own."""
     if rejected_T is not None:
         yield Column("rejected", rejected_T)
-    if state.weights_U is not None:
-        yield from weight_columns(state, state.weights_U, rejected_T)
+    if state.weights_U is not None and state.config.tis.batch_normalize:
+        yield Column("weight_unit", state.weights_U)
+        if "mode" in state.outside_T:
+            yield Column("outside_mode", state.outside_T["mode"])
     if state.config.metrics == "off":
         return
+    if state.weights_U is not None:  # of the kept tokens Σ w, Σ w², Σ (w − 1)²
+        kept, weight = state.tokens.mask, state.weights_U
+        if rejected_T is not None:
+            kept, weight = kept.masked_fill(rejected_T, 0.0), weight.masked_fill(rejected_T, 0.0)
+        yield Column("weight", weight, "weight_squared")
+        yield Column(None, weight - kept, "weight_deviation")
     if masked_T is not None and masked_T is not rejected_T:
         yield Column("masked", masked_T)
     for name, outside in state.outside_T.items():
@@ -166,8 +163,8 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
         names = ("clamped", "clamped_squared", "unit_ratio", "unit_ratio_squared", "unit_plain", "unit_square")
         names = (*names, "high", "low")
         rows |= {name: means[name] for name in names if name in means}
-    if measures_parts(unit):
-        rows["seq_ratio_squared"] = mean_ratio(rows).square()
+    if unit.measure != "sequences":
+        rows["seq_ratio_squared"] = rows.get("unit_ratio", rows["ratio"]).square()
     if not (unit.multiplies and unit.measure == "sequences"):  # there it is the unit's
         rows["product_square"] = bounded_exp(state.sums_N["log_ratio"]).square_()
     if state.bounds is not None:
@@ -180,8 +177,8 @@ def _rows(state: CorrectionState, has: Tensor) -> tuple[dict[str, Tensor], dict[
 def _outside_rows(state: CorrectionState, bounds: ActingBounds, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Whether a sequence is above or below bounds that act on it, or its mean ρ above or below those that act on its
     parts (those of one token, where bounds grow)."""
-    if measures_parts(bounds.unit):
-        ratio = rows["ratio"] if bounds.unit.per_token else mean_ratio(rows)
+    if bounds.unit.measure != "sequences":
+        ratio = rows["ratio"] if bounds.unit.per_token else rows.get("unit_ratio", rows["ratio"])
         outside = {"seq_high": ratio > bounds.upper - 1.0, "seq_low": ratio < bounds.lower - 1.0}
         return outside | {name: state.means_N[name] for name in ("high", "low") if name in state.means_N}
     if bounds.unit == state.unit:
@@ -230,7 +227,12 @@ def _rejection_rows(state: CorrectionState) -> dict[str, Tensor]:
     rows: dict[str, Tensor] = {}
     masked_N = any_of(outside for name, outside in state.outside_N.items() if name not in ("veto", "invalid"))
     by_token = state.means_N.get("masked", state.means_N.get("rejected") if state.outside_T else None)
-    masked = masked_with_units(state) if state.outside_U else by_token
+    masked = by_token
+    if state.outside_U:  # token criteria, and mask mode with a token's unit
+        tokens, outside = state.sums_U["tokens"], state.outside_U["mode"]
+        by_unit = state.sums_U.get("masked", state.sums_U.get("rejected") if state.outside_T else None)
+        shares = torch.zeros_like(tokens) if by_unit is None else by_unit / tokens.clamp(min=1)
+        masked = state.of_sequences({"masked": torch.where(outside, 1.0, shares)})["masked"]
     if masked is not None:
         rows["masked"] = masked if masked_N is None else masked.masked_fill(masked_N, 1.0)
         rows["masked_any"] = rows["masked"] > 0
@@ -258,8 +260,8 @@ def _maxima(state: CorrectionState, has: Tensor, rows: dict[str, Tensor]) -> tup
     if state.measured:
         both["log_ratio_seq"] = state.means_N["log_ratio"]
         units["log_aggregate"] = state.log_ratio_U
-        if measures_parts(state.unit):
-            both["ratio_seq"] = mean_ratio(rows)
+        if state.unit.measure != "sequences":
+            both["ratio_seq"] = rows.get("unit_ratio", rows["ratio"])
         if state.config.metrics == "full":
             both |= {f"value_{name}": value for name, value in state.values_N.items()}
     if state.weights_U is not None:
@@ -303,3 +305,77 @@ def _extremes(both: dict[str, Tensor], above: dict[str, Tensor], absent: Tensor)
     if both:
         parts.append(values[: len(both)].masked_fill(absent, torch.inf).amin(1).neg())
     return names, torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+# Units of the level: their ratios, plain and clamped, and the weights really used ------------------------------------
+
+
+def outside_bounds(state: CorrectionState) -> dict[str, Tensor]:
+    """Which units of the level are above and below the bounds that act on them, [U] bool each."""
+    bounds, scale = state.bounds, state.scale_U
+    assert bounds is not None
+    return {
+        "high": state.log_ratio_U > grown(bounds.log_upper, scale),
+        "low": state.log_ratio_U < grown(bounds.log_lower, scale),
+    }
+
+
+def unit_ratio_rows(state: CorrectionState) -> dict[str, Tensor]:
+    """Of units that are (parts of) sequences: moments of ρ, plain and clamped, and whether it is outside the bounds."""
+    ratio = state.ratio_U
+    rows = {"unit_ratio": ratio - 1.0, "unit_square": ratio.square()}
+    if state.parts is None:  # of turns there are many
+        rows["unit_plain"] = ratio
+    rows["unit_ratio_squared"] = rows["unit_ratio"].square()
+    rows["clamped"] = clamped(state, rows["unit_ratio"], state.log_ratio_U)
+    rows["clamped_squared"] = rows["clamped"].square()
+    if state.bounds is not None and state.bounds.unit == state.unit:
+        rows |= outside_bounds(state)
+    return rows
+
+
+def token_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """Weights really used of units that are tokens, Σ over kept tokens divided by all tokens of the sequence.
+
+    They are those before batch normalisation, which the metrics apply from the merged sums; but for the scope
+    micro_batch, whose factors differ, after it.
+    """
+    if state.weights_U is None:
+        return {}
+    factor, used = own_factor(state), kept > 0
+    weight, squared = state.means_N["weight"] * used, state.means_N["weight_squared"] * used
+    deviation = state.means_N["weight_deviation"] * used
+    if factor is not None:
+        # Σ (w/f − 1)² from the sums about w = 1.
+        shift = 1.0 - factor
+        deviation = (deviation + 2.0 * shift * (weight - kept) + shift**2 * kept) / factor**2
+        weight, squared = weight / factor, squared / factor**2
+    return {"weight": weight, "weight_squared": squared, "weight_deviation": deviation}
+
+
+def unit_weight_rows(state: CorrectionState, kept: Tensor) -> dict[str, Tensor]:
+    """The same of units that are (parts of) sequences, divided by all tokens of the unit. kept: of whole sequences."""
+    if state.weights_U is None:
+        return {}
+    factor = own_factor(state)
+    unit = state.weights_U if factor is None else state.weights_U / factor
+    if state.parts is not None:
+        kept = state.kept_U / state.sums_U["tokens"].clamp(min=1)
+    weight = unit * kept
+    rows = {"weight": weight, "weight_squared": unit * weight, "weight_deviation": (unit - 1.0).square_() * kept}
+    return rows if state.parts is None else rows | {"unit_weight_squared": weight.square()}
+
+
+def own_factor(state: CorrectionState) -> Tensor | float | None:
+    """What this batch's weights are divided by here: factors of the scope micro_batch differ, so they cannot wait."""
+    return state.factor if state.config.tis.batch_normalize_scope == "micro_batch" else None
+
+
+def clamped(state: CorrectionState, ratio: Tensor, log_ratio: Tensor, padding: Tensor | None = None) -> Tensor:
+    """c − center, c = ρ clamped to [1/hi, hi] (also where hi is below 1), 0 at padding. ratio: ρ − 1."""
+    upper, middle = state.config.tis.upper, center(state.config)
+    low, high = sorted((1.0 / upper, upper))
+    if middle:
+        return ratio.clamp(low - middle, high - middle)
+    clamped = bounded_exp(log_ratio).clamp_(low, high)
+    return clamped if padding is None else clamped.masked_fill_(padding, 0)

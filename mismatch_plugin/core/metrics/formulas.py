@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from mismatch_plugin.core.metrics import full
 from mismatch_plugin.core.units import acting_bounds, center
-from mismatch_plugin.core.validity import DEFECTS
 from mismatch_plugin.limits import SAFETY_BOUND
 
 if TYPE_CHECKING:
@@ -197,11 +196,6 @@ def criteria(s: State, measure: str) -> dict[str, float]:
     }
 
 
-def criterion_measure(criterion: Criterion) -> str:
-    """What a criterion judges: tokens or sequences."""
-    return "tokens" if criterion.judges_tokens else "sequences"
-
-
 def measured_criteria(s: State) -> list[Criterion]:
     """Those whose statistic was collected: all at level full."""
     return [criterion for criterion in s.config.criteria if s.has(f"value_{criterion.name}")]
@@ -211,7 +205,7 @@ def criterion_shares(s: State, side: str) -> dict[str, float]:
     """Share above or below a criterion's bounds, 0 where it has none on that side."""
     shares = {}
     for criterion in measured_criteria(s):
-        measure = criterion_measure(criterion)
+        measure = criterion.unit.measure
         low, high = criterion.log_bounds
         outside = s.mean(f"out_{criterion.name}", measure)
         above = 0.0 if high is None else outside if low is None else s.mean(f"above_{criterion.name}", measure)
@@ -221,9 +215,7 @@ def criterion_shares(s: State, side: str) -> dict[str, float]:
 
 def criterion_means(s: State) -> dict[str, float]:
     """Of ratio and k1 the row holds ρ − 1."""
-    return {
-        c.name: float(c.in_log_space) + s.mean(f"value_{c.name}", criterion_measure(c)) for c in measured_criteria(s)
-    }
+    return {c.name: float(c.in_log_space) + s.mean(f"value_{c.name}", c.unit.measure) for c in measured_criteria(s)}
 
 
 def criterion_extremes(s: State, sign: str) -> dict[str, float]:
@@ -250,24 +242,18 @@ def edges(edges: tuple[float, ...]) -> list[str]:
     return [f"below_{marks[0]}", *inner, f"from_{marks[-1]}"]
 
 
-def bucket_means(s: State, bucket: str, labels: list[str], column: str, count: str = "tokens") -> dict[str, float]:
+def bucket_means(s: State, bucket: str, column: str, count: str = "tokens") -> dict[str, float]:
     """Mean of a column in each bucket that holds something."""
-    values, counts = s.vector(f"{bucket}_{column}"), s.vector(f"{bucket}_{count}")
-    return {label: value / number for label, value, number in zip(labels, values, counts, strict=True) if number}
+    rows = zip(BUCKETS[bucket], s.vector(f"{bucket}_{column}"), s.vector(f"{bucket}_{count}"), strict=True)
+    return {label: value / number for label, value, number in rows if number}
 
 
 def version_drift(s: State) -> dict[str, float]:
     """Mean log-ratio by how many versions a token's weights lag behind the newest one seen in the step."""
     newest = max(s.vector("version"))
     sums: dict[str, list[float]] = {}
-    rows = zip(
-        s.vector("version"),
-        s.vector("-version"),
-        s.vector("version_tokens"),
-        s.vector("version_log_ratio"),
-        strict=True,
-    )
-    for largest, smallest, count, log_ratio in rows:
+    columns = ("version", "-version", "version_tokens", "version_log_ratio")
+    for largest, smallest, count, log_ratio in zip(*map(s.vector, columns), strict=True):
         if not count:
             continue
         lag = int(newest - largest)
@@ -278,12 +264,10 @@ def version_drift(s: State) -> dict[str, float]:
     return {label: log_ratio / count for label, (count, log_ratio) in sorted(sums.items())}
 
 
-def invalid(s: State) -> dict[str, float]:
-    """Invalid rollout log-probs by kind."""
-    return {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS}
-
-
-POSITION = edges(full.POSITION_EDGES)
-PROBABILITY = edges(full.PROBABILITY_EDGES)
-LENGTH = edges(full.LENGTH_EDGES)
-SIGN = ["negative", "zero", "positive"]
+BUCKETS = {
+    "position": edges(full.POSITION_EDGES),
+    "probability": edges(full.PROBABILITY_EDGES),
+    "length": edges(full.LENGTH_EDGES),
+    "advantage": ["negative", "zero", "positive"],
+}
+"""The labels of each."""

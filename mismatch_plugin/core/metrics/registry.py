@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from mismatch_plugin.core.metrics import formulas as f
+from mismatch_plugin.core.validity import DEFECTS
 
 if TYPE_CHECKING:
     from mismatch_plugin.config import MismatchConfig
@@ -237,7 +239,8 @@ METRICS: tuple[Metric, ...] = (
            place="products"),
     Metric("seq_log_ratio_mean", "mean of Σ l: log of the typical product weight", "sequences", "log_ratio",
            lambda s: f.ratio(s.sums["log_ratio@tokens"], s.sequences), unit="nat", averaged=True, place="products"),
-    Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan", f.invalid,
+    Metric("invalid_{kind}", "invalid log-probs, by kind", "tokens", "invalid_nan",
+           lambda s: {kind: s.sums[f"invalid_{kind}"] for kind in DEFECTS},
            unit="tokens", trained=True, averaged=True),
     # The loss.
     Metric("pg_loss", "policy term", "denominator", "pg_loss", lambda s: f.ratio(s.sums["pg_loss"],
@@ -266,18 +269,10 @@ METRICS: tuple[Metric, ...] = (
     # Full diagnostics.
     Metric("rollout_is_ratio_{quantile}", "quantile of ρ_t (bins are 1.3 % of |l| wide)", "tokens", "histogram",
            f.quantiles, level="full"),
-    Metric("log_ratio_by_position_{bucket}", "mean l by position in the response", "tokens", "position_tokens",
-           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio"), unit="nat", level="full",
-           averaged=True),
-    Metric("log_ratio_abs_by_position_{bucket}", "mean |l| by position in the response", "tokens", "position_tokens",
-           lambda s: f.bucket_means(s, "position", f.POSITION, "log_ratio_abs"), unit="nat", level="full",
-           averaged=True),
-    Metric("log_ratio_by_probability_{bucket}", "mean l by π_rollout", "tokens", "probability_tokens",
-           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio"), unit="nat", level="full",
-           averaged=True),
-    Metric("log_ratio_abs_by_probability_{bucket}", "mean |l| by π_rollout", "tokens", "probability_tokens",
-           lambda s: f.bucket_means(s, "probability", f.PROBABILITY, "log_ratio_abs"), unit="nat", level="full",
-           averaged=True),
+    *(Metric(f"log_ratio{part}_by_{bucket}_{{bucket}}", f"mean {value} by {by}", "tokens", f"{bucket}_tokens",
+             partial(f.bucket_means, bucket=bucket, column=f"log_ratio{part}"), unit="nat", level="full", averaged=True)
+      for bucket, by in (("position", "position in the response"), ("probability", "π_rollout"))
+      for part, value in (("", "l"), ("_abs", "|l|"))),
     Metric("log_ratio_by_version_{lag}", "mean l by how many weight versions a token lags", "tokens", "version_tokens",
            f.version_drift, unit="nat", level="full", averaged=True),
     Metric("probability_difference_mean", "mean |π_train − π_rollout|", "tokens", "probability_difference",
@@ -285,9 +280,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("probability_difference_max", "largest |π_train − π_rollout|", "tokens", "probability_difference",
            lambda s: s.maximum("probability_difference"), merges="max", level="full"),
     Metric("accepted_by_advantage_{sign}", "share that stays, by sign of the advantage", "tokens", "advantage_tokens",
-           lambda s: f.bucket_means(s, "advantage", f.SIGN, "kept"), unit="share", level="full", averaged=True),
+           lambda s: f.bucket_means(s, "advantage", "kept"), unit="share", level="full", averaged=True),
     Metric("accepted_by_length_{bucket}", "share of sequences that stay, by response length", "sequences",
-           "length_sequences", lambda s: f.bucket_means(s, "length", f.LENGTH, "kept", "sequences"), unit="share",
+           "length_sequences", lambda s: f.bucket_means(s, "length", "kept", "sequences"), unit="share",
            level="full", averaged=True),
 )
 # fmt: on

@@ -156,7 +156,7 @@ def test_a_failed_gate_stops_the_step_before_the_optimizer(written: dict[str, fl
     config = make_config(use_tis=True, gate_kl=0.99 * k3_kl)
     end = _step_end(config, [])
     end.add(run_loss(config, data, place)[2])
-    with pytest.raises(mp.GateError, match=f"^step 4: k3_kl {k3_kl:.3g} nat a token is above the bar"):
+    with pytest.raises(mp.GateError, match=f"^step 4: k3_kl {k3_kl:.3g} nats per token is above the bar"):
         end.finalize_model_grads([_Chunk()])
     assert not written
     config = make_config(use_tis=True, gate_kl=1.01 * k3_kl)

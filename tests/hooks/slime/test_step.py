@@ -180,4 +180,4 @@ def test_without_the_rollout_s_hook_other_fields_are_named_at_the_step_s_end():
     """Algorithm 0 measures ratios where a rank has rollout log-probs, and rank 1 has none."""
     (results,) = launch(run, [Odd(1, 1, 1, "no rollout log-probs", algorithm=0, hooked=False)], 2, timeout=20.0)
     (sentence,) = {result["error"] for result in results}
-    assert "rank 0 has " in sentence and "rank 1 does not" in sentence and "All micro-batches of a step" in sentence
+    assert "rank 0 has " in sentence and "rank 1 has no " in sentence and "All micro-batches of a step" in sentence
