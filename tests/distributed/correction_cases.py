@@ -38,6 +38,8 @@ CRITERIA = (
     ("token:binary_kl_reverse:0.5", "sequence_sum:tv:5", "sequence_mean:ratio:0.7:1.06", "token:ratio:0.8:1.9@negative",
      "sequence_mean:k3:0.03@negative"),  # nothing for the MAX
 )  # fmt: skip
+POSITIVE = 0.85
+"""Of the upper bound: that where A ≥ 0, in the settings whose bounds differ by its sign."""
 STALENESS, TRAINER_VERSION = 3, 99
 VETO = 0.05
 OBJECTIVES = ("ppo", "gspo", "cispo", "sapo", "gmpo", "reinforce")
@@ -138,7 +140,7 @@ class Settings:
             tis = {"level": self.level, "mode": self.mode, "upper_bound": upper}
             tis |= {} if self.mode == "truncate" else {"lower_bound": lower}
             tis |= {"bound_growth": 0.5} if self.grows else {}
-            tis |= {"upper_bound_positive": 0.9 * upper} if self.by_sign else {}
+            tis |= {"upper_bound_positive": POSITIVE * upper} if self.by_sign else {}
             tis = {"level": "sequence", "mode": "gamma"} if self.gamma else tis
             tis |= {"batch_normalize": True} if self.normalizes else {}
             tis |= {"batch_normalize_scope": scope} if self.normalizes and scope else {}
