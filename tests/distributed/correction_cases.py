@@ -96,7 +96,7 @@ class Settings:
 
     @property
     def objective(self) -> str:
-        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation // 5 % 6]
+        return "reinforce" if self.algorithm == 3 else OBJECTIVES[self.rotation * 3 // 8 % 6]
 
     @property
     def rejects_on_current_policy(self) -> bool:
